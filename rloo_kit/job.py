@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.engine_settings import requested_engine
+from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.config.run_file import (
     EXAMPLES,
     TASK_REWARDS,
@@ -34,7 +35,13 @@ from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
 from rloo_kit.machine.processes import check_launch
 from rloo_kit.models.adapters import adapter_in, lora_settings
-from rloo_kit.models.loading import attach_lora, check_path, load_model, load_tokenizer
+from rloo_kit.models.loading import (
+    attach_lora,
+    check_lora_config,
+    check_path,
+    load_model,
+    load_tokenizer,
+)
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
@@ -74,7 +81,7 @@ def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
     adapter = adapter_in(beside(config.model.name, base))
     if adapter is None:
         return config
-    given = {name: getattr(config.lora, name) for name in config.lora.given}
+    given = {name: getattr(config.lora, name) for name in config.lora.given} | config.lora.others
     return replace(config, lora=LoraSection(**lora_settings(adapter, given, "lora.")))
 
 
@@ -293,6 +300,7 @@ class PreparedJob:
         args = self.args
         from rloo_kit.training.step_choice import choose_step
 
+        check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
             check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
         prompts, held_out = self.prompts
@@ -358,11 +366,11 @@ class PreparedJob:
             max_lora_rank=config.lora.r,
             vllm=config.vllm,
             images=has_images(self.splits[0]),
-            **_engine_arguments(args),
+            **({} if why_not_vllm_takes(config.lora.others) else _engine_arguments(args)),
             **config.unsloth,
         )
         give_marks(getattr(tokenizer, "tokenizer", tokenizer), **vars(config.thinking))
-        return attach_lora(loaded, **asdict(config.lora), seed=config.seed), tokenizer
+        return attach_lora(loaded, **config.lora.as_dict(), seed=config.seed), tokenizer
 
     @cached_property
     def step(self) -> "StepChoice":

@@ -148,6 +148,15 @@ def _markdown(text: str) -> str:
     return " ".join(text.replace("``", "`").split())
 
 
+OTHER_LORA = (
+    "Every other field of the installed PEFT's `LoraConfig` goes under `lora:` by its name, such "
+    "as `use_rslora`, `use_dora`, `modules_to_save`, `layers_to_transform`, `rank_pattern`, or "
+    "`target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]` for the experts of a "
+    "mixture. What base, reference, sampler or export cannot follow is refused: starts that change "
+    "the base (`init_lora_weights: pissa`), and with `generation: vllm` what vLLM cannot load.\n"
+)
+
+
 def settings() -> str:
     """Return the settings that the kit itself defines, by section."""
     parts = []
@@ -161,6 +170,8 @@ def settings() -> str:
         ("trainer: settings that TRL does not have", KitSettings, ""),
     ):
         parts.append(f"## {heading}\n\n" + "\n".join(_rows(section, prefix)) + "\n")
+        if section is LoraSection:
+            parts.append(OTHER_LORA)
     return "\n".join([*parts, _trl_settings()])
 
 

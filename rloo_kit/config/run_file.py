@@ -15,12 +15,19 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from rloo_kit.config.engine_tables import TABLES, check_table
+from rloo_kit.config.lora import check_lora, lora_fields
 from rloo_kit.config.settings import DEFAULTS, NO_SYNC, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import NO_RULE, check_value, suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
-from rloo_kit.text.wording import first_line, format_errors, format_name, format_value
+from rloo_kit.text.wording import (
+    did_you_mean,
+    first_line,
+    format_errors,
+    format_name,
+    format_value,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -46,15 +53,18 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """``lora:``, the adapter that learns."""
+    """``lora:``, the adapter that learns; every other field of PEFT's ``LoraConfig`` too."""
 
     r: int = setting(16, "Rank.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
     lora_dropout: float = setting(0.0, minimum=0, below=1)
-    target_modules: list[str] | Literal["all-linear"] = setting(
-        help="Linear layers that get an adapter; `all-linear`: all but the LM head.",
+    target_modules: list[str] | str = setting(
+        help="Linear layers that get an adapter: their names, a regular expression of whole names, "
+        "or `all-linear` (all but the LM head).",
         default_factory=lambda: list(PROJECTIONS),
     )
+    others: dict[str, Any] = field(default_factory=dict)
+    """Further fields of ``LoraConfig``, which a run file has beside the others."""
     given: ClassVar[frozenset[str]] = frozenset()
     """Names that were given; the others follow an adapter whose training continues."""
 
@@ -62,8 +72,13 @@ class LoraSection:
         """Remember which settings were given."""
         section = super().__new__(cls)
         names = [one.name for one in dataclasses.fields(cls)][: len(values)]
-        object.__setattr__(section, "given", frozenset([*names, *given]))
+        object.__setattr__(section, "given", frozenset([*names, *given]) - {"others"})
         return section
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all settings, by the names of ``LoraConfig``."""
+        settings = dataclasses.asdict(self)
+        return settings | settings.pop("others")
 
 
 @dataclass(frozen=True)
@@ -171,7 +186,7 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and lists, as written to run.yaml."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"lora": self.lora.as_dict()}
 
 
 # Task -> its reward where the run file names none
@@ -358,10 +373,14 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
         return kind()
     hints = typing.get_type_hints(kind)
     known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
+    others = lora_fields() if known.pop("others", None) else ()
     good: dict[str, Any] = {}
     for key, value in content.items():
-        if key not in known:
-            errors.append(f"unknown key {path}{format_name(key)}{suggest(str(key), known)}")
+        if key not in known and key in others:
+            good["others"] = {**good.get("others", {}), key: value}
+        elif key not in known:
+            near = did_you_mean(str(key), [*known, *others]) or suggest(str(key), known)
+            errors.append(f"unknown key {path}{format_name(key)}{near}")
         elif dataclasses.is_dataclass(hints[key]):
             good[key] = _make_section(hints[key], value, f"{key}.", errors)
         elif wrong := check_value(f"{path}{key}", value, hints[key], known[key]):
@@ -384,11 +403,17 @@ def _check_together(config: RunConfig) -> list[str]:
     stops = config.trainer.get("stop_on") or ()
     completion = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     task = data.prompts.partition(":")[0]
+    targets = config.lora.target_modules
     plain = [_is_plain_accuracy(one) for one in config.rewards]
     rules = [
         (
-            not config.lora.target_modules,
+            not targets,
             "lora.target_modules is empty: name at least one linear layer, such as q_proj",
+        ),
+        (
+            isinstance(targets, str) and re.fullmatch(r"\w*", targets),
+            f"lora.target_modules is {format_value(targets)}, must be a list of names such as "
+            "[q_proj], all-linear, or a regular expression of whole names such as .*q_proj",
         ),
         (
             bool(config.thinking.start) != bool(config.thinking.end),
@@ -416,6 +441,12 @@ def _check_together(config: RunConfig) -> list[str]:
             data.held_out_every and data.held_out == 0,
             "data.held_out_every needs held-out prompts: set data.held_out above 0",
         ),
+        (
+            config.lora.others.get("bias", "none") != "none"
+            and config.trainer.get("beta", DEFAULTS["beta"]),
+            "lora.bias trains the biases of the base, which is the reference of trainer.beta: set "
+            "trainer.beta: 0, or leave lora.bias out",
+        ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
         (
             "reward_hacking" in stops and not data.held_out_every,
@@ -423,4 +454,5 @@ def _check_together(config: RunConfig) -> list[str]:
             "data.held_out_every, such as 10",
         ),
     ]
-    return [message for is_wrong, message in rules if is_wrong]
+    wrong = [message for is_wrong, message in rules if is_wrong]
+    return wrong + check_lora(config.lora.others, "lora.")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.config.lora import NOT_BY_VLLM
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
@@ -65,7 +66,7 @@ def base_name(name: str) -> str:
 
 
 def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return rank, alpha, dropout and layers of an adapter that is trained further.
+    """Return rank, alpha, dropout and layers of an adapter that is trained further, and the rest.
 
     ``given`` are the user's settings, None where not given; ``section`` is their section of the run
     file, such as ``lora.``.
@@ -91,14 +92,16 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         "lora_dropout": config.get("lora_dropout", 0.0),
         "target_modules": [layers] if isinstance(layers, str) else sorted(layers),
     }
+    has = config | found
     for name, value in given.items():
-        same = set(value) == set(found[name]) if name == "target_modules" and value else False
-        if value is not None and not same and value != found[name]:
+        same = set(value) == set(has[name]) if name == "target_modules" and value else False
+        if value is not None and not same and value != has.get(name):
             raise ConfigError(
                 f"{section}{name} is {format_value(value)}, and the adapter in {where} has "
-                f"{format_value(found[name])}: leave {section}{name} out, since an adapter keeps "
+                f"{format_value(has.get(name))}: leave {section}{name} out, since an adapter keeps "
                 "its settings"
             )
+    found["others"] = {name: config[name] for name in NOT_BY_VLLM if config.get(name)}
     return found
 
 

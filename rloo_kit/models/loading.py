@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
+from rloo_kit.config.lora import check_lora, lora_fields
 from rloo_kit.config.run_file import LoraSection
+from rloo_kit.config.values import suggest
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
@@ -23,7 +25,7 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER, auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import first_line, format_value, where_missing
+from rloo_kit.text.wording import first_line, format_errors, format_value, where_missing
 from rloo_kit.types import Model, Tokenizer
 
 TO_GIVE = "give a model's folder, a .gguf file or a hub name"
@@ -167,9 +169,10 @@ def attach_lora(
     r: int | None = None,
     lora_alpha: int | None = None,
     lora_dropout: float | None = None,
-    target_modules: list[str] | tuple[str, ...] | Literal["all-linear"] | None = None,
+    target_modules: list[str] | tuple[str, ...] | str | None = None,
     use_gradient_checkpointing: bool | str | None = None,
     seed: int = 42,
+    **others: Any,
 ) -> Any:
     """Return the model with a fresh LoRA adapter named ``default``; only the adapter trains.
 
@@ -180,22 +183,25 @@ def attach_lora(
         r: Rank; None: 16.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
         lora_dropout: In [0, 1); None: 0.
-        target_modules: Names of linear layers; None: of the attention and of the MLP;
-            ``all-linear``: all that PEFT finds, but for the LM head.
+        target_modules: Names of linear layers, or a regular expression of whole names; None: of
+            the attention and of the MLP; ``all-linear``: all that PEFT finds, but for the LM head.
         use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
             time and memory is plenty.
         seed: Of a fresh adapter's random start.
+        **others: Further fields of PEFT's ``LoraConfig``.
 
     Raises:
-        ConfigError: None of ``target_modules`` is in the model, or the model's adapter has other
-            settings.
+        ConfigError: None of ``target_modules`` is in the model, the model's adapter has other
+            settings, or a field is unknown or cannot be followed.
     """
     given = {
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
         "target_modules": target_modules,
+        **others,
     }
+    check_lora_config(given)
     folder = notes_of(model).adapter
     if use_gradient_checkpointing is not None:
         notes_of(model).gradient_checkpointing = use_gradient_checkpointing
@@ -206,19 +212,47 @@ def attach_lora(
         return model
     # what is not given is as in a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
-    settings = asdict(LoraSection()) | asked
-    if target_modules != "all-linear":  # PEFT finds these itself
-        settings["target_modules"] = _there(model, settings["target_modules"])
+    settings = LoraSection().as_dict() | asked
+    settings["target_modules"] = _there(model, settings["target_modules"])
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
 
-def _there(model: Model, target_modules: Iterable[str]) -> list[str]:
-    """Return the names that are layers of the model.
+def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
+    """Refuse fields of ``LoraConfig`` that PEFT does not take, or that cannot be followed here.
+
+    Raises:
+        ConfigError: With the field.
+    """
+    from peft import LoraConfig
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in lora_fields():
+            raise ConfigError(f"unknown LoRA setting {name!r}{suggest(name, lora_fields())}")
+    if errors := check_lora(given, section):
+        raise ConfigError(format_errors(errors))
+    try:
+        LoraConfig(**given)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"PEFT refuses the LoRA settings: {first_line(exc)}") from exc
+
+
+def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
+    """Return the names that are layers of the model; a pattern as it is.
 
     Raises:
         ConfigError: None of them is.
     """
+    if target_modules == "all-linear":  # PEFT finds these itself
+        return "all-linear"
     names = [name for name, module in model.named_modules() if name and not [*module.children()]]
+    if isinstance(target_modules, str):
+        if not any(re.fullmatch(target_modules, name) for name in names):
+            raise ConfigError(
+                f"target_modules {format_value(target_modules)} matches no layer of this model, "
+                f"whose first is {names[0]}: it must match whole names"
+            )
+        return target_modules
     outside = re.compile(_outside_language(model) or "(?!)")
     leaves = {name.rpartition(".")[2] for name in names if not outside.fullmatch(name)}
     if not (targets := [name for name in target_modules if name in leaves]):

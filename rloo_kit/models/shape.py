@@ -8,7 +8,7 @@ models in examples/ are in a table here, so that a plan of them needs no network
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class Linear:
     columns: int  # input features
     count: int
     quantised: bool  # whether bitsandbytes packs it where the model is loaded in 4 bit
+    is_expert: bool = False  # of experts that are one parameter, which Unsloth alone packs
 
     @property
     def size(self) -> int:
@@ -75,7 +76,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     linears: tuple[Linear, ...]
-    others: int  # parameters of embeddings, norms, biases, experts; what is tied counts once
+    others: int  # parameters of embeddings, norms, biases; what is tied counts once
     qk_norm: bool = False  # whether queries and keys are normalised
     packed: bool = False  # whether the checkpoint holds 4-bit weights already
     in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
@@ -84,6 +85,12 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All of them, each once."""
         return self.others + sum(linear.size * linear.count for linear in self.linears)
+
+    @property
+    def with_packed_experts(self) -> "ModelShape":
+        """The shape as Unsloth loads it in 4 bit, which packs experts too."""
+        linears = (replace(one, quantised=one.quantised or one.is_expert) for one in self.linears)
+        return replace(self, linears=tuple(linears))
 
     @property
     def query_size(self) -> int:
@@ -275,10 +282,19 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     )
-    return tuple(
-        Linear(leaf, rows, columns, count, packs)
-        for (leaf, rows, columns, packs), count in found.items()
+    dense = [Linear(*key[:3], count, key[3]) for key, count in found.items()]
+    return (*dense, *_experts(model))
+
+
+def _experts(model: Model) -> Iterator[Linear]:
+    """Yield the experts that are one parameter of three dimensions for all experts of a layer."""
+    found = Counter(
+        (name.rpartition(".")[2], *parameter.shape)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and "experts" in name
     )
+    for (leaf, number, rows, columns), layers in found.items():
+        yield Linear(f"experts.{leaf}", rows, columns, number * layers, False, True)
 
 
 def _intermediate(text: Any) -> int:

@@ -67,18 +67,21 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     """Return what decides the memory of a run."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
-    targets = config.lora.target_modules
-    every = [one.name for one in facts.shape.linears]
+    others = config.lora.others
+    layers = others.get("layers_to_transform")
+    shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     return Job(
-        shape=facts.shape,
+        shape=shape,
         on_gpu=facts.card.on_gpu,
         room=facts.room,
         card=facts.card.usable,
         in_4bit=config.model.load_in_4bit or facts.shape.packed,
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
-        targets=tuple(every if targets == "all-linear" else targets),
+        targets=tuple(_targets(config, facts)),
+        adapted_layers=len(layers) if isinstance(layers, list) else layers and 1,
+        whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=_checkpointing(config, facts),
         rows=batch.num_completions,
@@ -98,6 +101,26 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         ),
         draft_tokens=(config.vllm.get("speculative_config") or {}).get("num_speculative_tokens", 0),
     )
+
+
+def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Yield the names of the linear layers that get an adapter."""
+    targets = config.lora.target_modules
+    parameters = config.lora.others.get("target_parameters")
+    dense = [one.name for one in facts.shape.linears if not one.is_expert]
+    if not isinstance(targets, str):
+        yield from targets
+    elif targets == "all-linear":
+        yield from dense
+    else:  # a pattern of whole names has the last parts in it
+        yield from [name for name in dense if name in targets] or dense
+    for one in facts.shape.linears:
+        leaf = one.name.rpartition(".")[2]
+        named = any(name.endswith(leaf) for name in parameters or ())
+        # Unsloth gives the experts of a targeted MLP an adapter by itself
+        by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets
+        if one.is_expert and (named or by_unsloth):
+            yield one.name
 
 
 def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:

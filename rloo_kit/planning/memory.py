@@ -67,6 +67,8 @@ class Job:
     value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
     targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
+    adapted_layers: int | None = None  # of the model's layers, those with an adapter; None: all
+    whole: int = 0  # embeddings or LM heads that train as a whole
     optimizer: str = "adamw_torch"  # TRL's `optim`
     checkpointing: str = "none"  # or `plain`, or `unsloth`: inputs of layers in main memory
     rows: int = 8  # completions that are sampled at once
@@ -173,12 +175,15 @@ def _weights(job: Job) -> dict[str, Held]:
 
 def adapter_sizes(job: Job) -> list[int]:
     """Return the elements of each tensor of the adapter (A and B of every layer that has one)."""
-    return [
+    layers = job.shape.num_layers
+    part = layers if job.adapted_layers is None else job.adapted_layers
+    sizes = [
         size * job.rank
         for linear in _adapted(job)
-        for _ in range(linear.count)
+        for _ in range(linear.count * part // layers)
         for size in (linear.rows, linear.columns)
     ]
+    return sizes + job.whole * [job.shape.vocab_size * job.shape.hidden_size]
 
 
 def _adapted(job: Job) -> list[Linear]:
@@ -297,7 +302,8 @@ def layer_bytes(job: Job) -> int:
     wide = job.value_bytes
     normed = 4 * shape.qk_norm
     heads = shape.num_heads + shape.num_kv_heads
-    adapters = sum(linear.count for linear in _adapted(job)) / max(1, shape.num_layers)
+    adapted = [linear.count for linear in _adapted(job) if not linear.is_expert]
+    adapters = sum(adapted) / max(1, shape.num_layers)
     return int(
         shape.hidden_size * (8 + 5 * wide)
         + shape.query_size * (normed + 3 * wide)

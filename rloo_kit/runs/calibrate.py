@@ -164,7 +164,7 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
 def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """Return the rewards, and the settings that differ from the defaults."""
     parts = {n: _changed(v, default[n]) if n in SECTIONS else v for n, v in settings.items()}
-    return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default[n])}
+    return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default.get(n))}
 
 
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:

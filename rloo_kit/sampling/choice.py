@@ -3,6 +3,7 @@
 from typing import Any
 
 from rloo_kit.config.engine_settings import ENGINES, check_settings, requested_engine
+from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import add_to_session
@@ -169,6 +170,9 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
     on_gpu = detect_hardware().device != "cpu"
     why_not = None if asked == "server" else why_not_vllm()  # a server has its own
     choice = choose(asked, on_gpu=on_gpu, why_not=why_not)
+    why = why_not_vllm_takes(run.lora.others) if run is not None and trains else None
+    if why and asked in ("vllm", "server"):
+        raise ConfigError(f"{why}: leave it out of lora, or set trainer.generation: transformers")
     if trains:  # auto may still find that vLLM cannot sample from the model
         check_settings(args, asked if choice.engine != "transformers" else "transformers")
     if asked == "server" and run is not None:

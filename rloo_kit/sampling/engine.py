@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import SHARED_MEMORY
 from rloo_kit.models.adapters import write_adapter
@@ -127,13 +128,6 @@ def draw_from(
     return first
 
 
-# Settings of PEFT's LoraConfig that vLLM cannot load
-NOT_TAKEN = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias",
-    "trainable_token_indices", "target_parameters",
-)  # fmt: skip
-
-
 def why_no_hot_swap(model: Any) -> str | None:
     """Return why vLLM cannot sample from this model by its adapter alone, or None when it can."""
     from peft import LoraConfig
@@ -144,11 +138,8 @@ def why_no_hot_swap(model: Any) -> str | None:
     for config in configs.values():
         if not isinstance(config, LoraConfig):
             return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
-        for name in NOT_TAKEN:
-            if getattr(config, name):
-                return f"vLLM does not take adapters with {name}"
-        if config.bias != "none":
-            return "vLLM does not take adapters with bias"
+        if why_not := why_not_vllm_takes(vars(config)):
+            return why_not
         if config.r > LORA_RANKS[-1]:
             return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
     return None
