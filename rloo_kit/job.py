@@ -23,7 +23,7 @@ from rloo_kit.config.run_file import (
 from rloo_kit.data.files import local_path, looks_local, missing_file
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.images import has_images
-from rloo_kit.data.lengths import check_lengths, drop_long_prompts
+from rloo_kit.data.lengths import check_lengths, drop_long_prompts, quantile_of_lengths
 from rloo_kit.data.prompts import (
     MAX_HELD_OUT,
     is_task,
@@ -116,6 +116,9 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     data = config.data
     if Path(name).exists() and name != "tiny-thinker":
         model = replace(model, name=str(Path(name).resolve()))
+    if model.chat_template is not None:
+        template = Path(beside(model.chat_template, base)).resolve()
+        model = replace(model, chat_template=str(template))
     task, path = _path_in(prompts)
     if path and Path(path).exists():
         data = replace(data, prompts=f"{task}{Path(path).resolve()}")
@@ -157,6 +160,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         chat=data.chat,
         seed=config.seed,
         columns=data.columns,
+        config=data.config,
         level=data.level,
         settings=data.settings,
         skip_empty=data.skip_empty,
@@ -276,7 +280,10 @@ class PreparedJob:
         """The model's tokenizer; its weights are not read."""
         model = self.config.model
         found = load_tokenizer(
-            beside(model.name, self.base), trust_remote_code=model.trust_remote_code
+            beside(model.name, self.base),
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
+            chat_template=model.chat_template and beside(model.chat_template, self.base),
         )
         give_marks(found, **vars(self.config.thinking))
         return found
@@ -309,6 +316,8 @@ class PreparedJob:
         choose_step(args, images=has_images(prompts))
         thought_limit(tokenizer, args.thinking_budget)
         limit = self.config.data.max_prompt_tokens
+        if share := self.config.data.max_prompt_quantile:
+            limit = quantile_of_lengths(prompts, tokenizer, share, settings)
         if limit is not None:
             prompts, dropped = drop_long_prompts(prompts, tokenizer, limit, settings)
             if held_out is not None:
@@ -361,7 +370,11 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            **asdict(replace(model, name=beside(model.name, self.base))),
+            **asdict(model)
+            | {
+                "name": beside(model.name, self.base),
+                "chat_template": model.chat_template and beside(model.chat_template, self.base),
+            },
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,

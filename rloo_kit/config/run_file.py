@@ -49,6 +49,10 @@ class ModelSection:
     trust_remote_code: bool = setting(
         False, "Run the code that comes with the model, where it needs any; only if you trust it."
     )
+    revision: str | None = setting(None, "Branch, tag or commit of a hub name; null: its main one.")
+    chat_template: str | None = setting(
+        None, "A file with a chat template (Jinja) in place of the model's own; null: that one."
+    )
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ class DataSection:
         "file, or a hub dataset.",
     )
     split: str = setting("train", "Split of a hub dataset.")
+    config: str | None = setting(
+        None, "Configuration of a hub dataset, its subset; null: the only one."
+    )
     num_prompts: int | None = setting(
         None, "Use only the first so many; all when null (1,024 of a built-in task).", minimum=1
     )
@@ -148,6 +155,12 @@ class DataSection:
         "Leave out prompts that are longer; null: a prompt without space for a completion is an "
         "error.",
         minimum=1,
+    )
+    max_prompt_quantile: float | None = setting(
+        None,
+        "Keep this share of the prompts, the shortest ones, such as 0.9; null: all.",
+        above=0,
+        below=1,
     )
     skip_empty: bool = setting(False, "Leave out prompts that are empty; false: an error.")
 
@@ -436,6 +449,10 @@ def _check_together(config: RunConfig) -> list[str]:
             completion >= model.max_seq_length,
             f"trainer.max_completion_length {completion} leaves no space for a prompt in "
             f"model.max_seq_length {model.max_seq_length}: raise the latter or lower the former",
+        ),
+        (
+            data.max_prompt_quantile and data.max_prompt_tokens,
+            "data.max_prompt_quantile and data.max_prompt_tokens both limit prompts: give one",
         ),
         (
             data.held_out_every and data.held_out == 0,

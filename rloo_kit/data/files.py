@@ -32,7 +32,7 @@ PlacedRow = tuple[str, Row]
 
 def read_source(  # noqa: PLR0913
     name: str,
-    split: str,
+    place: tuple[str | None, str],
     num: int | None,
     columns: Mapping[str, str],
     builtin: Iterable[str],
@@ -41,8 +41,9 @@ def read_source(  # noqa: PLR0913
 ) -> "Dataset":
     """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
 
-    ``columns`` is name in the kit -> name in the source; an error lists the tasks ``builtin``.
-    ``skip_empty`` leaves empty prompts out, with a warning that counts them.
+    ``place`` is the configuration and the split of a hub dataset, ``columns`` name in the kit ->
+    name in the source; an error lists the tasks ``builtin``. ``skip_empty`` leaves empty prompts
+    out, with a warning that counts them.
 
     Raises:
         DataError: No such source, a bad row, or ``columns`` that do not fit.
@@ -61,7 +62,7 @@ def read_source(  # noqa: PLR0913
         return change(prompt)
 
     if os.path.isdir(path) or not (os.path.exists(path) or looks_local(name)):
-        found = _read_hub(str(path), split, builtin)
+        found = _read_hub(str(path), *place, builtin)
         dataset = _changed_table(found, name, num, key, checked)
     elif path.suffix.lower() == ".parquet":
         dataset = _changed_table(_read_parquet(path), str(path), num, key, checked)
@@ -260,17 +261,18 @@ def _read_parquet(path: Path) -> "Dataset":
         ) from exc
 
 
-def _read_hub(name: str, split: str, builtin: Iterable[str]) -> "Dataset":
+def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str]) -> "Dataset":
     import datasets
 
     try:
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, config, split=split)
     except Exception as exc:
         # Hub, network, script and split errors have no common base.
         raise DataError(
             f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
             f"nor a folder or hub dataset that can be loaded now ({type(exc).__name__}: "
-            f"{first_line(exc)}): check the name, its split {format_value(split)} and the network"
+            f"{first_line(exc)}): check the name, its split {format_value(split)}, "
+            "its configuration (data.config) and the network"
         ) from exc
 
 

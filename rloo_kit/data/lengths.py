@@ -4,6 +4,7 @@ A token covers a byte of its text at least, so most prompts of a large file need
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,15 @@ def longest_prompt(
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
     return max((prompt_ids(tokenizer, prompt, settings) for _, prompt, _ in candidates), key=len)
+
+
+def quantile_of_lengths(
+    dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
+) -> int:
+    """Return the fewest tokens that so large a share of the prompts, in (0, 1), keep to."""
+    prompts = iter_column(dataset, "prompt")
+    lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
+    return lengths[math.ceil(share * len(lengths)) - 1]
 
 
 def drop_long_prompts(

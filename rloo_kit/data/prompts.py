@@ -32,6 +32,7 @@ def load_prompts(  # noqa: PLR0913
     name: str | Path,
     *,
     split: str = "train",
+    config: str | None = None,
     num_prompts: int | None = None,
     system: str | None = None,
     chat: bool = True,
@@ -48,6 +49,7 @@ def load_prompts(  # noqa: PLR0913
             ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, a dataset's
             folder, or a hub dataset.
         split: Of a hub dataset; ``train`` or ``held_out`` of a task.
+        config: Of a hub dataset: the name of its configuration; None: the only one.
         num_prompts: Keep the first so many (a task makes 1,024 when None).
         system: A system message put before every prompt; None: that of ``gsm8k`` and its like, or
             none.
@@ -67,6 +69,7 @@ def load_prompts(  # noqa: PLR0913
     is_made = name in BUILTIN or name.startswith(PREFIX)
     is_known = hub_task(name) is not None
     useless = {
+        "config": config and (is_made or is_known or local_path(name).is_file()),
         "columns": columns and (is_made or is_known),
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
@@ -87,7 +90,8 @@ def load_prompts(  # noqa: PLR0913
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
-        dataset = read_source(name, split, num_prompts, columns or {}, known, change, skip_empty)
+        place = (config, split)
+        dataset = read_source(name, place, num_prompts, columns or {}, known, change, skip_empty)
         path = local_path(name)
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):

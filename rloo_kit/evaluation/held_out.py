@@ -157,7 +157,12 @@ def read_held_out(
     limit = config.data.max_prompt_tokens
     if limit is not None:
         first = models[0].model
-        tokenizer = load_tokenizer(first.name, trust_remote_code=first.trust_remote_code)
+        tokenizer = load_tokenizer(
+            first.name,
+            trust_remote_code=first.trust_remote_code,
+            revision=first.revision,
+            chat_template=first.chat_template,
+        )
         found, _ = drop_long_prompts(found, tokenizer, limit, args.chat_template_kwargs)
     return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
 
@@ -202,5 +207,5 @@ def _prompts(
     else:
         how = {"num_prompts": most, "system": system_message(data)}
         if not hub_task(name):  # a file or a dataset in the run's own columns
-            how |= {key: getattr(data, key) for key in ("split", "columns", "skip_empty")}
+            how |= {key: getattr(data, key) for key in ("split", "config", "columns", "skip_empty")}
     return load_prompts(name, chat=data.chat, seed=config.seed, **how)

@@ -186,6 +186,8 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     Raises:
         ModelError, ConfigError, BackendError: As ``load_model`` does.
     """
+    if "name" in changes:  # another model, which has no such revision
+        changes["revision"] = None
     model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config, "max_position_embeddings", None) or 0

@@ -38,7 +38,12 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
-    words = ["--model", find_model(trained.model.name), "--served-model-name", "base"]
+    words = [
+        "--model",
+        find_model(trained.model.name, trained.model.revision),
+        "--served-model-name",
+        "base",
+    ]
     words += ["--host", "127.0.0.1", "--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
         config = read_json(trained.adapter / CONFIG) or {}

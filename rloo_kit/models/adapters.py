@@ -56,6 +56,11 @@ def base_of(adapter: Path) -> str:
     return base if found is None else str(found)
 
 
+def revision_of(adapter: Path) -> str | None:
+    """Return the revision of its base on the hub that an adapter was trained on; None: any."""
+    return _config_of(adapter).get("revision")
+
+
 def base_name(name: str) -> str:
     """Return the base where a name stands for an adapter, else the name."""
     adapter = adapter_in(name)

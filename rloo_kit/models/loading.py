@@ -19,7 +19,14 @@ from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
-from rloo_kit.models.adapters import WEIGHTS, adapter_in, base_of, is_path, lora_settings
+from rloo_kit.models.adapters import (
+    WEIGHTS,
+    adapter_in,
+    base_of,
+    is_path,
+    lora_settings,
+    revision_of,
+)
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER, auto_class
@@ -31,6 +38,8 @@ from rloo_kit.types import Model, Tokenizer
 TO_GIVE = "give a model's folder, a .gguf file or a hub name"
 # File of a run file that ships with the kit -> how to get it
 FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
+# Of a model on the hub, what is not loaded
+OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
@@ -46,6 +55,8 @@ def load_model(
     max_lora_rank: int = 64,
     num_sequences: int = 64,
     trust_remote_code: bool = False,
+    revision: str | None = None,
+    chat_template: str | Path | None = None,
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
@@ -63,6 +74,8 @@ def load_model(
         max_lora_rank: Largest LoRA rank of this shared engine.
         num_sequences: Completions that it samples at a time.
         trust_remote_code: Run code that comes with the model: only for a source you trust.
+        revision: Branch, tag or commit of a hub name.
+        chat_template: A file with the chat template (Jinja) to use in place of the model's own.
         vllm: Further ``EngineArgs`` of vLLM, where it has a copy of the weights of its own.
         **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for the shared engine
             ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
@@ -71,12 +84,12 @@ def load_model(
         ModelError: Not found, no model, too large, no safetensors, needs own code, no vision model.
         ConfigError, GenerationError: A setting cannot be obeyed here.
     """
-    environment, source = setup(backend), find_model(name)
-    if (adapter := adapter_in(source)) is not None:
+    environment = setup(backend)
+    source, adapter, hub = _source_of(name, revision)
+    if adapter is not None:
         if _has_tokenizer(adapter):  # its chat template is trained with it
             kwargs.setdefault("tokenizer_name", str(adapter))
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
-        source = find_model(base_of(adapter))
     with _as_model_errors(str(name)):
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
@@ -94,16 +107,53 @@ def load_model(
     with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, processor = load()
         tokenizer = _prepare(model, processor)
-    notes = notes_of(model)
-    notes.backend, notes.vllm = environment.backend, dict(vllm or {})
-    notes.max_seq_length = max_seq_length
-    notes.trust_remote_code = trust_remote_code
+    _set_template((tokenizer, processor), chat_template)
+    vars(notes_of(model)).update(
+        backend=environment.backend,
+        vllm=dict(vllm or {}),
+        max_seq_length=max_seq_length,
+        trust_remote_code=trust_remote_code,
+        hub=hub,
+    )
     add_to_session(model)
     model = model if adapter is None else _with_adapter(model, adapter)
     return model, processor if images else tokenizer
 
 
-def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+def _source_of(
+    name: str | Path, revision: str | None
+) -> tuple[str, Path | None, tuple[str, str] | None]:
+    """Return the base as ``find_model`` does, the adapter on it, and its name and revision."""
+    source = find_model(name, revision)
+    adapter = adapter_in(source)
+    if adapter is not None:
+        name, revision = base_of(adapter), revision_of(adapter)
+        source = find_model(name, revision)
+    return source, adapter, None if revision is None else (str(name), revision)
+
+
+def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
+    """Let a tokenizer, and the processor that it is a part of, use the chat template in a file."""
+    if file is None:
+        return
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(
+            f"chat_template {format_value(str(file))} cannot be read ({first_line(exc)}): give a "
+            "file that holds a Jinja template"
+        ) from exc
+    for processor in processors:
+        processor.chat_template = text
+
+
+def load_tokenizer(
+    name: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    chat_template: str | Path | None = None,
+) -> Any:
     """Return the tokenizer of a model as ``load_model`` takes its name, without the weights.
 
     Raises:
@@ -115,12 +165,15 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         if str(name).endswith(".gguf"):
             from rloo_kit.models.gguf import read_tokenizer
 
-            return read_tokenizer(Path(name))
-        source = find_model(name)
-        adapter = adapter_in(source)
-        if adapter is not None and not _has_tokenizer(adapter):
-            return load_tokenizer(base_of(adapter), trust_remote_code=trust_remote_code)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            tokenizer = read_tokenizer(Path(name))
+        else:
+            source, adapter, _ = _source_of(name, revision)
+            has_own = adapter is not None and _has_tokenizer(adapter)
+            tokenizer = AutoTokenizer.from_pretrained(
+                adapter if has_own else source, trust_remote_code=trust_remote_code
+            )
+    _set_template([tokenizer], chat_template)
+    return tokenizer
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -284,6 +337,9 @@ def _new_adapter(
         settings = {"exclude_modules": _outside_language(model)} | settings
         peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
+    if hub := notes_of(model).hub:  # it was loaded from a copy of this revision
+        config = peft_model.peft_config["default"]
+        config.base_model_name_or_path, config.revision = hub
     return peft_model
 
 
@@ -416,12 +472,23 @@ def keep_trainable_layout(model: Model) -> None:
 # --- sources -------------------------------------------------------------------------------------
 
 
-def find_model(name: str | Path) -> str:
+def find_model(name: str | Path, revision: str | None = None) -> str:
     """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
+
+    With a ``revision`` it is the folder of the hub's copy: Unsloth and vLLM load a name from its
+    main branch.
 
     Raises:
         ModelError: There is no such model.
+        ConfigError: A revision is given, and the name is not on the hub.
     """
+    if revision is not None and (
+        name == "tiny-thinker" or os.path.exists(os.path.expanduser(name))
+    ):
+        raise ConfigError(
+            f"revision is {format_value(revision)}, and {format_value(str(name))} is on this "
+            "machine: leave it out, or give a hub name"
+        )
     if name == "tiny-thinker":
         return str(TINY_THINKER)
     check_path(str(name))
@@ -440,8 +507,7 @@ def find_model(name: str | Path) -> str:
         return str(path)
     if os.path.isfile(path):
         raise ModelError(f"model {name!r} is a file: {TO_GIVE}")
-    _ask_hub(name)
-    return name
+    return _ask_hub(name, revision)
 
 
 def check_path(name: str, base: Path = Path()) -> None:
@@ -453,9 +519,13 @@ def check_path(name: str, base: Path = Path()) -> None:
         raise ModelError(f"model {name!r} {where_missing(name, base)}; {remedy}")
 
 
-def _ask_hub(name: str) -> None:
-    """Raise ModelError now, in one short request, where loading would retry for minutes."""
-    from huggingface_hub import errors, hf_hub_download
+def _ask_hub(name: str, revision: str | None) -> str:
+    """Return the name, or the folder of a revision's copy, which is downloaded.
+
+    Raises:
+        ModelError: Now, in one short request, where loading would retry for minutes.
+    """
+    from huggingface_hub import errors, hf_hub_download, snapshot_download
 
     # the first that fits: a gated model is a kind of one that is not found
     reasons: dict[type[Exception], str] = {
@@ -463,6 +533,7 @@ def _ask_hub(name: str) -> None:
         ".env",
         errors.RepositoryNotFoundError: "is not on the hub: check the spelling, or put HF_TOKEN "
         "into .env if it is private",
+        errors.RevisionNotFoundError: f"has no revision {revision} on the hub: check the spelling",
         errors.RemoteEntryNotFoundError: "holds no config.json on the hub, so it is not a model: "
         "check the name",
         errors.HFValidationError: "is neither a folder here nor a hub name (owner/name): check the "
@@ -471,7 +542,10 @@ def _ask_hub(name: str) -> None:
         "network, or give a local folder",
     }
     try:
-        hf_hub_download(name, "config.json", etag_timeout=20)
+        hf_hub_download(name, "config.json", revision=revision, etag_timeout=20)
+        if revision is None:
+            return name
+        return snapshot_download(name, revision=revision, ignore_patterns=OTHER_WEIGHTS)
     except tuple(reasons) as exc:
         reason = next(text for kind, text in reasons.items() if isinstance(exc, kind))
         raise ModelError(f"model {format_value(name)} {reason}") from exc

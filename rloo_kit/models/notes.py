@@ -11,6 +11,7 @@ class ModelNotes:
     backend: str | None = None  # "unsloth" or "transformers"
     max_seq_length: int | None = None  # longest prompt plus completion, tokens
     gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
+    hub: tuple[str, str] | None = None  # name and revision on the hub, where one was asked for
     adapter: str | None = None  # the folder that the model's adapter was loaded from
     vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
     trust_remote_code: bool = False

@@ -138,7 +138,8 @@ def _on_server(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import compute_dtype, is_4bit
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
-    name = model.get_base_model().config.name_or_path
+    hub = notes_of(model).hub
+    name = hub[0] if hub else model.get_base_model().config.name_or_path
     needs = Needs(name, _max_length(model, args), reserved_rank_of(model), is_4bit(model))
     server = VllmServer(args, needs, compute_dtype(model))
     add_to_session(server)

@@ -141,6 +141,11 @@ WRONG = [
     ({"lora": {"layer_replication": [[0, 2]]}}, "lora.layer_replication is for layers that are"),
     ({"lora": {"bias": "all"}}, "lora.bias trains the biases of the base"),
     ({"lora": {"others": {}}}, "unknown key lora.others"),
+    ({"data": {"max_prompt_quantile": 1.0}}, "data.max_prompt_quantile is 1.0, must be less than"),
+    (
+        {"data": {"max_prompt_quantile": 0.9, "max_prompt_tokens": 9}},
+        "data.max_prompt_quantile and data.max_prompt_tokens both limit prompts: give one",
+    ),
     ({"thinking": {"start": "<a>"}}, "thinking: needs both start and end"),
     ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
     ({"output_dir": "."}, "output_dir is '.'"),

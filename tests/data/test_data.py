@@ -15,7 +15,7 @@ import pytest
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.data import files
 from rloo_kit.data.gym_tasks import make_gym_rows
-from rloo_kit.data.lengths import drop_long_prompts, prompt_ids
+from rloo_kit.data.lengths import drop_long_prompts, prompt_ids, quantile_of_lengths
 from rloo_kit.data.prompts import (
     BUILTIN,
     NUM_BUILTIN_PROMPTS,
@@ -278,7 +278,7 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
         DataError,
         match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, "
         r"gsm8k, dapo-math, math500, reasoning_gym:TASK\), a file here, nor a folder or "
-        r"hub dataset .*check the name, its split 'test' and the network",
+        r"hub dataset .*check the name, its split 'test', its configuration",
     ):
         load_prompts("nobody/nothing", split="test")
 
@@ -422,7 +422,8 @@ def test_a_hub_dataset_keeps_its_features_and_only_what_is_used_is_checked(pictu
     hub = datasets.Dataset.from_dict(rows, features=whole.features)
     asked = []
 
-    def from_hub(name, split):
+    def from_hub(name, config, split):
+        assert config is None
         asked.append((name, split))
         return hub
 
@@ -697,3 +698,25 @@ def test_a_column_that_begins_late(monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 2)
     rows = [{"prompt": "a"}] * 3 + [{"prompt": "b", "answer": "4"}]
     assert files.as_dataset(rows)["answer"][:] == [None, None, None, "4"]
+
+
+def test_a_share_of_the_prompts_is_kept_by_their_length():
+    dataset = files.as_dataset({"prompt": "x " * n} for n in (9, 2, 7, 4, 5, 1, 3, 8, 6, 10))
+    assert quantile_of_lengths(dataset, Tokenizer(), 0.9) == 9
+    assert quantile_of_lengths(dataset, Tokenizer(), 0.55) == 6
+    kept, dropped = drop_long_prompts(dataset, Tokenizer(), 9)
+    assert (len(kept), dropped) == (9, 1)
+
+
+def test_a_configuration_of_a_dataset_is_chosen_by_name(tmp_path):
+    for name, word in (("easy", "one"), ("hard", "many")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": word}) + "\n")
+    configs = [{"config_name": one, "data_files": f"{one}.jsonl"} for one in ("easy", "hard")]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    found = load_prompts(tmp_path, config="hard", chat=False)
+    assert found["prompt"][:] == ["many"]
+    with pytest.raises(DataError, match="Config name is missing"):
+        load_prompts(tmp_path, chat=False)
+    for name in ("arithmetic", tmp_path / "easy.jsonl"):
+        with pytest.raises(DataError, match="config has no effect on the prompts"):
+            load_prompts(name, config="hard")
