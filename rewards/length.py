@@ -1,7 +1,7 @@
 """Length: a medium number of words, a band of any unit and part, or a distance from the limit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from rloo_kit.errors import RewardContractError
@@ -111,9 +111,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
         """Return this reward with what its part needs of a tokenizer; what is given is kept."""
         if self.part == "completion":
             return self
-        if self.unit != "tokens":
-            return TemplateAware.bind(self, tokenizer)
-        return super().bind(tokenizer)
+        if self.unit == "tokens":
+            return super().bind(tokenizer)
+        return replace(self, thought_opened=self.opened_by(tokenizer), _tokenizer=tokenizer)
 
     def __call__(
         self,

@@ -160,7 +160,7 @@ class ThoughtTokens(Bound):
         """The marks of thoughts: by the ids, else by the text of the model's own."""
         end = self.end_token_id
         start = self.start_token_id
-        own = self._tokenizer and thought_marks(self._tokenizer)
+        own = None if self._tokenizer is None else thought_marks(self._tokenizer)
         if own is not None and end == own.end.token:
             return own
         if end is None:

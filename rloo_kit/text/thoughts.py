@@ -177,8 +177,8 @@ def _plain(pattern: str) -> str:
 
 
 def _marks(tokenizer: Tokenizer, start: str, end: str) -> ThoughtMarks:
-    marks = (Mark(one, token_id(tokenizer, _plain(one))) for one in (start, end))
-    return ThoughtMarks(*marks, tokenizer)
+    opening, closing = (Mark(one, token_id(tokenizer, _plain(one))) for one in (start, end))
+    return ThoughtMarks(opening, closing, tokenizer)
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
