@@ -167,7 +167,7 @@ class ThoughtTokens(Bound):
             end = QWEN3_THINK_CLOSE_ID
         if start is None and end == QWEN3_THINK_CLOSE_ID:
             start = QWEN3_THINK_OPEN_ID
-        return ThoughtMarks(Mark(THINK_OPEN, start), Mark(THINK_CLOSE, end))
+        return ThoughtMarks(Mark(THINK_OPEN, token=start), Mark(THINK_CLOSE, token=end))
 
     def thought_ids(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the ids of the thought, or None where it is not closed."""

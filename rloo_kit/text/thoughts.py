@@ -22,30 +22,35 @@ GIVEN = "rloo_kit_thinking"
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of a family mark their thoughts; regular expressions of the text."""
+    """How the models of a family mark their thoughts."""
 
     start: str
     end: str
     sign: str = ""  # what a chat template of the family holds; "": the end itself
+    start_pattern: str = ""  # regular expression of all that opens one; "": the start itself
+    end_pattern: str = ""
 
 
 # Sources: the parsers in vLLM's `vllm.reasoning` and `vllm.parser`, and the chat templates in TRL
 FAMILIES = {
     "Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5, OLMo 3": Family("<think>", "</think>"),
-    "Magistral": Family(r"\[THINK\]", r"\[/THINK\]"),
+    "Magistral": Family("[THINK]", "[/THINK]"),
     "Seed-OSS": Family("<seed:think>", "</seed:think>"),
     "MiniMax-M3": Family("<mm:think>", "</mm:think>"),
-    "Command A": Family(r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
-    "Gemma 4": Family(r"<\|channel>thought\n", r"<channel\|>"),
+    "Command A": Family("<|START_THINKING|>", "<|END_THINKING|>"),
+    "Gemma 4": Family("<|channel>thought\n", "<channel|>"),
     "gpt-oss": Family(
-        r"<\|channel\|>analysis<\|message\|>",
-        r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
-        "<|channel|>final<|message|>",
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+        sign="<|channel|>final<|message|>",
+        end_pattern=r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
     ),
     "Granite 3.2": Family(
-        "Here(?:'s| is) my thought process:",
-        "Here(?:'s| is) my response:",
         "Here is my thought process:",
+        "Here is my response:",
+        sign="Here is my thought process:",
+        start_pattern="Here(?:'s| is) my thought process:",
+        end_pattern="Here(?:'s| is) my response:",
     ),
 }
 
@@ -62,7 +67,8 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 class Mark:
     """What opens or what closes a thought."""
 
-    pattern: str  # regular expression of its text
+    text: str  # as the kit writes it
+    pattern: str = ""  # regular expression of all that a model may write
     token: int | None = None  # its id, where it is one token
 
     def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
@@ -128,15 +134,14 @@ class ThoughtMarks:
     def _hidden(self) -> set[int] | None:
         """Special tokens that belong to no mark; None: the plain text has the usual marks."""
         tokenizer: Any = self.tokenizer
-        usual = (self.start.pattern, self.end.pattern) == (THOUGHT_BEGINS, THOUGHT_ENDS)
+        usual = (self.start.text, self.end.text) == (THOUGHT_BEGINS, THOUGHT_ENDS)
         end = self.end.token
         if usual and (end is None or tokenizer.decode([end], skip_special_tokens=True)):
             return None
-        marks = re.sub(r"\\(.)", r"\1", self.start.pattern + self.end.pattern)
         return {
             number
             for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special and token.content not in marks
+            if token.special and token.content not in self.start.text + self.end.text
         }
 
     def text(self, ids: Sequence[int]) -> str:
@@ -150,6 +155,11 @@ class ThoughtMarks:
         )
         return re.sub(self.end.pattern, THOUGHT_ENDS, text)
 
+    def own_text(self, text: str) -> str:
+        """Return a text with ``<think>`` and ``</think>`` in the model's own marks."""
+        text = text.replace(THOUGHT_BEGINS, self.start.text)
+        return text.replace(THOUGHT_ENDS, self.end.text)
+
 
 def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
     """Return how a model marks its thoughts: as given by hand, else as its tokenizer tells.
@@ -159,25 +169,25 @@ def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
     """
     given = tokenizer.init_kwargs.get(GIVEN)
     if given:
-        return _marks(tokenizer, *map(re.escape, given))
+        return _marks(tokenizer, Family(*given))
     template = str(tokenizer.chat_template or "")
 
     def fit(family: Family) -> int:
-        sign = family.sign or _plain(family.end)
-        in_vocabulary = token_id(tokenizer, _plain(family.end)) is not None
-        return 2 * in_vocabulary + (sign in template)
+        in_vocabulary = token_id(tokenizer, family.end) is not None
+        return 2 * in_vocabulary + ((family.sign or family.end) in template)
 
     found = max(FAMILIES.values(), key=fit)
-    return _marks(tokenizer, found.start, found.end) if fit(found) else None
+    return _marks(tokenizer, found) if fit(found) else None
 
 
-def _plain(pattern: str) -> str:
-    """Return the text of a pattern without choices."""
-    return re.sub(r"\\(.)", r"\1", pattern)
-
-
-def _marks(tokenizer: Tokenizer, start: str, end: str) -> ThoughtMarks:
-    opening, closing = (Mark(one, token_id(tokenizer, _plain(one))) for one in (start, end))
+def _marks(tokenizer: Tokenizer, family: Family) -> ThoughtMarks:
+    opening, closing = (
+        Mark(text, pattern or re.escape(text), token_id(tokenizer, text))
+        for text, pattern in (
+            (family.start, family.start_pattern),
+            (family.end, family.end_pattern),
+        )
+    )
     return ThoughtMarks(opening, closing, tokenizer)
 
 

@@ -157,7 +157,7 @@ def limited(ids, prompt, limit):
 def limits():
     """Limits by which some completions of PROMPTS are cut, and some are not."""
     return [
-        ThoughtLimit(tokens, ThoughtMarks(Mark("", start), Mark("", end)))
+        ThoughtLimit(tokens, ThoughtMarks(Mark("", token=start), Mark("", token=end)))
         for tokens, start, end in ((5, 20, 61), (9, 32, 33), (3, 22, 62))
     ]
 

@@ -141,9 +141,9 @@ def words(*tokens, special=(), template=None):
         ("qwen3", ["<think>", "</think>"], [], "</think>"),
         ("deepseek_r1_distill", ["<think>", "</think>"], [], "</think>"),
         ("glm4moe", ["<think>", "</think>"], [], "</think>"),
-        ("gemma4", [], ["<|channel>", "<channel|>"], r"<channel\|>"),
+        ("gemma4", [], ["<|channel>", "<channel|>"], "<channel|>"),
         ("gptoss", [], ["<|channel|>", "<|message|>", "<|end|>"], "final"),
-        (None, [], ["[THINK]", "[/THINK]"], r"\[/THINK\]"),
+        (None, [], ["[THINK]", "[/THINK]"], "[/THINK]"),
         (None, [], ["<seed:think>", "</seed:think>"], "</seed:think>"),
         ("llama3", ["<think>", "</think>"], [], "</think>"),
         ("llama3", [], ["<|eot_id|>"], None),
@@ -152,7 +152,7 @@ def words(*tokens, special=(), template=None):
 def test_a_family_is_known_by_its_tokenizer_and_template(template, tokens, special, end):
     text = (TEMPLATES / f"{template}.jinja").read_text() if template else None
     marks = thought_marks(words(*tokens, special=special, template=text))
-    assert (marks is None) if end is None else (end in marks.end.pattern)
+    assert (marks is None) if end is None else (end in marks.end.text)
 
 
 def test_the_documentation_lists_every_family():
@@ -186,6 +186,8 @@ def test_gpt_oss_without_analysis_has_an_empty_thought():
     tokenizer = words("assistant", "final", special=special, template="<|channel|>final<|message|>")
     ids = tokenizer("<|channel|>final<|message|>4<|return|>")["input_ids"]
     assert completion_texts(tokenizer, [ids]) == ["</think>4"]
+    spelt = "<|end|><|start|>assistant<|channel|>final<|message|>4"
+    assert thought_marks(tokenizer).own_text("</think>4") == spelt
     assert thought_marks(tokenizer).thought(ids) == []
 
 
@@ -196,7 +198,7 @@ def test_marks_given_by_hand_are_saved_with_the_tokenizer(tmp_path):
     give_marks(tokenizer, "<go>", "</go>")
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert thought_marks(again).end.pattern == "</go>"
+    assert thought_marks(again).end.text == "</go>"
     assert opens_thought(again, "2 + 2 <go>\n")
 
 
