@@ -1,7 +1,6 @@
 """Reward-model training: a score head and a LoRA adapter learn which of two texts is better."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -13,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, placed_rows
-from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError
-from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory, session
-from rloo_kit.machine.environment import precision_as_asked, quiet, setup
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.machine.cleanup import add_to_session, session
+from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.output_folder import check_writable, free_folder, write_json
@@ -35,25 +34,14 @@ from rloo_kit.rewards._classifier import (
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.types import Completion, Row, Tokenizer
 
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
 Say = Callable[[str], None]
 # A prompt and a completion, as a reward is given them
 Text = tuple[Completion, Completion]
 # Tokens of the chosen and of the rejected text of one pair
 Ids = tuple[list[int], list[int]]
 
-PROGRESS_LINES = 10
-# Fields of TRL's `RewardConfig` that the kit sets; also `output_dir` and `use_cpu`
-FIXED = {
-    # The texts are cut before.
-    "max_length": None,
-    "save_strategy": "no",
-    "report_to": "none",
-    # A notebook's bar as well.
-    "disable_tqdm": True,
-}
+# In messages
+WHAT = "the reward model"
 # What no library checks before the model is loaded
 ABOVE_0 = {
     "r": int,
@@ -245,7 +233,7 @@ def _train_and_save(
     folder = free_folder(output_dir)
     check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = _arguments(job, scratch, hardware)
+        arguments = _arguments(job, scratch)
         model, tokenizer = _load(job, hardware)
         train_ids = _read(tokenizer, train, job)
         held_ids = _read(tokenizer, held, job)
@@ -309,93 +297,45 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     return different
 
 
-def _arguments(job: _Job, folder: str, hardware: Hardware) -> Any:
+def _arguments(job: _Job, folder: str) -> Any:
     from trl.trainer.reward_config import RewardConfig
 
-    on_cpu = hardware.device == "cpu"
-    half = None if on_cpu else hardware.mixed_precision
-    fixed = {**FIXED, "output_dir": folder, "use_cpu": on_cpu}
-    # Unsloth changes defaults of the classes of TRL that it patches.
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(RewardConfig)
-        if field.init and field.default is not dataclasses.MISSING and field.name not in fixed
-    }
-    defaults |= {
-        "bf16": half == "bf16",
-        "fp16": half == "fp16",
-        "gradient_checkpointing": not on_cpu,
-        "dataloader_pin_memory": not on_cpu,
-        "logging_steps": 1,
-        "seed": job.seed,
-    }
-    try:
-        arguments = RewardConfig(**fixed, **{**defaults, **job.settings})
-    except (ValueError, TypeError) as exc:
-        raise ConfigError(f"TRL refuses the settings of the reward model: {exc}") from exc
-    if not arguments.bf16 and not arguments.fp16:
-        # Else accelerate reads the variable that setup() sets.
-        arguments.mixed_precision = "no"
-    return arguments
+    from rloo_kit.training.supervised import make_arguments
+
+    # The texts are cut before.
+    fixed = {"max_length": None, "output_dir": folder}
+    return make_arguments(RewardConfig, WHAT, fixed, {"seed": job.seed, **job.settings})
 
 
 def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids], say: Say) -> Any:
-    """Return TRL's trainer on tokenised pairs, with the adapter in float32."""
-    import torch
+    """Return TRL's trainer on tokenised pairs."""
     from datasets import Dataset
-    from transformers import PrinterCallback
     from trl.trainer.reward_trainer import RewardTrainer
 
+    from rloo_kit.training.supervised import make_trainer
+
     columns = {"chosen_ids": [c for c, _ in ids], "rejected_ids": [r for _, r in ids]}
-    with precision_as_asked(arguments), quiet():
-        trainer: Any = RewardTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=Dataset.from_dict(columns),
-            processing_class=tokenizer,
-            callbacks=[_progress(say)],
-        )
-    trainer.remove_callback(PrinterCallback)
-    # TRL casts the adapter of a 4-bit model to bf16, where small updates are lost.
-    for parameter in trainer.model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.float32)
-    return trainer
-
-
-def _progress(say: Say) -> Any:
-    from transformers import TrainerCallback
-
-    class Progress(TrainerCallback):
-        def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
-            self,
-            args: "TrainingArguments",
-            state: "TrainerState",
-            control: "TrainerControl",
-            logs: dict[str, Any],
-            **_: Any,
-        ) -> None:
-            step = state.global_step
-            total = state.max_steps
-            if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
-                loss = float(logs["loss"])
-                accuracy = logs["accuracy"]
-                say(f"step {step}/{total}  loss {loss:.3f}  accuracy {accuracy:.2f}")
-
-    return Progress()
+    return make_trainer(
+        RewardTrainer,
+        say,
+        ("accuracy",),
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer,
+    )
 
 
 def _train(trainer: Any) -> float:
     """Train; return the seconds."""
-    try:
+    from rloo_kit.training.supervised import memory_errors
+
+    remedy = (
+        "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
+        "max_length"
+    )
+    with memory_errors(WHAT, remedy):
         return trainer.train().metrics["train_runtime"]
-    except Exception as exc:
-        if not is_out_of_memory(exc):
-            raise
-        raise MemoryRanOutError(
-            "out of memory while training the reward model: lower per_device_train_batch_size (and "
-            "raise gradient_accumulation_steps by as much) or max_length"
-        ) from exc
 
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:

@@ -1,0 +1,105 @@
+"""TRL's trainers on rows that are given: settings by the device, a line every few steps.
+
+Loaded after ``setup()``.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback, TrainerState
+
+from rloo_kit.errors import ConfigError, MemoryRanOutError
+from rloo_kit.machine.cleanup import is_out_of_memory
+from rloo_kit.machine.environment import precision_as_asked, quiet, setup
+from rloo_kit.models.adapters import adapter_values, trained_parameters
+from rloo_kit.training.trl_step import route_trl_lm_head
+
+PROGRESS_LINES = 10
+# What the kit sets; also `use_cpu`
+FIXED = {
+    "save_strategy": "no",
+    "report_to": "none",
+    # A notebook's bar as well.
+    "disable_tqdm": True,
+}
+
+
+def make_arguments(
+    config_class: Any, what: str, fixed: dict[str, Any], settings: dict[str, Any]
+) -> Any:
+    """Return TRL's settings of a training; ``fixed`` are the kit's, ``settings`` the user's.
+
+    Raises:
+        ConfigError: TRL refuses them.
+    """
+    hardware = setup().hardware
+    on_cpu = hardware.device == "cpu"
+    half = None if on_cpu else hardware.mixed_precision
+    fixed = {**FIXED, **fixed, "use_cpu": on_cpu}
+    # Unsloth changes defaults of the classes of TRL that it patches.
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(config_class)
+        if field.init and field.default is not dataclasses.MISSING and field.name not in fixed
+    }
+    defaults |= {
+        "bf16": half == "bf16",
+        "fp16": half == "fp16",
+        "gradient_checkpointing": not on_cpu,
+        "dataloader_pin_memory": not on_cpu,
+        "logging_steps": 1,
+    }
+    try:
+        arguments = config_class(**fixed, **{**defaults, **settings})
+    except (ValueError, TypeError) as exc:
+        raise ConfigError(f"TRL refuses the settings of {what}: {exc}") from exc
+    if not arguments.bf16 and not arguments.fp16:
+        # Else accelerate reads the variable that setup() sets.
+        arguments.mixed_precision = "no"
+    return arguments
+
+
+def make_trainer(
+    trainer_class: Any, say: Callable[[str], None], shown: Sequence[str], **parts: Any
+) -> Any:
+    """Return TRL's trainer with the adapter in float32; ``shown`` are metrics of its lines."""
+    route_trl_lm_head()
+    adapter = adapter_values(parts["model"])
+    with precision_as_asked(parts["args"]), quiet():
+        trainer = trainer_class(callbacks=[_Lines(say, shown)], **parts)
+    trainer.remove_callback(PrinterCallback)
+    # TRL casts the adapter of a 4-bit model to bf16, where small updates are lost.
+    for name, parameter in trained_parameters(trainer.model).items():
+        parameter.data = adapter[name].to(torch.float32)
+    return trainer
+
+
+@contextlib.contextmanager
+def memory_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise what says that memory ran out while the body trains as a MemoryRanOutError."""
+    try:
+        yield
+    except Exception as exc:
+        if not is_out_of_memory(exc):
+            raise
+        raise MemoryRanOutError(f"out of memory while training {what}: {remedy}") from exc
+
+
+class _Lines(TrainerCallback):
+    """Says where a training is."""
+
+    def __init__(self, say: Callable[[str], None], shown: Sequence[str]) -> None:
+        self.say = say
+        self.shown = shown
+
+    def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
+    ) -> None:
+        step = state.global_step
+        total = state.max_steps
+        if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):
+            metrics = [f"  {name} {float(logs[name]):.2f}" for name in self.shown]
+            self.say(f"step {step}/{total}  loss {float(logs['loss']):.3f}{''.join(metrics)}")
