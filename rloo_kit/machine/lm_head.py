@@ -40,8 +40,24 @@ def token_log_probs(
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
+    log_probs, entropies = _fields(hidden, weight, bias, targets, scale, softcap, scale_before_cap)
+    return log_probs, entropies
 
-    def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def _fields(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    scale_before_cap: float,
+    *,
+    with_top: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Return log-probabilities, entropies and, if wanted, which targets are likeliest."""
+
+    def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
         offset = None if bias is None else bias.to(part.dtype)
         # (chunk, H) x (V, H) -> (chunk, V)
         logits = linear(part, weight.to(part.dtype), offset).float() * scale_before_cap
@@ -53,7 +69,8 @@ def token_log_probs(
         with torch.no_grad():
             probs = (logits - log_normalizer.unsqueeze(-1)).exp()
             entropies = log_normalizer - (probs * logits).sum(dim=-1)
-        return log_probs, entropies
+            tops = [logits.argmax(dim=-1) == wanted] if with_top else []
+        return log_probs, entropies, *tops
 
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
     found = []
@@ -63,8 +80,7 @@ def token_log_probs(
             found.append(checkpoint(score, *pair, use_reentrant=False))
         else:
             found.append(score(*pair))
-    log_probs, entropies = zip(*found, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 class PlainTorchLogProb:
@@ -82,11 +98,13 @@ class PlainTorchLogProb:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return TRL's five per-token fields; those the RLOO trainer never asks for are refused."""
-        unknown = set(outputs) - {"log_probs", "entropy"}
+        """Return TRL's five per-token fields; those that no trainer here asks for are refused."""
+        unknown = set(outputs) - {"log_probs", "entropy", "is_top1"}
         if unknown:
             raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")
-        log_probs, entropy = token_log_probs(
-            hidden, weight, bias, targets, 1 / temperature, softcap, logit_scale
-        )
-        return log_probs, entropy if "entropy" in outputs else None, None, None, None
+        log_probs, entropy, *tops = _fields(
+            hidden, weight, bias, targets, 1 / temperature, softcap, logit_scale,
+            with_top="is_top1" in outputs,
+        )  # fmt: skip
+        wanted = entropy if "entropy" in outputs else None
+        return log_probs, wanted, None, None, tops[0] if tops else None

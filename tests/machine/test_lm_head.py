@@ -150,6 +150,14 @@ def test_apply_scales_caps_and_divides_by_the_temperature(logit_scale, softcap):
     assert rest == [None, None, None]
 
 
+def test_apply_says_which_targets_are_likeliest():
+    *inputs, targets = make_case(2 * CHUNK_TOKENS + 5)
+    targets[::2] = full_logits(*inputs).argmax(-1)[::2]
+    *rest, is_top = apply(inputs, targets, outputs=("log_probs", "entropy", "is_top1"))
+    assert is_top.tolist() == (full_logits(*inputs).argmax(-1) == targets).tolist()
+    assert [one is None for one in rest] == [False, False, True, True]
+
+
 def test_apply_refuses_what_it_does_not_compute():
     *inputs, targets = make_case(4)
     with pytest.raises(NotImplementedError, match=r"mean_logits.*need TRL's Triton kernel"):
