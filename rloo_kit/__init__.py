@@ -51,6 +51,7 @@ _HOMES = {
     "shutdown_kernel": "machine.cleanup",
     "train": "runs.train",
     "train_reward_model": "reward_lab.reward_model",
+    "warm_up": "runs.warm_up",
     "write_report": "report.page",
 }
 

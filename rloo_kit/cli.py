@@ -269,6 +269,29 @@ def _calibrate(**options: Any) -> None:
 
 
 @_command(
+    "warm-up",
+    "a short supervised training on examples before a run, which continues its adapter",
+    RUN_FILE,
+    _argument(
+        "--examples",
+        "rows with prompt and completion, or with messages; or the folder of a run, whose best "
+        "completions are taken",
+        required=True,
+        metavar="FILE",
+    ),
+    _argument("--steps", "of 4 examples; default: by --epochs", type=int, metavar="N"),
+    _argument("--epochs", "passes over the examples (default 2)", type=float, metavar="N"),
+    _argument("--learning-rate", "peak (default 2e-4)", type=float, default=2e-4, metavar="LR"),
+    _argument("--output", "default: OUTPUT_DIR-warm-up; nothing is overwritten", metavar="DIR"),
+    SET,
+)
+def _warm_up(**options: Any) -> None:
+    from rloo_kit.runs.warm_up import warm_up
+
+    warm_up(**options)
+
+
+@_command(
     "report",
     "one page that says what a run did, why, and what to change; or compares several",
     _argument("runs", "the folder of a run", nargs="+", metavar="RUN"),

@@ -80,7 +80,7 @@ def load_prompts(  # noqa: PLR0913
             raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
     if is_known and chat and system is None:
         system = SYSTEM
-    change = functools.partial(_as_prompt, system=system, chat=chat)
+    change = functools.partial(as_prompt, system=system, chat=chat)
     if is_made or is_known:
         if is_made:
             num = num_prompts or NUM_BUILTIN_PROMPTS
@@ -154,7 +154,8 @@ def _make_task(
     return make_gym_rows(name, num, split=split, seed=seed, settings=settings, level=level)
 
 
-def _as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
+def as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
+    """Return a prompt as a run has it: with ``chat`` as messages, the system message first."""
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, str):

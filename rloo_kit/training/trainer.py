@@ -112,7 +112,8 @@ class LeaveOneOutTrainer(StepTrainer):
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        _follow_model(args, parts, others.get("peft_config"))
+        model, tokenizer = parts["model"], parts["processing_class"]
+        follow_model(args, model, tokenizer, others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
@@ -364,7 +365,9 @@ def _own_reference(ref_policy: Any, model: Model, args: LeaveOneOutConfig) -> An
     return None if is_model else ref_policy
 
 
-def _follow_model(args: LeaveOneOutConfig, parts: dict[str, Any], peft_config: Any) -> None:
+def follow_model(
+    args: LeaveOneOutConfig, model: Any, tokenizer: Any, peft_config: Any = None
+) -> None:
     """Let settings, model and tokenizer fit each other.
 
     An unset ``gradient_checkpointing`` follows ``attach_lora``; one that is false is obeyed.
@@ -372,8 +375,6 @@ def _follow_model(args: LeaveOneOutConfig, parts: dict[str, Any], peft_config: A
     Raises:
         ConfigError: ``sync_ref_model`` with an adapter.
     """
-    model = parts["model"]
-    tokenizer = parts["processing_class"]
     if args.sync_ref_model and (peft_config or hasattr(model, "peft_config")):
         raise ConfigError(NO_SYNC)
     if isinstance(model, str):  # TRL loads it

@@ -1,0 +1,275 @@
+"""A warm-up before a run: short supervised training on examples, whose adapter the run continues.
+
+The policy is trained on the tokens that the run gives it: the prompt as the run samples from it,
+the completion and the token that ends a turn. Examples are given, or are the best completions that
+a run or a calibration has sampled.
+"""
+
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import Rule
+from rloo_kit.config.values import check_value
+from rloo_kit.data.files import check_messages, local_path, placed_rows
+from rloo_kit.data.images import has_images
+from rloo_kit.data.lengths import prompt_ids
+from rloo_kit.data.prompts import as_prompt
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.job import PreparedJob, read_config, system_message
+from rloo_kit.machine.cleanup import session
+from rloo_kit.machine.processes import num_processes
+from rloo_kit.models.adapters import lora_settings
+from rloo_kit.models.loading import save_adapter
+from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.rewards._text import THINK_OPEN
+from rloo_kit.text.chat_templates import end_of_turn_id
+from rloo_kit.text.numbers import finite_number
+from rloo_kit.text.redaction import redacting
+from rloo_kit.text.wording import format_value, text_of
+from rloo_kit.types import Row, Tokenizer
+
+# In messages
+WHAT = "the warm-up"
+EPOCHS = 2.0
+# Fields of TRL's `SFTConfig` that the kit sets
+FIXED = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "max_length": None,
+    "packing": False,
+    "padding_free": False,
+    # The rows are tokens already.
+    "dataset_kwargs": {"skip_prepare_dataset": True},
+}
+
+
+def warm_up(  # noqa: PLR0913
+    source: str | Path | RunConfig,
+    examples: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    steps: int | None = None,
+    epochs: float | None = None,
+    learning_rate: float = 2e-4,
+    output: str | Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Train a run's policy on examples by TRL's ``SFTTrainer``; return the adapter's folder.
+
+    The run continues from it where the folder is its ``model.name``.
+
+    Args:
+        source: As ``train`` takes it.
+        examples: A .jsonl, .csv or .parquet file of rows with ``prompt`` and ``completion``, or
+            with ``messages``; or the folder of a run. Rows that have a ``score`` are sampled
+            completions, of which the best are taken.
+        overrides: ``section.key=value``, as after ``--set``.
+        steps: Optimizer steps of 4 examples.
+        epochs: Passes over the examples; None: 2, where there are no ``steps``.
+        learning_rate: Peak; it falls linearly.
+        output: The folder; None: ``output_dir`` with ``-warm-up``. An existing one gets a number.
+        say: Called with each line for the user.
+
+    Raises:
+        KitError: A setting or an example is wrong, or a training pass does not fit.
+    """
+    say = redacting(say)
+    settings = _settings(steps, epochs, learning_rate)
+    config, base = read_config(source, overrides)
+    folder = free_folder(output or f"{config.output_dir}-warm-up")
+    check_writable(folder.parent)
+    rows = read_examples(examples)
+    job = PreparedJob(config, base, say)
+    with session():
+        job.prepare()
+        losses = _trained(job, rows, settings, folder)
+    facts = {"examples": str(examples), **settings, "losses": losses}
+    write_json(folder / "warm_up.json", facts, indent=1)
+    command = _next_command(source, overrides, config, folder)
+    say(f"adapter in {folder}; the run continues it with {command}")
+    return folder
+
+
+def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> dict[str, Any]:
+    """Return what is TRL's of the arguments.
+
+    Raises:
+        ConfigError: One is out of range, steps and epochs are both given, or a launcher has
+            started several processes.
+    """
+    above_0 = Rule(above=0)
+    errors = check_value("learning_rate", learning_rate, float, above_0)
+    errors += check_value("steps", steps, int | None, above_0)
+    errors += check_value("epochs", epochs, float | None, above_0)
+    if steps is not None and epochs is not None:
+        errors.append("steps and epochs are both given: leave one of them out")
+    if num_processes() > 1:
+        errors.append("a warm-up trains in one process: start it without a launcher")
+    if errors:
+        raise ConfigError("; ".join(errors))
+    length = {"num_train_epochs": epochs or EPOCHS} if steps is None else {"max_steps": steps}
+    return {"learning_rate": learning_rate, **length}
+
+
+def _next_command(source: object, overrides: Sequence[str], config: RunConfig, folder: Path) -> str:
+    """Return the command with which the run continues the adapter."""
+    words = ["rloo-kit", "train", "RUN.yaml" if isinstance(source, RunConfig) else str(source)]
+    settings = [*overrides, f"model.name={folder}"]
+    layers = lora_settings(folder, {})["target_modules"]
+    if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
+        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # all-linear has become names
+    return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+def read_examples(source: str | Path) -> list[Row]:
+    """Return rows with ``prompt`` and ``completion``, a text; of sampled ones the best.
+
+    Raises:
+        DataError: There is no such file, no row, or a row lacks one of them.
+    """
+    path = local_path(str(source))
+    placed = placed_rows(path / "completions.jsonl" if path.is_dir() else path, ())
+    rows = [_example(place, row) for place, row in placed]
+    if not any("score" in row for row in rows):
+        return rows
+    best = best_completions(rows)
+    if not best:
+        raise DataError(
+            f"none of the {len(rows)} completions in {str(source)!r} scores above the mean of its "
+            "prompt: give examples that are written by hand"
+        )
+    return best
+
+
+def _example(place: str, row: Row) -> Row:
+    """Return a row with its prompt and the text of its completion."""
+    if "messages" in row and "completion" not in row:
+        check_messages(messages := row["messages"], "messages", place)
+        row = {"prompt": messages[:-1], "completion": messages[-1:]}
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError(f"{place}: messages must have a prompt and end with the assistant")
+    if not isinstance(prompt := row.get("prompt"), str):
+        check_messages(prompt, "prompt", place)
+    text = text_of(row.get("completion"))
+    if not text.strip():
+        there = format_value(sorted(map(str, row)))
+        raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
+    return row | {"completion": text}
+
+
+def best_completions(rows: Sequence[Row]) -> list[Row]:
+    """Return the completions that score best of their prompt, and above its mean.
+
+    Those that were cut off, or have the same text as another one, are left out.
+    """
+    groups: dict[str, list[tuple[float, Row]]] = {}
+    for row in rows:
+        if (score := finite_number(row.get("score"))) is not None:
+            groups.setdefault(json.dumps(row["prompt"], default=str), []).append((score, row))
+    best = []
+    for group in groups.values():
+        mean = fmean(score for score, _ in group)
+        whole = [pair for pair in group if not pair[1].get("truncated")]
+        top = max((score for score, _ in whole), default=mean)
+        if top > mean:
+            best += {row["completion"]: row for score, row in whole if score == top}.values()
+    return best
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def tokenized(
+    tokenizer: Tokenizer, rows: Sequence[Row], settings: dict[str, Any] | None
+) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of each prompt as the run samples from it, and those of its completion.
+
+    A completion ends with the token that ends a turn. A thought that the prompt opens is not opened
+    again.
+    """
+    end_of_text = tokenizer.eos_token_id
+    end_of_turn = end_of_turn_id(tokenizer)
+    found = []
+    for row in rows:
+        ids = prompt_ids(tokenizer, row["prompt"], settings)
+        completion = row["completion"]
+        before = str(tokenizer.decode(ids))
+        if before.rstrip().endswith(THINK_OPEN):
+            opening = before[before.rindex(THINK_OPEN) :]
+            completion = completion.removeprefix(opening).removeprefix(THINK_OPEN)
+        answer = tokenizer(text=completion, add_special_tokens=False)["input_ids"]
+        is_text = isinstance(row["prompt"], str) or end_of_turn is None
+        end = end_of_text if is_text else end_of_turn
+        found.append((ids, answer if answer[-1:] == [end] else [*answer, end]))
+    return found
+
+
+def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of the examples that the run has room for.
+
+    Raises:
+        DataError: There is none, or the run's prompts have images.
+    """
+    if has_images(job.splits[0]):
+        raise DataError("the run's prompts have images, and a warm-up reads text alone: leave it")
+    data = job.config.data
+    system = system_message(data)
+    rows = [row | {"prompt": as_prompt(row["prompt"], system, chat=data.chat)} for row in rows]
+    found = tokenized(job.tokenizer, rows, job.args.chat_template_kwargs)
+    longest, limit = job.config.model.max_seq_length, job.args.max_completion_length
+    fit = [(p, c) for p, c in found if len(p) + len(c) <= longest and len(c) <= limit]
+    why = f"longer than model.max_seq_length {longest} or trainer.max_completion_length {limit}"
+    if not fit:
+        raise DataError(f"all {len(found)} examples are {why}: raise one of them")
+    if len(fit) < len(found):
+        job.say(f"{len(found) - len(fit)} of {len(found)} examples left out: {why}")
+    return fit
+
+
+def _trained(
+    job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], folder: Path
+) -> list[float]:
+    """Train the policy of a job, save its adapter, and return the loss of every step."""
+    examples = _fitting(job, rows)
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer  # after Unsloth, whose classes these are where it is
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from rloo_kit.training.supervised import make_arguments, make_trainer, memory_errors
+    from rloo_kit.training.trainer import follow_model
+
+    args = job.args
+    args.generation, args.use_vllm = "transformers", False  # no engine: nothing is sampled
+    model, tokenizer = job.policy
+    follow_model(args, model, tokenizer)
+    same = ("bf16", "fp16", "gradient_checkpointing", "seed")
+    settings = {**settings, **{name: getattr(args, name) for name in same}}
+    columns = {
+        "input_ids": [prompt + completion for prompt, completion in examples],
+        "labels": [[-100] * len(prompt) + completion for prompt, completion in examples],
+    }
+    job.say(f"warm-up of {job.config.model.name} on {len(examples)} examples")
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = make_trainer(
+            SFTTrainer,
+            job.say,
+            (),
+            model=model,
+            args=make_arguments(SFTConfig, WHAT, FIXED | {"output_dir": scratch}, settings),
+            train_dataset=Dataset.from_dict(columns),
+            processing_class=tokenizer,
+            data_collator=DataCollatorForLanguageModeling(tokenizer.pad_token_id),
+        )
+        with memory_errors(WHAT, "leave the longest examples out, or close other programs"):
+            trainer.train()
+    save_adapter(trainer.model, tokenizer, folder)
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -1,0 +1,309 @@
+"""warm-up: what tokens are trained, which completions are taken, what the run continues."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+import rloo_kit as rk
+from rloo_kit.cli import main
+from rloo_kit.data.lengths import prompt_ids
+from rloo_kit.errors import DataError, MemoryRanOutError
+from rloo_kit.machine.cleanup import session
+from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
+from rloo_kit.runs.warm_up import best_completions, read_examples, tokenized, warm_up
+
+RUN = {
+    "model": {"name": "tiny-thinker", "max_seq_length": 128},
+    "data": {"prompts": "arithmetic", "num_prompts": 64, "held_out": 8},
+    "rewards": ["accuracy"],
+    "trainer": {
+        "max_steps": 1,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 48,
+    },
+    "output_dir": "runs/sums",
+}
+# What the model never says
+ANSWER = "1+1=2\n</think>\n\n7"
+TAUGHT_ROWS = [
+    {"prompt": f"What is {numbers}?", "completion": ANSWER}
+    for numbers in ("111 + 222", "345 + 432", "507 + 181", "623 + 154")
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny-thinker")
+
+
+def write_rows(name, rows):
+    Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return name
+
+
+def write_run(**sections):
+    Path("run.yaml").write_text(yaml.safe_dump(RUN | sections))
+
+
+def messages(text, role="user"):
+    return [{"role": role, "content": text}]
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def text_after(tokenizer, prompt, completion, settings=None):
+    """The text of the trained tokens; those of the prompt are the run's own."""
+    row = {"prompt": prompt, "completion": completion}
+    [(before, trained)] = tokenized(tokenizer, [row], settings)
+    assert before == prompt_ids(tokenizer, prompt, settings)
+    return tokenizer.decode(trained)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    ["a thought</think>\nAn answer", "<think>\na thought</think>\nAn answer",
+     "<think>a thought</think>\nAn answer", "a thought</think>\nAn answer<|im_end|>"],
+)  # fmt: skip
+def test_a_completion_follows_the_prompt_that_the_run_samples_from(tokenizer, completion):
+    # the template opens the thought in the prompt, and drops thoughts from earlier answers
+    assert text_after(tokenizer, messages("Hello?"), completion) == (
+        "a thought</think>\nAn answer<|im_end|>"
+    )
+
+
+def test_a_prompt_that_is_text_ends_with_the_text(tokenizer):
+    tokenizer = load_tokenizer("tiny-thinker")
+    tokenizer.eos_token = "<|endoftext|>"
+    assert text_after(tokenizer, "2+2=", "4") == "4<|endoftext|>"
+    assert text_after(tokenizer, messages("2+2="), "4") == "4<|im_end|>"
+
+
+def test_settings_of_the_chat_template_are_the_runs():
+    tokenizer = load_tokenizer("tiny-thinker")
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}<|im_start|>{{ message.content }}<|im_end|>{%- endfor -%}"
+        "{%- if enable_thinking is defined and not enable_thinking -%}"
+        "<think></think>{%- else -%}<think>{%- endif -%}"
+    )
+    text = "<think>why</think>4"
+    assert text_after(tokenizer, messages("2+2"), text, {"enable_thinking": True}) == (
+        "why</think>4<|im_end|>"
+    )
+    assert text_after(tokenizer, messages("2+2"), text, {"enable_thinking": False}) == (
+        "<think>why</think>4<|im_end|>"
+    )
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def sampled(prompt, text, score, **more):
+    answer = messages(text, "assistant")
+    return {"prompt": messages(prompt), "completion": answer, "score": score, **more}
+
+
+def test_the_best_completions_of_each_prompt_are_taken():
+    rows = [
+        sampled("one", "worse", 0.2),
+        sampled("one", "best", 0.9, step=1),
+        sampled("one", "best", 0.9, step=2),
+        sampled("one", "as good", 0.9),
+        sampled("one", "cut off", 1.0, truncated=True),
+        sampled("one", "unscorable", None),
+        sampled("all the same", "right", 1.0),
+        sampled("all the same", "right too", 1.0),
+        sampled("cut off", "no", 0.0),
+        sampled("cut off", "yes", 1.0, truncated=True),
+    ]
+    Path("run").mkdir()
+    write_rows("run/completions.jsonl", rows)
+    assert [row["completion"] for row in read_examples("run")] == ["best", "as good"]
+    assert read_examples("run") == read_examples("run/completions.jsonl")
+    assert best_completions(rows[6:]) == []
+
+
+def test_conversations_are_examples_of_their_last_answer():
+    talk = [*messages("Hi"), *messages("Yes?", "assistant"), *messages("2+2?")]
+    write_rows("talk.jsonl", [{"messages": [*talk, *messages("4", "assistant")]}])
+    assert read_examples("talk.jsonl") == [{"prompt": talk, "completion": "4"}]
+    write_rows("talk.jsonl", [{"messages": talk}])
+    with pytest.raises(DataError, match=r"line 1: messages must .* end with the assistant"):
+        read_examples("talk.jsonl")
+
+
+def test_csv_and_parquet_are_read():
+    Path("rows.csv").write_text("prompt,completion\n2+2?,4\n")
+    rows = [{"prompt": "2+2?", "completion": "4"}]
+    assert read_examples("rows.csv") == rows
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet("rows.parquet")
+    assert read_examples("rows.parquet") == rows
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refused(capsys, *words):
+    """What the command says on stderr, in one line; nothing is written and no model loaded."""
+    before = sorted(Path().rglob("*"))
+    assert main(["warm-up", "run.yaml", *words]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("rloo-kit: ")
+    assert line.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+    return line
+
+
+@pytest.fixture
+def _no_weights(monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr("rloo_kit.job.load_model", load)
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (None, "'rows.jsonl' does not exist"),
+        ([], "there are no rows"),
+        ([{"prompt": "2+2?", "answer": "4"}], "line 1: has no text in `completion`, only"),
+        ([*TAUGHT_ROWS, {"prompt": "2+2?", "completion": " "}], "line 5: has no text"),
+        ([{"completion": "4"}], "line 1: prompt is None"),
+        ([{"prompt": "a" * 90, "completion": "b" * 40}], "all 1 examples are longer than"),
+        ([{"prompt": "a", "completion": "b" * 48}], "max_completion_length 48"),
+        ([sampled("one", "yes", 1.0)], "none of the 1 completions in 'rows.jsonl' scores above"),
+    ],
+)
+def test_examples_that_teach_nothing_are_refused(capsys, rows, sentence):
+    write_run()
+    if rows is not None:
+        write_rows("rows.jsonl", rows)
+    assert sentence in refused(capsys, "--examples", "rows.jsonl")
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--steps", "0"], "steps is 0, must be greater than 0"),
+        (["--epochs", "-1"], "epochs is -1.0, must be greater than 0"),
+        (["--learning-rate", "0"], "learning_rate is 0.0, must be greater than 0"),
+        (["--steps", "4", "--epochs", "2"], "steps and epochs are both given"),
+        (["--set", "trainer.stepz=1"], "unknown trainer setting 'stepz'"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused(capsys, words, sentence):
+    write_run()
+    write_rows("rows.jsonl", TAUGHT_ROWS)
+    assert sentence in refused(capsys, "--examples", "rows.jsonl", *words)
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_a_launcher_is_refused(capsys, monkeypatch):
+    write_run()
+    write_rows("rows.jsonl", TAUGHT_ROWS)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert "one process" in refused(capsys, "--examples", "rows.jsonl")
+
+
+@pytest.mark.long
+def test_out_of_memory_and_ctrl_c_leave_nothing(monkeypatch):
+    write_run()
+    write_rows("rows.jsonl", TAUGHT_ROWS)
+
+    def say(line):
+        if "loss" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        warm_up("run.yaml", "rows.jsonl", steps=2, say=say)
+
+    def train(self, *args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(transformers.Trainer, "train", train)
+    with pytest.raises(MemoryRanOutError, match="leave the longest examples out"):
+        warm_up("run.yaml", "rows.jsonl", steps=2, say=lambda line: None)
+    assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "run.yaml"]
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def mean_loss(pairs):
+    """The mean over completion tokens of -log p under the embedded model, from its full logits."""
+    with session(), torch.no_grad():
+        model = attach_lora(load_model("tiny-thinker", max_seq_length=128)[0])
+        losses = []
+        for before, after in pairs:
+            logits = model(torch.tensor([before + after])).logits[0, len(before) - 1 : -1].float()
+            chosen = logits.log_softmax(-1).gather(-1, torch.tensor(after)[:, None])
+            losses += (-chosen).flatten().tolist()
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.long
+def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
+    write_run(lora={"target_modules": "all-linear"})
+    too_long = {"prompt": "What is 1 + 1?", "completion": "b" * 100}
+    write_rows("rows.jsonl", [*TAUGHT_ROWS, too_long])
+    words = ["--examples", "rows.jsonl", "--steps", "24", "--learning-rate", "1e-2"]
+    assert main(["warm-up", "run.yaml", *words, "--set", "seed=7"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("1 of 5 examples left out: longer than") for line in said)
+    assert sum("loss" in line for line in said) == 12
+    folder = Path("runs/sums-warm-up")
+    facts = json.loads((folder / "warm_up.json").read_text())
+    prompts = [row | {"prompt": messages(row["prompt"])} for row in TAUGHT_ROWS]
+    # four examples are a step: the first loss is that of the model as it was
+    assert facts["losses"][0] == pytest.approx(
+        mean_loss(tokenized(tokenizer, prompts, None)), rel=2e-3
+    )
+    assert facts["losses"][-1] < 0.1
+    assert not Path("unsloth_compiled_cache").exists()
+
+    with session():
+        policy = load_model(folder, max_seq_length=128)
+        found = rk.evaluate(*policy, prompts, [], temperature=0.0, max_completion_length=48)
+    assert [one["completion"] for one in found.samples] == [ANSWER] * 4
+    assert found.cut_off == 0
+
+    command = shlex.split(said[-1].partition(" continues it with ")[2])
+    assert command[:3] == ["rloo-kit", "train", "run.yaml"]
+    assert main(command[1:]) == 0
+    assert rk.read_run_file("runs/sums/run.yaml").seed == 7
+    lines = Path("runs/sums/completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    # on sums that were not taught
+    assert sum(row["completion"][0]["content"].startswith("1+1=2") for row in rows) > 3
+
+
+@pytest.mark.long
+def test_without_unsloth_it_trains_too():
+    write_run()
+    write_rows("rows.jsonl", TAUGHT_ROWS)
+    words = ["warm-up", "run.yaml", "--examples", "rows.jsonl", "--steps", "1", "--output", "made"]
+    command = [sys.executable, "-m", "rloo_kit", *words, "--set", "model.backend=transformers"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"adapter_model.safetensors", "tokenizer.json"} <= {
+        p.name for p in Path("made").iterdir()
+    }
