@@ -67,7 +67,8 @@ def calibrate(  # noqa: PLR0913
     to 80% of the time. The judge is the run's reward of the largest weight. A task with levels gets
     ``data.level``. Other prompts are grouped by their column ``level``, if there is one; those of
     the chosen level are written to a .jsonl file next to the run file, without those that were
-    sampled and are always or never solved, and behind them the level's held-out prompts.
+    sampled and are always or never solved, and behind them the level's held-out prompts. The
+    completions are kept next to it, for ``warm_up``.
 
     Args:
         source: As ``train`` takes it; it is not changed.
@@ -93,7 +94,7 @@ def calibrate(  # noqa: PLR0913
     if precision and job.environment.hardware.mixed_precision == "fp16":
         raise ConfigError("this card has no bf16, so a run takes float16: leave --precision out")
     with session():
-        levels, others, held_out = _tried(job, num_prompts, num_generations)
+        levels, others, held_out, sampled = _tried(job, num_prompts, num_generations)
     say(table := _table(levels))
     chosen = _chosen(levels)
     if precision:
@@ -108,6 +109,7 @@ def calibrate(  # noqa: PLR0913
         data = _write_prompts(file.with_suffix(".jsonl"), chosen.with_signal + kept, held_out)
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
+    _write_rows(_completions_of(file), sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
     say(f"{what}; train with rloo-kit train {file}")
     return file
@@ -120,10 +122,14 @@ def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
     write_atomically(file, f"# {comment}\n{settings}".encode())
 
 
+def _write_rows(file: Path, rows: Iterable[Row]) -> None:
+    text = "".join(f"{json.dumps(row, default=str)}\n" for row in rows)
+    write_atomically(file, text.encode())
+
+
 def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
     """Write both into one file; return the settings under ``data:`` that read it."""
-    text = "".join(f"{json.dumps(row, default=str)}\n" for row in [*train, *held_out])
-    write_atomically(file, text.encode())
+    _write_rows(file, [*train, *held_out])
     settings: dict[str, Any] = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
     return settings | {"prompts": file.name, "held_out": len(held_out)}
 
@@ -151,7 +157,8 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     place = old.parent if old.is_file() else Path()
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
     file = place / f"{name}-calibrated.yaml" if output is None else Path(output)
-    taken = any(os.path.lexists(one) for one in (file, file.with_suffix(".jsonl")))
+    made = (file, file.with_suffix(".jsonl"), _completions_of(file))
+    taken = any(os.path.lexists(one) for one in made)
     if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
         raise ConfigError(
             f"the output {format_value(str(file))} must be a .yaml file in a folder that exists, "
@@ -159,6 +166,11 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
         )
     check_writable(file.absolute().parent)
     return file
+
+
+def _completions_of(file: Path) -> Path:
+    """Return where the completions go that a calibration has sampled."""
+    return file.with_name(f"{file.stem}-completions.jsonl")
 
 
 def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
@@ -180,8 +192,8 @@ def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
 
 def _tried(
     job: PreparedJob, num_prompts: int, size: int | None
-) -> tuple[list[Level], Iterable[Row], list[Row]]:
-    """Return what every level scored, the prompts that were not sampled, and those held out."""
+) -> tuple[list[Level], Iterable[Row], list[Row], list[Row]]:
+    """Return what every level scored, the prompts not sampled, those held out, the completions."""
     job.prepare()
     prompts, held_out = job.splits
     drawn = _drawn(prompts, num_prompts, job.config.seed)
@@ -195,7 +207,16 @@ def _tried(
     found = evaluate(*job.policy, rows, [judge], engine=engine, num_samples=size, **how)
     scores = [[one["rewards"][judge.name] for one in group] for group in found.by_prompt]
     others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
-    return _by_level(rows, scores, judge.name), others, [*(held_out or [])]
+    sampled = [
+        {
+            "prompt": one["prompt"],
+            "completion": one["completion"],
+            "truncated": one["cut_off"],
+            "score": one["rewards"][judge.name],
+        }
+        for one in found.samples
+    ]
+    return _by_level(rows, scores, judge.name), others, [*(held_out or [])], sampled
 
 
 def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
@@ -234,7 +255,7 @@ def _chosen(levels: list[Level]) -> Level:
     if min(shares) > HIGH:
         what = "harder ones"
     elif max(shares) < LOW:
-        what = "easier ones, allow longer completions, or train on worked examples first"
+        what = "easier ones, allow longer completions, or give examples to rloo-kit warm-up first"
     raise DataError(
         "no level of the prompts is solved 20 to 80% of the time "
         f"(the least {min(shares):.0%}, the most {max(shares):.0%}): take {what}"

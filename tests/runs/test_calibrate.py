@@ -20,6 +20,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
 from rloo_kit.runs.precision import mismatch
+from rloo_kit.runs.warm_up import read_examples
 
 RUN = {
     "model": {"max_seq_length": 256},
@@ -82,6 +83,15 @@ def test_the_level_that_is_sometimes_solved_is_written_and_trains(capsys):
     assert [text in source[-12:] for text in asked] == [False] * (len(rows) - 4) + [True] * 4
     # of the twenty prompts of the level 16 are to train on, and 12 of them were sampled
     assert 4 + 2 <= len(rows) - 4 <= 4 + 12
+    sampled = Path("run-calibrated-completions.jsonl").read_text().splitlines()
+    assert len(sampled) == 3 * 12 * 8
+    best = read_examples("run-calibrated-completions.jsonl")
+    assert {row["score"] for row in best} == {1.0}
+    answers = {row["prompt"][-1]["content"]: row["answer"] for row in rows}
+    asked = [row for row in best if row["prompt"][-1]["content"] in answers]
+    assert asked
+    for row in asked:
+        assert row["completion"].endswith(answers[row["prompt"][-1]["content"]])
     assert rk.train("run-calibrated.yaml", say=lambda line: None).steps == 1
 
     assert main(["calibrate", "run.yaml"]) == 2
