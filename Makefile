@@ -52,7 +52,7 @@ test-gpu-contract: setup-gpu
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(GPY) -m pytest -q -n $(JOBS) --dist loadfile --durations=8 \
 	  -m gpu_contract --confcutdir=tests/gpu_contract tests/gpu_contract
 	CUDA_VISIBLE_DEVICES=-1 OMP_NUM_THREADS=1 $(GPY) -m pytest -q -k "qwen2_5_vl or under_unsloths" \
-	  tests/models/test_vision.py tests/training/test_trl_user.py
+	  tests/models/test_vision.py tests/runs/test_warm_up.py tests/training/test_trl_user.py
 
 setup: .venv/made
 

@@ -50,6 +50,7 @@ MORE = {
     "doctor": "how-to/doctor how-to/troubleshooting",
     "plan": "how-to/plan",
     "calibrate": "how-to/prompts",
+    "warm-up": "how-to/warm_up",
     "report": "how-to/watch",
     "rewards": "how-to/rewards reference/rewards",
     "rewards check": "how-to/reward_lab",

@@ -301,7 +301,7 @@ RULES.rule(
     "cold_start",
     "a reward that is never earned teaches nothing: the base must sometimes succeed",
     "rule out a fault of the reward with rloo-kit rewards check; then take easier prompts, give "
-    "partial credit, draw more completions per prompt, or fine-tune on examples first",
+    "partial credit, draw more completions per prompt, or show it examples first: rloo-kit warm-up",
     about_signal=True,
     explains=_ALL_ALIKE,
 )

@@ -24,7 +24,9 @@ def token_log_probs(
     scale: float = 1.0,
     softcap: float | None = None,
     scale_before_cap: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *,
+    with_top: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """Return the log-probability of each target and the entropy of its distribution.
 
     Args:
@@ -35,27 +37,12 @@ def token_log_probs(
         scale: The logits are multiplied by it after the cap: 1 / temperature.
         softcap: Gemma's ``cap * tanh(logits / cap)``; None for none.
         scale_before_cap: The architecture's own factor.
+        with_top: Also return whether each target is the likeliest token, ``(N,)`` bool.
 
     Returns:
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
         the log-probabilities; the entropies are detached.
     """
-    log_probs, entropies = _fields(hidden, weight, bias, targets, scale, softcap, scale_before_cap)
-    return log_probs, entropies
-
-
-def _fields(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    scale_before_cap: float,
-    *,
-    with_top: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """Return log-probabilities, entropies and, if wanted, which targets are likeliest."""
 
     def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
         offset = None if bias is None else bias.to(part.dtype)
@@ -102,9 +89,8 @@ class PlainTorchLogProb:
         unknown = set(outputs) - {"log_probs", "entropy", "is_top1"}
         if unknown:
             raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")
-        log_probs, entropy, *tops = _fields(
-            hidden, weight, bias, targets, 1 / temperature, softcap, logit_scale,
-            with_top="is_top1" in outputs,
-        )  # fmt: skip
-        wanted = entropy if "entropy" in outputs else None
-        return log_probs, wanted, None, None, tops[0] if tops else None
+        how = (1 / temperature, softcap, logit_scale)
+        top = "is_top1" in outputs
+        found = token_log_probs(hidden, weight, bias, targets, *how, with_top=top)
+        entropy = found[1] if "entropy" in outputs else None
+        return found[0], entropy, None, None, found[2] if top else None

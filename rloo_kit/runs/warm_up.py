@@ -88,9 +88,8 @@ def warm_up(  # noqa: PLR0913
     job = PreparedJob(config, base, say)
     with session():
         job.prepare()
-        losses = _trained(job, rows, settings, folder)
-    facts = {"examples": str(examples), **settings, "losses": losses}
-    write_json(folder / "warm_up.json", facts, indent=1)
+        found = _trained(job, rows, settings, folder)
+    write_json(folder / "warm_up.json", {"examples": str(examples), **settings, **found}, indent=1)
     command = _next_command(source, overrides, config, folder)
     say(f"adapter in {folder}; the run continues it with {command}")
     return folder
@@ -160,7 +159,7 @@ def _example(place: str, row: Row) -> Row:
     if not isinstance(prompt := row.get("prompt"), str):
         check_messages(prompt, "prompt", place)
     text = text_of(row.get("completion"))
-    if not text.strip():
+    if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
     return row | {"completion": text}
@@ -169,7 +168,7 @@ def _example(place: str, row: Row) -> Row:
 def best_completions(rows: Sequence[Row]) -> list[Row]:
     """Return the completions that score best of their prompt, and above its mean.
 
-    Those that were cut off, or have the same text as another one, are left out.
+    Those that were cut off, are empty, or have the text of another one are left out.
     """
     groups: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
@@ -178,7 +177,7 @@ def best_completions(rows: Sequence[Row]) -> list[Row]:
     best = []
     for group in groups.values():
         mean = fmean(score for score, _ in group)
-        whole = [pair for pair in group if not pair[1].get("truncated")]
+        whole = [(s, row) for s, row in group if row["completion"] and not row.get("truncated")]
         top = max((score for score, _ in whole), default=mean)
         if top > mean:
             best += {row["completion"]: row for score, row in whole if score == top}.values()
@@ -220,7 +219,7 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
         DataError: There is none, or the run's prompts have images.
     """
     if has_images(job.splits[0]):
-        raise DataError("the run's prompts have images, and a warm-up reads text alone: leave it")
+        raise DataError("the run's prompts have images, and a warm-up reads text: start without it")
     data = job.config.data
     system = system_message(data)
     rows = [row | {"prompt": as_prompt(row["prompt"], system, chat=data.chat)} for row in rows]
@@ -237,8 +236,8 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
 
 def _trained(
     job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], folder: Path
-) -> list[float]:
-    """Train the policy of a job, save its adapter, and return the loss of every step."""
+) -> dict[str, Any]:
+    """Train the policy of a job, save its adapter, and return the losses and the seconds."""
     examples = _fitting(job, rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # after Unsloth, whose classes these are where it is
@@ -270,6 +269,7 @@ def _trained(
             data_collator=DataCollatorForLanguageModeling(tokenizer.pad_token_id),
         )
         with memory_errors(WHAT, "leave the longest examples out, or close other programs"):
-            trainer.train()
+            seconds = trainer.train().metrics["train_runtime"]
     save_adapter(trainer.model, tokenizer, folder)
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"num_examples": len(examples), "losses": losses, "seconds": seconds}

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,7 @@ def test_the_best_completions_of_each_prompt_are_taken():
         sampled("one", "as good", 0.9),
         sampled("one", "cut off", 1.0, truncated=True),
         sampled("one", "unscorable", None),
+        sampled("one", "", 1.0),
         sampled("all the same", "right", 1.0),
         sampled("all the same", "right too", 1.0),
         sampled("cut off", "no", 0.0),
@@ -133,7 +135,7 @@ def test_the_best_completions_of_each_prompt_are_taken():
     write_rows("run/completions.jsonl", rows)
     assert [row["completion"] for row in read_examples("run")] == ["best", "as good"]
     assert read_examples("run") == read_examples("run/completions.jsonl")
-    assert best_completions(rows[6:]) == []
+    assert best_completions(rows[7:]) == []
 
 
 def test_conversations_are_examples_of_their_last_answer():
@@ -307,3 +309,38 @@ def test_without_unsloth_it_trains_too():
     assert {"adapter_model.safetensors", "tokenizer.json"} <= {
         p.name for p in Path("made").iterdir()
     }
+
+
+UNDER_UNSLOTH = """
+import json
+import rloo_kit as rk
+rk.setup()
+import trl
+import trl.trainer.sft_trainer
+# of Unsloth's class for a CPU its patcher finds no source
+trl.SFTTrainer = trl.trainer.sft_trainer.SFTTrainer = trl.SFTTrainer.__mro__[1]
+from unsloth.models.rl import patch_trl_rl_trainers
+patch_trl_rl_trainers()
+print(trl.SFTTrainer.__name__)
+folder = rk.warm_up("run.yaml", "rows.jsonl", steps=2, learning_rate=1e-3)
+print(json.dumps(json.loads((folder / "warm_up.json").read_text())["losses"]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    find_spec("triton") is None,
+    reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
+)
+def test_under_unsloths_patched_class_the_same_tokens_are_trained(tokenizer):
+    write_run()
+    write_rows("rows.jsonl", TAUGHT_ROWS)
+    done = subprocess.run([sys.executable, "-c", UNDER_UNSLOTH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert "UnslothSFTTrainer" in lines
+    prompts = [row | {"prompt": messages(row["prompt"])} for row in TAUGHT_ROWS]
+    losses = json.loads(lines[-1])
+    assert losses[0] == pytest.approx(mean_loss(tokenized(tokenizer, prompts, None)), rel=2e-2)
+    assert losses[1] < losses[0]
+    assert {path.name for path in Path().iterdir()} == {"run.yaml", "rows.jsonl", "runs"}
