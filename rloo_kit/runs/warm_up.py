@@ -240,7 +240,7 @@ def _trained(
     """Train the policy of a job, save its adapter, and return the losses and the seconds."""
     examples = _fitting(job, rows)
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer  # after Unsloth, whose classes these are where it is
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     from rloo_kit.training.supervised import make_arguments, make_trainer, memory_errors

@@ -35,10 +35,18 @@ EXTRA = {
     "quickstart": FEW,
     "rewards check": ["--prompts", "4"],
     "calibrate": ["--num-prompts", "8"],
+    "warm-up": ["--steps", "1"],
     "reward-model train": ["--set", "max_steps=1", "--set", "held_out=4"],
     "eval": ["--samples", "2", "--num-prompts", "4"],
     "export": ["--prompts", "2"],
     "judge": ["--num-prompts", "4"],
+}
+# Rows of the files that commands name.
+PAIR = {"chosen": "It, please.", "rejected": "It!"}
+ROWS = {
+    "pairs.jsonl": [{"prompt": f"Say {n}.", **PAIR} for n in range(16)],
+    "prompts.jsonl": [{"prompt": f"{n} + 1 ="} for n in range(128)],
+    "examples.jsonl": [{"prompt": "1 + 1 =", "completion": "2"}],
 }
 # Commands whose exit code is not 0.
 CODES = {
@@ -108,12 +116,10 @@ def make_files(folder, words):
     for before, word in itertools.pairwise(words):
         if re.fullmatch(r"runs/[\w-]+", word) and before not in ("--output-dir", "--output"):
             put_run(folder / word, trained=words[0] not in ("doctor", "report"))
-    if "pairs.jsonl" in words:
-        pair = {"prompt": "Say it.", "chosen": "It, please.", "rejected": "It!"}
-        pairs = ({**pair, "prompt": f"Say {n}."} for n in range(16))
-        write_lines(folder / "pairs.jsonl", pairs)
-    if "prompts.jsonl" in words:
-        write_lines(folder / "prompts.jsonl", ({"prompt": f"{n} + 1 ="} for n in range(128)))
+        if word.startswith("model.name=runs/"):
+            shutil.copytree(trained_run()[1] / "adapter", word.removeprefix("model.name="))
+    for name in ROWS.keys() & set(words):
+        write_lines(folder / name, ROWS[name])
     if "--completions" in words:
         rows = (
             {"prompt": f"What is {n}?", "completion": f"hm</think>{n + g % 2}", "answer": str(n)}
