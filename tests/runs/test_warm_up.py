@@ -264,7 +264,7 @@ def mean_loss(pairs):
 
 @pytest.mark.long
 def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
-    write_run(lora={"target_modules": "all-linear"})
+    write_run(lora={"target_modules": "all-linear"}, data={**RUN["data"], "system": "Add."})
     too_long = {"prompt": "What is 1 + 1?", "completion": "b" * 100}
     write_rows("rows.jsonl", [*TAUGHT_ROWS, too_long])
     words = ["--examples", "rows.jsonl", "--steps", "24", "--learning-rate", "1e-2"]
@@ -274,7 +274,8 @@ def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
     assert sum("loss" in line for line in said) == 12
     folder = Path("runs/sums-warm-up")
     facts = json.loads((folder / "warm_up.json").read_text())
-    prompts = [row | {"prompt": messages(row["prompt"])} for row in TAUGHT_ROWS]
+    system = messages("Add.", "system")
+    prompts = [row | {"prompt": system + messages(row["prompt"])} for row in TAUGHT_ROWS]
     # four examples are a step: the first loss is that of the model as it was
     assert facts["losses"][0] == pytest.approx(
         mean_loss(tokenized(tokenizer, prompts, None)), rel=2e-3
