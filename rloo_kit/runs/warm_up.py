@@ -27,10 +27,10 @@ from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import lora_settings
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import check_writable, free_folder, write_json
-from rloo_kit.rewards._text import THINK_OPEN
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redacting
+from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
 from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.types import Row, Tokenizer
 
@@ -197,14 +197,18 @@ def tokenized(
     """
     end_of_text = tokenizer.eos_token_id
     end_of_turn = end_of_turn_id(tokenizer)
+    marks = thought_marks(tokenizer)
+    start = THOUGHT_BEGINS if marks is None else marks.start.text
     found = []
     for row in rows:
         ids = prompt_ids(tokenizer, row["prompt"], settings)
         completion = row["completion"]
         before = str(tokenizer.decode(ids))
-        if before.rstrip().endswith(THINK_OPEN):
-            opening = before[before.rindex(THINK_OPEN) :]
-            completion = completion.removeprefix(opening).removeprefix(THINK_OPEN)
+        if marks is not None:  # records have the usual marks
+            completion = marks.own_text(completion)
+        if opens_thought(tokenizer, before):
+            opening = before[before.rindex(start) :]
+            completion = completion.removeprefix(opening).removeprefix(start)
         answer = tokenizer(text=completion, add_special_tokens=False)["input_ids"]
         is_text = isinstance(row["prompt"], str) or end_of_turn is None
         end = end_of_text if is_text else end_of_turn

@@ -19,6 +19,7 @@ from rloo_kit.errors import DataError, MemoryRanOutError
 from rloo_kit.machine.cleanup import session
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.runs.warm_up import best_completions, read_examples, tokenized, warm_up
+from rloo_kit.text.thoughts import give_marks
 
 RUN = {
     "model": {"name": "tiny-thinker", "max_seq_length": 128},
@@ -107,6 +108,12 @@ def test_settings_of_the_chat_template_are_the_runs():
     assert text_after(tokenizer, messages("2+2"), text, {"enable_thinking": False}) == (
         "<think>why</think>4<|im_end|>"
     )
+
+
+def test_a_sampled_completion_is_taught_in_the_marks_of_the_model():
+    tokenizer = load_tokenizer("tiny-thinker")
+    give_marks(tokenizer, "<think>\n", "=>")
+    assert text_after(tokenizer, messages("2+2"), "<think>why</think>4") == "why=>4<|im_end|>"
 
 
 # --- examples -------------------------------------------------------------------------------------
