@@ -641,7 +641,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
-    if load_in_4bit and not any(mark in source.lower() for mark in PREQUANTIZED):
+    if load_in_4bit and not any(mark in Path(source).name.lower() for mark in PREQUANTIZED):
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
