@@ -377,18 +377,23 @@ def _serve(model: str, more: list[str]) -> None:
 
 @_command(
     "export",
-    "export a trained model: adapter, merged 16-bit weights, GGUF, the hub",
+    "export a trained model: adapter, merged weights, GGUF, the hub",
     _argument("run", "a run, a checkpoint, an adapter, or an export", metavar="RUN"),
-    _argument("--to", "adapter, merged, gguf or hub", required=True, metavar="KIND"),
+    _argument("--to", "adapter, merged, gguf or hub (the adapter)", required=True, metavar="KIND"),
     _argument("--output", "default: export-KIND, next to the adapter", metavar="DIR"),
-    _argument("--dtype", "of a GGUF file: bf16, f16 or q8_0", default="bf16"),
+    _argument(
+        "--dtype",
+        "of a GGUF file: bf16 (default), f16, q8_0, q5_k_m or q4_k_m; of merged weights: bf16 "
+        "(default) or nf4",
+        metavar="TYPE",
+    ),
     _argument(
         "--base",
         "the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
         "an adapter, the name that it gives its base",
         metavar="NAME",
     ),
-    _argument("--repo", "of the hub: where it is uploaded to", metavar="OWNER/NAME"),
+    _argument("--repo", "of the hub: upload the export, of any kind", metavar="OWNER/NAME"),
     _argument("--public", "of the hub: else it is private", action="store_true"),
     _argument("--converter", "llama.cpp, with convert_hf_to_gguf.py", metavar="DIR"),
     _argument("--no-check", "do not load it back to compare", action="store_false", dest="check"),

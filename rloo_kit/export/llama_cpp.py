@@ -1,5 +1,10 @@
-"""Find and run llama.cpp's converter."""
+"""Find and run llama.cpp's converter and its quantiser.
 
+The quantiser is that of the package llama-cpp-python, which has all of llama.cpp and a way to call
+it; xllamacpp has wheels, but its library leaves the quantiser out.
+"""
+
+import ctypes
 import json
 import subprocess
 import sys
@@ -8,9 +13,12 @@ from pathlib import Path
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.environment import cache_folder
+from rloo_kit.machine.hardware import installed_version
 from rloo_kit.text.wording import first_line, format_value
 
 SCRIPT = "convert_hf_to_gguf.py"
+# Types that the quantiser writes; the converter writes the others
+K_QUANTS = ("q5_k_m", "q4_k_m")
 
 
 def find_converter(given: str | Path | None = None) -> list[str]:
@@ -38,29 +46,45 @@ def find_converter(given: str | Path | None = None) -> list[str]:
     )
 
 
+def check_quantiser(dtype: str) -> None:
+    """Raise a ConfigError where a type needs the quantiser, and it is not installed."""
+    if dtype in K_QUANTS and installed_version("llama-cpp-python") is None:
+        raise ConfigError(
+            f"{dtype} is written by llama.cpp's quantiser, which is not here: pip install "
+            f"llama-cpp-python (where it has no wheel it needs a C++ compiler and minutes), or "
+            f"take --dtype q8_0"
+        )
+
+
 def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> None:
     """Convert a model's folder into a GGUF file, in another process.
 
     Args:
         model: Folder with 16-bit safetensors and a tokenizer, whose file may be corrected.
         file: To write.
-        dtype: ``bf16``, ``f16`` or ``q8_0``.
+        dtype: ``bf16``, ``f16``, ``q8_0`` or one of ``K_QUANTS``.
         command: As ``find_converter`` returned it.
 
     Raises:
-        ModelError: The converter refuses the model; its last line is shown.
+        ModelError: The converter or the quantiser refuses the model; its last line is shown.
     """
     _remove_byte_fallback(model / "tokenizer.json")
-    words = [*command, str(model), "--outfile", str(file), "--outtype", dtype]
+    whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
+    words = [*command, str(model), "--outfile", str(whole), "--outtype", first]
+    remedy = "take another llama.cpp by --converter, or export --to merged"
+    _run("converter", words, whole, remedy)
+    if dtype in K_QUANTS:
+        words = [sys.executable, "-m", __name__, str(whole), str(file), dtype]
+        _run("quantiser", words, file, "export --dtype q8_0, which does without")
+
+
+def _run(tool: str, words: Sequence[str], file: Path, remedy: str) -> None:
     done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode == 0 and file.is_file():
         return
     said = (done.stderr + done.stdout).strip() or f"exit code {done.returncode}"
     reason = first_line(RuntimeError(said.splitlines()[-1]))
-    raise ModelError(
-        f"llama.cpp's converter failed ({reason}): take another llama.cpp by --converter, or "
-        f"export --to merged"
-    )
+    raise ModelError(f"llama.cpp's {tool} failed ({reason}): {remedy}")
 
 
 def _remove_byte_fallback(file: Path) -> None:
@@ -78,3 +102,16 @@ def _remove_byte_fallback(file: Path) -> None:
     if model.get("type") == "BPE" and model.get("byte_fallback") and "ByteLevel" in kinds:
         model["byte_fallback"] = False
         file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _quantise(whole: str, file: str, dtype: str) -> int:
+    """Write a 16-bit file's K-quant, and return 0 where that went well."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
+    return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
+
+
+if __name__ == "__main__":  # a process of its own: what llama.cpp cannot do may end it
+    sys.exit(_quantise(*sys.argv[1:]))

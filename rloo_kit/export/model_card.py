@@ -14,7 +14,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets" / "model_card"
 # The hub's name of the library that loads it, and what it is
 KINDS = {
     "adapter": ("peft", "A LoRA adapter for"),
-    "merged": ("transformers", "16-bit weights: a LoRA adapter merged into"),
+    "merged": ("transformers", "Whole weights: a LoRA adapter merged into"),
     "gguf": ("gguf", "A GGUF file: a LoRA adapter merged into"),
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")

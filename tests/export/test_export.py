@@ -9,23 +9,30 @@ import threading
 from pathlib import Path
 
 import huggingface_hub
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import DataSection, RunConfig
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import ModelError
+from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.evaluation.trained import find_trained
-from rloo_kit.export.exporter import export_model, licence_of
+from rloo_kit.export.exporter import TOLERANCES, export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import is_hub_name, model_card, public_name
+from rloo_kit.export.ollama import modelfile
 from rloo_kit.export.verify import ask, compare
 from rloo_kit.machine.hardware import Hardware
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import remember_secret
 
+SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN_FILE = """
 model: {name: tiny-thinker, max_seq_length: 128, load_in_4bit: true}
 data: {prompts: arithmetic, held_out: 8}
@@ -169,6 +176,25 @@ def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
     assert not torch.equal(weights_of(folder)["model.layers.0.mlp.up_proj.weight"], base)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
+def test_merged_weights_in_nf4_are_packed_and_loaded_back(run, tmp_path, backend):
+    said = []
+    run = shutil.copytree(run, tmp_path / "mine")
+    text = RUN_FILE.replace("load_in_4bit: true", f"load_in_4bit: true, backend: {backend}")
+    (run / "run.yaml").write_text(text)
+    out = tmp_path / "of-a-bnb-4bit" / "m"  # the name of another folder says nothing of the model
+    settings = {"output": out, "dtype": "nf4", "num_prompts": 2}
+    folder = call_in_child(export_model, (run,), said.append, **settings)  # one backend a process
+    assert weights_of(folder)["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["quantization_config"]["bnb_4bit_quant_type"] == "nf4"
+    assert settings["use_cache"]
+    assert (folder / "tokenizer.json").is_file()
+    assert "rounded to 4 bits (NF4)" in (folder / "README.md").read_text()
+    assert any("loaded back: " in line and "(at most 0.93)" in line for line in said)
+
+
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
@@ -237,6 +263,139 @@ def test_converter_that_fails_gives_one_sentence(tmp_path, code, expected):
     script.write_text(code)
     with pytest.raises(ModelError, match=expected):
         write_gguf(tmp_path, tmp_path / "x.gguf", "bf16", [sys.executable, str(script)])
+
+
+def test_missing_quantiser_is_reported_before_loading(run, monkeypatch, capsys):
+    monkeypatch.setattr("rloo_kit.export.llama_cpp.installed_version", lambda package: None)
+    assert main(["export", str(run), "--to", "gguf", "--dtype", "q4_k_m"]) == 2
+    assert "pip install llama-cpp-python" in capsys.readouterr().err
+
+
+def one_layer(path):
+    """Write a GGUF file of one layer with random weights, as wide as a K-quant's block."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    random = numpy.random.default_rng(0)
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        weights = random.standard_normal((256, 256)).astype(numpy.float32)
+        writer.add_tensor(f"blk.0.{name}.weight", weights)
+    writer.add_tensor("token_embd.weight", random.standard_normal((8, 256)).astype(numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A converter that copies a file next to it, whatever model it is given."""
+    script = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import pathlib, shutil, sys\n"
+        "source = pathlib.Path(__file__).with_name('source.gguf')\n"
+        "shutil.copyfile(source, sys.argv[sys.argv.index('--outfile') + 1])\n"
+    )
+    return script
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("q4_k_m", 0.09), ("q5_k_m", 0.05)])
+def test_quantiser_of_llama_cpp_rounds_the_weights(stand_in, tmp_path, dtype, error):
+    pytest.importorskip("llama_cpp")
+    gguf = pytest.importorskip("gguf")
+    source, file = stand_in.with_name("source.gguf"), tmp_path / "x.gguf"
+    one_layer(source)
+    write_gguf(tmp_path, file, dtype, [sys.executable, str(stand_in)])
+    weights = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    found = weights["blk.0.ffn_up.weight"]
+    assert found.tensor_type.name == dtype[:4].upper()
+    exact = next(one for one in gguf.GGUFReader(source).tensors if one.name == found.name)
+    back = gguf.quants.dequantize(found.data, found.tensor_type)
+    assert 0 < numpy.abs(back - exact.data).mean() < error
+
+
+def test_quantiser_that_fails_gives_one_sentence(stand_in, tmp_path):
+    pytest.importorskip("llama_cpp")
+    stand_in.with_name("source.gguf").write_bytes(b"GGUF and no more")
+    with pytest.raises(ModelError, match=r"quantiser failed \(.+\): export --dtype q8_0"):
+        write_gguf(tmp_path, tmp_path / "x.gguf", "q4_k_m", [sys.executable, str(stand_in)])
+
+
+def test_modelfile_samples_as_the_run_did():
+    tokenizer = load_tokenizer("tiny-thinker")
+    config = RunConfig(trainer={"temperature": 0.7}, data=DataSection(system='Say "x".\nThink.'))
+    lines = modelfile("a.gguf", tokenizer, config).splitlines()
+    assert lines == [
+        "FROM ./a.gguf", "PARAMETER temperature 0.7", "PARAMETER top_k 0", "PARAMETER top_p 1",
+        "PARAMETER repeat_penalty 1", 'SYSTEM """Say "x".', 'Think."""',
+    ]  # fmt: skip
+    end = tokenizer.eos_token
+    tokenizer.eos_token = "<think>"  # where the end of a turn is not the end of text
+    text = modelfile("a.gguf", tokenizer, RunConfig())
+    assert f'PARAMETER stop "{end}"\n' in text
+    assert "PARAMETER temperature 1\n" in text
+    assert "SYSTEM" not in text
+
+
+def smollm2_exports(folder, dtype):
+    """Return SmolLM2's GGUF file, checked, and the folder of its merged weights."""
+    if not SMOLLM2.is_file():
+        pytest.skip("python scripts/fetch_smollm2.py puts the file there")
+    try:
+        find_converter()
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+    with rk.session():
+        model, tokenizer = rk.load_model(SMOLLM2, load_in_4bit=False, max_seq_length=256)
+        adapter = rk.save_adapter(rk.attach_lora(model, r=4), tokenizer, folder / "adapter")
+    say = {"say": lambda _: None}
+    gguf = export_model(adapter, "gguf", output=folder / "g", dtype=dtype, num_prompts=2, **say)
+    whole = export_model(adapter, output=folder / "m", check=False, **say)
+    (file,) = gguf.glob("*.gguf")
+    return file, whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["q4_k_m", "q5_k_m"])
+def test_llama_cpp_answers_as_the_merged_model(tmp_path, dtype):
+    """Of SmolLM2; minutes.
+
+    Its greedy text is no test: the first token of the merged model's answer leads the second by 0.1
+    nats, which rounding to 5 bits turns round, in transformers as in llama.cpp. So llama.cpp reads
+    the merged model's greedy answers, and agrees on every token that is 2 nats ahead.
+    """
+    llama_cpp = pytest.importorskip("llama_cpp")
+    file, whole = smollm2_exports(tmp_path, dtype)
+    llama = llama_cpp.Llama(str(file), n_ctx=256, verbose=False, logits_all=True)
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    for question in ("What is the capital of France?", "Count from one to ten."):
+        chat = [{"role": "user", "content": question}]
+        given = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = given["input_ids"][0].tolist()
+        assert llama.tokenize(tokenizer.decode(ids).encode(), add_bos=False, special=True) == ids
+        length = len(ids)
+        tokens = model.generate(**given, max_new_tokens=24, do_sample=False)  # (1, T)
+        with torch.no_grad():
+            here = model(tokens).logits[0, length - 1 : -1].log_softmax(-1)  # (answer, V)
+        llama.reset()
+        llama.eval(tokens[0].tolist())
+        there = torch.tensor(llama.scores[length - 1 : tokens.shape[1] - 1]).log_softmax(-1)
+        answer = tokens[0, length:, None]
+        difference = (here.gather(1, answer) - there.gather(1, answer)).abs().mean()
+        assert difference < TOLERANCES[dtype]
+        best, second = here.topk(2).values.T
+        clear = best - second > 2
+        assert clear.sum() >= 4
+        assert torch.equal(there.argmax(1)[clear], answer[clear, 0])
 
 
 # --- the model card ------------------------------------------------------------------------------
@@ -320,7 +479,15 @@ def test_hub_names_differ_from_paths():
     [
         (["--to", "onnx"], "exported to adapter, merged, gguf, hub, not to 'onnx'"),
         (["--to", "hub"], "add --repo OWNER/NAME"),
-        (["--to", "gguf", "--dtype", "q2"], "dtype is 'q2', must be one of bf16, f16, q8_0"),
+        (
+            ["--to", "gguf", "--dtype", "q2"],
+            "dtype is 'q2', must be one of bf16, f16, q8_0, q5_k_m",
+        ),
+        (["--to", "merged", "--dtype", "q8_0"], "dtype is 'q8_0', must be one of bf16, nf4"),
+        (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave --dtype out"),
+        (["--to", "merged", "--converter", "x"], "leave --converter out"),
+        (["--to", "merged", "--repo", "mine"], "add --repo OWNER/NAME"),
+        (["--to", "merged", "--public"], "add --repo OWNER/NAME"),
     ],
 )
 def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
@@ -347,25 +514,49 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("public", [False, True])
-def test_hub_gets_the_adapter_and_its_card(run, tmp_path, monkeypatch, capsys, public):
+@pytest.fixture
+def hub(monkeypatch):
+    """What is posted to a hub on loopback: (path, body)."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.seen = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
     with server:
-        try:
-            assert main(["export", str(run), "--to", "hub", *words, *["--public"][:public]]) == 0
-        finally:
-            server.shutdown()
-    created = next(json.loads(body) for path, body in server.seen if path == "/api/repos/create")
-    assert created["visibility"] == ("public" if public else "private")
-    commit = next(body for path, body in server.seen if "/commit/" in path)
-    paths = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
-    assert {"adapter_model.safetensors", "README.md"} <= paths
+        yield server.seen
+        server.shutdown()
+
+
+def uploaded(seen):
+    """Return the repository's visibility, and the names of the files in it."""
+    created = next(json.loads(body) for path, body in seen if path == "/api/repos/create")
+    commit = next(body for path, body in seen if "/commit/" in path)
+    names = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
+    return created["visibility"], names - {None}
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_hub_gets_the_adapter_and_its_card(run, tmp_path, hub, public):
+    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
+    assert main(["export", str(run), "--to", "hub", *words, *["--public"][:public]]) == 0
+    visibility, names = uploaded(hub)
+    assert visibility == ("public" if public else "private")
+    assert {"adapter_model.safetensors", "README.md"} <= names
+
+
+@pytest.mark.long
+def test_hub_gets_what_was_exported(run, tmp_path, hub, stand_in, monkeypatch):
+    stand_in.with_name("source.gguf").write_bytes(b"GGUF")
+    words = ["--repo", "me/mine", "--no-check", "--output"]
+    gguf = [str(tmp_path / "g"), "--dtype", "q8_0", "--converter", str(stand_in)]
+    assert main(["export", str(run), "--to", "gguf", *words, *gguf]) == 0
+    file = "tiny-thinker-mine-q8_0.gguf"
+    assert uploaded(hub) == ("private", {file, "Modelfile", "README.md"})
+    assert (tmp_path / "g" / "Modelfile").read_text().startswith(f"FROM ./{file}\n")
+    hub.clear()
+    assert main(["export", str(run), "--to", "merged", *words, str(tmp_path / "m")]) == 0
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= uploaded(hub)[1]
 
 
 def test_failed_upload_names_the_folder_of_the_export(run, tmp_path, capsys):

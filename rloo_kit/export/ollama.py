@@ -1,0 +1,28 @@
+"""The Modelfile by which ``ollama create`` takes a GGUF file."""
+
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.job import system_message
+from rloo_kit.text.chat_templates import end_of_turn_id
+from rloo_kit.types import Tokenizer
+
+
+def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
+    """Return a Modelfile that samples as the run did, where Ollama's defaults would not.
+
+    It has no TEMPLATE: Ollama takes its own for a chat template that it knows.
+
+    Args:
+        file: Name of the GGUF file, in the same folder.
+        tokenizer: Of the model.
+        config: Of the run that trained it.
+    """
+    temperature = config.trainer.get("temperature", DEFAULTS["temperature"])
+    parameters = [f"temperature {temperature:g}", "top_k 0", "top_p 1", "repeat_penalty 1"]
+    end = end_of_turn_id(tokenizer)
+    if end is not None and end != tokenizer.eos_token_id:  # llama.cpp stops at that one anyway
+        parameters.append(f'stop "{tokenizer.convert_ids_to_tokens(end)}"')
+    lines = [f"FROM ./{file}", *(f"PARAMETER {one}" for one in parameters)]
+    if system := system_message(config.data):
+        lines.append(f'SYSTEM """{system}"""')
+    return "\n".join(lines) + "\n"
