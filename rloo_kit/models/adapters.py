@@ -99,8 +99,10 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     }
     has = config | found
     for name, value in given.items():
-        same = set(value) == set(has[name]) if name == "target_modules" and value else False
-        if value is not None and not same and value != has.get(name):
+        is_same = value == has.get(name)
+        if name == "target_modules" and value:
+            is_same = {*([value] if isinstance(value, str) else value)} == {*has[name]}
+        if value is not None and not is_same:
             raise ConfigError(
                 f"{section}{name} is {format_value(value)}, and the adapter in {where} has "
                 f"{format_value(has.get(name))}: leave {section}{name} out, since an adapter keeps "

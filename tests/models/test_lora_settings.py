@@ -21,6 +21,7 @@ from rloo_kit.config.lora import REFUSED, lora_fields
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.export.exporter import export_model
+from rloo_kit.models.adapters import lora_settings
 from rloo_kit.models.shape import TINY_THINKER, read_shape, shape_of_config, weight_bytes
 from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import adapter_sizes
@@ -97,6 +98,8 @@ def test_a_field_of_lora_config_acts_and_plain_peft_reads_it(kind, tmp_path):
     for name, value in KINDS[kind].items():
         if name not in ("target_modules", "layers_to_transform"):  # written out by PEFT, by Unsloth
             assert getattr(config, name) == value, name
+    if settings["target_modules"] != "all-linear":  # written out by PEFT
+        lora_settings(tmp_path / "adapter", {"r": 4, **settings})  # it is continued with these
     plain = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(TINY_THINKER), tmp_path / "adapter"
     )
