@@ -5,11 +5,13 @@ it; xllamacpp has wheels, but its library leaves the quantiser out.
 """
 
 import ctypes
+import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.environment import cache_folder
@@ -106,8 +108,7 @@ def _remove_byte_fallback(file: Path) -> None:
 
 def _quantise(whole: str, file: str, dtype: str) -> int:
     """Write a 16-bit file's K-quant, and return 0 where that went well."""
-    import llama_cpp
-
+    llama_cpp: Any = importlib.import_module("llama_cpp")  # the package, and not this module
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
     return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
