@@ -9,6 +9,7 @@ from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 # A hook that is added, removed or moves upstream must be looked at before this table follows
 EXPECTED = {
+    "_generate": "self, prompts",
     "_generate_and_score_completions": "self, inputs",
     "_generate_single_turn": "self, prompt_ids, images, multimodal_fields",
     "_get_train_sampler": "self, dataset=None",

@@ -30,7 +30,6 @@ USED = {
     ("sampling/decoding.py", "_sample"): "generate's own loop, where rows cannot leave the batch",
     ("sampling/decoding.py", "_update_model_kwargs_for_generation"): "generate's own next step",
     ("training/trl_step.py", "_ChunkedLogProbFunction"): "TRL's head has no other name",
-    ("training/trl_step.py", "_generate"): "TRL's sampling, on all processes and by any engine",
     ("training/trl_step.py", "_logs"): "the table that log_completions shows",
     ("training/trl_step.py", "_metrics"): "scores of held-out prompts are not TRL's evaluation",
 }
