@@ -171,7 +171,8 @@ def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
     assert not list(result.folder.parent.glob(".*"))
 
 
-@pytest.mark.parametrize("load_in_4bit", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long
+@pytest.mark.parametrize("load_in_4bit", [True, False])
 def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path, load_in_4bit):
     result = train_reward_model(
         ROWS,

@@ -86,6 +86,7 @@ RUN_AS_PYTHON = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", RUN_AS_PYTHON)
 def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
     entry = json.loads(row_of(task)["entry"])

@@ -172,6 +172,7 @@ def test_the_kit_trains_as_stock_trl_does(tmp_path, steps, settings, kit):
     torch.testing.assert_close(mine_sees, stock_sees, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
     how = {"steps": 4, "beta": 0.05, "gradient_accumulation_steps": 2}
     kit, gradients, adapter = train(
