@@ -57,8 +57,10 @@ def base_of(adapter: Path) -> str:
 
 
 def revision_of(adapter: Path) -> str | None:
-    """Return the revision of its base on the hub that an adapter was trained on; None: any."""
-    return _config_of(adapter).get("revision")
+    """Return the revision of its base on the hub that an adapter is for; None: any, or no hub's."""
+    base = base_of(adapter)
+    is_here = base == "tiny-thinker" or os.path.exists(base)
+    return None if is_here else _config_of(adapter).get("revision")
 
 
 def base_name(name: str) -> str:

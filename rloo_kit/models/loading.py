@@ -167,11 +167,11 @@ def load_tokenizer(
 
             tokenizer = read_tokenizer(Path(name))
         else:
-            source, adapter, _ = _source_of(name, revision)
-            has_own = adapter is not None and _has_tokenizer(adapter)
-            tokenizer = AutoTokenizer.from_pretrained(
-                adapter if has_own else source, trust_remote_code=trust_remote_code
-            )
+            source = find_model(name, revision)
+            adapter = adapter_in(source)
+            if adapter is not None and not _has_tokenizer(adapter):
+                source = find_model(base_of(adapter), revision_of(adapter))
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     _set_template([tokenizer], chat_template)
     return tokenizer
 

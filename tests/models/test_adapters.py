@@ -19,6 +19,7 @@ from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
 from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import read_config
 from rloo_kit.models.adapters import adapter_tensors, base_of
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import read_shape
 from rloo_kit.planning.planner import make_plan
 from rloo_kit.sampling.engine import active_adapter
@@ -132,9 +133,11 @@ def test_other_lora_settings_are_refused(adapter, asked, message):
 
 def test_the_tokenizer_of_the_adapter_comes_with_it(adapter, tmp_path):
     _, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    folder = rewritten(adapter, tmp_path / "adapter")
+    folder = rewritten(adapter, tmp_path / "adapter", revision="main")  # as some tools write
     tokenizer.chat_template = "{{ messages[0]['content'] }} (as it was fine-tuned)"
     tokenizer.save_pretrained(folder)
+    lost = rewritten(folder, tmp_path / "lost", base_model_name_or_path="/gone")
+    assert load_tokenizer(lost).chat_template == tokenizer.chat_template  # without its base
     _, found = rk.load_model(folder, max_seq_length=128)
     assert found.chat_template == tokenizer.chat_template
 
