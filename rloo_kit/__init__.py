@@ -8,7 +8,7 @@ TRL.
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CheckpointError": "errors",
