@@ -4,10 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import rloo_kit
 from rloo_kit.diagnosis.installation import install_command, set_for
@@ -69,9 +71,37 @@ def test_the_wheel_holds_nothing_else(built):
     assert not {name for name in built if "__pycache__" in name}
 
 
-def test_the_installed_version_is_the_one_in_the_project_file():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'^version = "(.+)"$', text, re.M)[1] == rloo_kit.__version__
+def test_the_changelog_has_a_dated_section_of_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    dated = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d$", text, re.M)
+    assert dated[0] == rloo_kit.__version__
+
+
+# --- what a host runs -----------------------------------------------------------------------------
+
+
+def read_yaml(path):
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_the_hosted_check_runs_ci_on_every_supported_python():
+    job = read_yaml(".github/workflows/check.yml")["jobs"]["check"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    supported = [name.rpartition(" ")[2] for name in project["classifiers"] if "Python" in name]
+    assert job["strategy"]["matrix"]["python"] == supported
+
+
+def test_pre_commit_runs_what_make_lint_runs():
+    hooks = read_yaml(".pre-commit-config.yaml")["repos"][0]["hooks"]
+    recipe = subprocess.run(
+        ["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    commands = [
+        line for line in recipe.stdout.splitlines() if re.match(r"\S+/(ruff|pyright)", line)
+    ]
+    assert len(commands) == len(hooks) == 3
+    assert all(command in hook["entry"] for command, hook in zip(commands, hooks, strict=True))
 
 
 # --- what is written in the files -----------------------------------------------------------------
