@@ -166,7 +166,6 @@ def settings() -> str:
         ("model", ModelSection, "model."),
         ("lora", LoraSection, "lora."),
         ("thinking", ThinkingSection, "thinking."),
-        ("thinking", ThinkingSection, "thinking."),
         ("data", DataSection, "data."),
         ("trainer: settings that TRL does not have", KitSettings, ""),
     ):
@@ -393,7 +392,7 @@ HOLDS = {
     "other_names": "how-to/from_trl_and_unsloth",
     "packages": "explanation/architecture",
     "overrides": "explanation/architecture",
-    "tested": "../README",
+    "tested": "how-to/install",
 }
 
 
