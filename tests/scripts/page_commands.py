@@ -50,7 +50,7 @@ ROWS = {
 }
 # Commands whose exit code is not 0.
 CODES = {
-    "rloo-kit plan qwen3-8b-16gb --gpu 8GB": 1,
+    "rloo-kit plan qwen3-4b-thinking-24gb --gpu 8GB": 1,
     "rloo-kit export runs/mine --to hub --repo me/mine": 2,  # the hub is not asked in a test
 }
 
