@@ -90,6 +90,12 @@ def test_settings_in_troubleshooting_are_valid():
         read_run_file("quickstart", [setting])
 
 
+def test_the_site_includes_the_file_of_the_step():
+    page = (ROOT / "docs/explanation/how_it_works.md").read_text()
+    (name,) = re.findall(r"^--8<--\n(.+)\n--8<--$", page, re.M)  # else the site shows the marks
+    assert (ROOT / name).exists()
+
+
 def test_generated_parts_are_fresh():
     script = importlib.import_module("update_docs")
     for name, make in script.PARTS.items():
