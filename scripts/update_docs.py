@@ -1,4 +1,4 @@
-"""Write what the pages of docs/ say of the code: commands, rewards, settings, public names.
+"""Write what the pages say of the code: commands, rewards, settings, public names.
 
 .venv/bin/python scripts/update_docs.py
 
@@ -63,23 +63,27 @@ MORE = {
     "hand-over": "how-to/more_than_one_card",
     "legacy": "how-to/from_trl_and_unsloth",
 }
+# Command -> another one, and the options that it has from it
+SAME_AS = {
+    "judge": ("eval", ["--prompts", "--num-prompts", "--batch-size", "--vllm", "--output"]),
+}
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 # Of a reward's docstring, after its first line
 SENTENCES = 1
 
-# Types in the words of the pages
+# Types as a run file has them
 WORDS = {
-    bool: "true or false",
-    dict: "a table",
-    float: "a number",
-    int: "a whole number",
-    list: "a list",
-    list[float]: "a list of numbers",
-    list[int]: "a list of whole numbers",
-    list[str]: "a list of texts",
-    str: "text",
-    tuple[float, float]: "a list of two numbers",
+    bool: "bool",
+    dict: "table",
+    float: "float",
+    int: "int",
+    list: "list",
+    list[float]: "list of float",
+    list[int]: "list of int",
+    list[str]: "list of str",
+    str: "str",
+    tuple[float, float]: "list of 2 float",
     type(None): "null",
 }
 
@@ -104,7 +108,10 @@ def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
 
 
 def _options(command: argparse.ArgumentParser) -> Iterator[str]:
+    same = SAME_AS.get(command.prog.removeprefix("rloo-kit "))
     for action in command._actions:
+        if same and {*action.option_strings} & {*same[1]}:
+            continue
         if "--set" in action.option_strings and "trainer." in (action.help or ""):
             continue  # the page says once which commands take it
         if action.dest == "help" or isinstance(action, argparse._SubParsersAction):
@@ -116,6 +123,8 @@ def _options(command: argparse.ArgumentParser) -> Iterator[str]:
         name = " ".join(filter(None, (", ".join(action.option_strings), value)))
         text = (action.help or "") % {"default": action.default, "prog": command.prog}
         yield f"- `{name}`: {text}" if text else f"- `{name}`"
+    if same:
+        yield f"- {', '.join(f'`{name}`' for name in same[1])}: as `{same[0]}`"
 
 
 def _sentence(text: str) -> str:
@@ -135,6 +144,7 @@ def rewards() -> str:
     for entry in describe_rewards():
         about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
         about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z])", about)[:SENTENCES])
+        about = about.replace(", higher is better", "")  # of all of them
         rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
         parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
     return "\n".join(parts)
@@ -182,15 +192,14 @@ def _rows(section: type, prefix: str) -> Iterator[str]:
         if rule := one.metadata.get("rule"):
             is_made = one.default is dataclasses.MISSING
             default = _yaml(one.default_factory() if is_made else one.default)
-            text = f"{rule.help} {_sentence(_describe_range(rule))}".strip()
-            yield (
-                f"- `{prefix}{one.name}` ({_describe(hints[one.name])}, `{default}`)"
-                f"{': ' if text else ''}{text}"
-            )
+            kind = _describe(hints[one.name])
+            about = "" if rule.help == f"{kind}." else rule.help
+            text = f"{about} {_sentence(_describe_range(rule))}".strip()
+            yield (f"- `{prefix}{one.name}` ({kind}, `{default}`){': ' if text else ''}{text}")
 
 
 def _describe(hint: object) -> str:
-    """Return a type in words, such as ``a number or null``."""
+    """Return a type, such as ``float or null``."""
     words: list[str] = []
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if is_union else (hint,)
@@ -358,11 +367,11 @@ def kills() -> str:
     names = ("kills", "while_loading", "while_writing", "while_ending", "lost")
     killed, loading, writing, ending, lost = (sum(row[name] for row in rows) for name in names)
     different = sum(len(row["different"]) - row["lost"] for row in rows)
-    settings = "\n".join(f"- {row['what']} ({row['kills']} kills)" for row in rows)
     return (
-        f"{killed} kills: {loading} while loading, {writing} while a checkpoint was half written, "
-        f"{ending} after the adapter was written, the others between. {lost} runs lost, "
-        f"{different} different.\n\n{settings}\n"
+        f"{killed} kills of runs with {len(rows)} settings: {loading} while loading, {writing} "
+        f"while a checkpoint was half written, {ending} after the adapter was written, the others "
+        f"between. {lost} runs lost, {different} different "
+        "(`benchmarks/results/kills.json`).\n"
     )
 
 
@@ -390,7 +399,7 @@ HOLDS = {
     "faults": "reference/reliability",
     "kills": "reference/reliability",
     "other_names": "how-to/from_trl_and_unsloth",
-    "packages": "explanation/architecture",
+    "packages": "../CONTRIBUTING",
     "overrides": "explanation/architecture",
     "tested": "how-to/install",
 }
