@@ -160,11 +160,11 @@ def _markdown(text: str) -> str:
 
 
 OTHER_LORA = (
-    "Every other field of the installed PEFT's `LoraConfig` goes under `lora:` by its name, such "
-    "as `use_rslora`, `use_dora`, `modules_to_save`, `layers_to_transform`, `rank_pattern`, or "
-    "`target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]` for the experts of a "
-    "mixture. What base, reference, sampler or export cannot follow is refused: starts that change "
-    "the base (`init_lora_weights: pissa`), and with `generation: vllm` what vLLM cannot load.\n"
+    "Every other field of PEFT's `LoraConfig` goes under `lora:` too, such as `use_rslora`, "
+    "`use_dora`, `modules_to_save`, `rank_pattern`, or `target_parameters: "
+    "[mlp.experts.gate_up_proj, mlp.experts.down_proj]` for the experts of a mixture. Refused are "
+    "starts that change the base (`init_lora_weights: pissa`), and with `generation: vllm` what "
+    "vLLM cannot load.\n"
 )
 
 
@@ -305,16 +305,17 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
 
 def other_names() -> str:
-    """Return the table of other trainers' settings."""
+    """Return the table of other trainers' settings; the kit's messages say more of the others."""
     rows = [(f"`{name}`", f"`{new}`") for name, new in RENAMED.items()]
     for name, (key, in_python) in MOVED.items():
         rows.append((f"`{name}`", f"`{key}` in a run file; in Python {in_python}"))
-    for what, table in (("left out with a warning", NEEDLESS), ("refused", REFUSED)):
-        groups: dict[str, list[str]] = {}
-        for name, text in table.items():
-            groups.setdefault(text, []).append(f"`{name}`")
-        rows += [(", ".join(names), f"{what}: {text}") for text, names in groups.items()]
     lines = ["| there | here |", "|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
+    lines += [
+        "",
+        f"Left out with a warning that says why: {_names(NEEDLESS)}.",
+        "",
+        f"Refused with what to write instead: {_names(REFUSED)}.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -343,6 +344,10 @@ SECTIONS = {
 }
 
 
+# What the page says of all faults
+SAVED = "; the last finished step is saved"
+
+
 def faults() -> str:
     """Return every fault that a test of tests/faults makes, and what it must not break."""
     parts = []
@@ -356,7 +361,7 @@ def faults() -> str:
             if isinstance(decorator, ast.Call)
             and ast.unparse(decorator.func) == "pytest.mark.fault"
         ]
-        rows = "\n".join(f"- {name}: {promise}." for name, promise in marks)
+        rows = "\n".join(f"- {name}: {promise.removesuffix(SAVED)}." for name, promise in marks)
         parts.append(f"## {heading}\n\n{rows}\n")
     return "\n".join(parts)
 
