@@ -306,10 +306,11 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
 def other_names() -> str:
     """Return the table of other trainers' settings; the kit's messages say more of the others."""
-    rows = [(f"`{name}`", f"`{new}`") for name, new in RENAMED.items()]
+    lines = ["| there | run file | Python |", "|---|---|---|"]
     for name, (key, in_python) in MOVED.items():
-        rows.append((f"`{name}`", f"`{key}` in a run file; in Python {in_python}"))
-    lines = ["| there | here |", "|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
+        lines.append(f"| `{name}` | `{key}` | {in_python} |")
+    renamed = ", ".join(f"`{name}` is `{new}`" for name, new in RENAMED.items())
+    lines += ["", f"Under `trainer:` and in Python: {renamed}."]
     lines += [
         "",
         f"Left out with a warning that says why: {_names(NEEDLESS)}.",
