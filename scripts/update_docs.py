@@ -67,6 +67,8 @@ MORE = {
 SAME_AS = {
     "judge": ("eval", ["--prompts", "--num-prompts", "--batch-size", "--vllm", "--output"]),
 }
+# Helps that the page says once, at its top
+SAID_ONCE = ("or the folder of a run", "a run, a checkpoint, an adapter or a model")
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 # Of a reward's docstring, after its first line
@@ -114,6 +116,8 @@ def _options(command: argparse.ArgumentParser) -> Iterator[str]:
             continue
         if "--set" in action.option_strings and "trainer." in (action.help or ""):
             continue  # the page says once which commands take it
+        if action.help in SAID_ONCE:
+            continue
         if action.dest == "help" or isinstance(action, argparse._SubParsersAction):
             continue
         value = "" if action.nargs == 0 else action.metavar or action.dest
