@@ -115,14 +115,14 @@ def test_links_resolve_and_every_page_is_in_the_site():
 # --- the README ----------------------------------------------------------------------------------
 
 
-def readme_block(language, containing):
-    (found,) = [text for kind, text in blocks(README) if kind == language and containing in text]
+def block_of(page, language, containing):
+    (found,) = [text for kind, text in blocks(page) if kind == language and containing in text]
     return found
 
 
 @pytest.mark.long
 def test_readme_program_runs(tmp_path):
-    source = readme_block("python", "rk.LeaveOneOutTrainer")
+    source = block_of(README, "python", "rk.LeaveOneOutTrainer")
     few = '**{**run.trainer, "max_steps": 2, "per_device_train_batch_size": 16}'
     source = source.replace("**run.trainer", few)
     done = subprocess.run(
@@ -134,8 +134,9 @@ def test_readme_program_runs(tmp_path):
     assert (tmp_path / "runs/first/adapter/adapter_model.safetensors").exists()
 
 
-def test_readme_reward_works(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(readme_block("python", "def polite"))
+def test_reward_of_the_page_works(tmp_path):
+    page = ROOT / "docs/how-to/rewards.md"
+    (tmp_path / "my_rewards.py").write_text(block_of(page, "python", "def polite"))
     (reward,) = rk.load_rewards(["my_rewards.py:polite:0.5"], base_dir=tmp_path)
     completions = ["hm</think>Thank you", [{"role": "assistant", "content": "thanks</think>no"}]]
     assert reward.func(completions=completions, prompts=["", ""]) == [1.0, 0.0]
