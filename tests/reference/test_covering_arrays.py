@@ -1,0 +1,88 @@
+"""The trainer against the reference, in every triple of settings."""
+
+from dataclasses import fields, replace
+
+import cases
+import harness
+import pytest
+import rloo_reference as reference
+
+import rloo_kit as rk
+from rloo_kit.config.settings import RULES
+
+CASES = cases.read_array()
+QUICK = 6  # cases for `make test`
+IN_REFERENCE = {field.name for field in fields(reference.Settings)} - {"num_generations"}
+DEFAULTS = reference.Settings(beta=cases.DEFAULT["beta"])
+
+CHANGED_THE_GRADIENT: set[tuple[str, str]] = set()
+"""(setting, value): in some case the gradient would be another with the default value."""
+
+
+def changes(case):
+    """Return the settings of a case that are not at their default."""
+    return {name: value for name, value in case.items() if value != cases.DEFAULT[name]}
+
+
+def name_of(case):
+    return " ".join(f"{name}={value}" for name, value in changes(case).items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.long] * (place >= QUICK), id=str(place))
+        for place, case in enumerate(CASES)
+    ],
+)
+def test_every_gradient_is_that_of_the_reference(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLOO_KIT_LIVE", "off")
+    trained = harness.train(case, tmp_path)
+    settings = harness.reference_settings(trained.args)
+    expected = harness.Expected(trained)
+    gradients, logs = zip(*expected.steps(settings), strict=True)
+    assert len(gradients) == len(trained.log) == harness.STEPS
+    for step, gradient in enumerate(gradients):
+        found = trained.gradients[step]
+        close = pytest.approx(logs[step], rel=1e-3, abs=1e-4, nan_ok=True)
+        assert {name: trained.log[step][name] for name in logs[step]} == close, name_of(case)
+        if case["precision"] == "bf16":
+            assert harness.cosine(found, gradient) > 0.999, f"step {step}: {name_of(case)}"
+        else:
+            assert harness.relative(found, gradient) < 1e-4, f"step {step}: {name_of(case)}"
+    for name in IN_REFERENCE & changes(case).keys():
+        if (name, str(case[name])) not in CHANGED_THE_GRADIENT:
+            without = replace(settings, **{name: getattr(DEFAULTS, name)})
+            if harness.differ(gradients, expected.gradients(without)):
+                CHANGED_THE_GRADIENT.add((name, str(case[name])))
+
+
+@pytest.mark.long
+def test_each_value_changed_the_gradient_of_a_case():
+    wanted = {
+        (name, str(value))
+        for name in IN_REFERENCE & cases.VALUES.keys()
+        for value in cases.VALUES[name][1:]
+    }
+    assert wanted - CHANGED_THE_GRADIENT == set()
+
+
+def test_each_setting_has_values_or_a_reason():
+    not_varied = {name for names in cases.NOT_VARIED for name in names.split()}
+    varied = cases.VALUES.keys() & RULES.keys()
+    assert varied | not_varied == RULES.keys()
+    assert varied & not_varied == set()
+
+
+@pytest.mark.long
+def test_the_array_has_every_triple():
+    missing = cases.possible(3) - cases.covered(CASES, 3)
+    assert not missing, "run tests/reference/cases.py after a change of VALUES"
+
+
+@pytest.mark.parametrize("pair", cases.REFUSED, ids=str)
+def test_a_pair_that_may_not_meet_is_refused_in_a_sentence(pair, tmp_path):
+    case = cases.DEFAULT | dict(pair)
+    with pytest.raises(rk.ConfigError) as refused:
+        harness.make_trainer(case, tmp_path, harness.Weights(), harness.make_model(case))
+    assert all(name in str(refused.value) for name, _ in pair)
