@@ -71,7 +71,8 @@ def test_a_shipped_file_is_found_by_name_after_local_ones(tmp_path, monkeypatch)
 def test_every_example_reads_without_a_warning(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read_run_file(path).rewards
+        config = read_run_file(path)
+    assert config == make_run_config(config.as_dict())
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
 
 
 def test_the_run_file_can_stop_on_the_registered_kinds():
-    assert set(KINDS) <= set(STOP_ON)
+    assert set(KINDS) == set(STOP_ON)
 
 
 def test_stopping_on_reward_hacking_needs_held_out_every():

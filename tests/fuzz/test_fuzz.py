@@ -12,12 +12,15 @@ import warnings
 from functools import cache
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import rloo_kit as rk
 from rloo_kit.config.run_file import EXAMPLES, SECTIONS, make_run_config, read_run_file
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.config.trainer_settings import known_trainer_fields
 from rloo_kit.errors import KitError
 
@@ -34,8 +37,9 @@ from fuzz_inputs import (
 )
 
 
-def every(number, inputs, target):
-    """Give a target so many inputs, the same ones in each run."""
+def every(number, inputs, target, accepted):
+    """Give a target a number of inputs, the same ones in each run; a floor of them is accepted."""
+    num_accepted = 0
 
     @settings(
         max_examples=number,
@@ -46,6 +50,7 @@ def every(number, inputs, target):
     )
     @given(inputs)
     def run(data):
+        nonlocal num_accepted
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
@@ -55,11 +60,13 @@ def every(number, inputs, target):
             fault = None
             try:
                 target(data)
+                num_accepted += 1
             except KitError as exc:
                 fault = fault_of_text(str(exc)) and f"{exc!r} {fault_of_text(str(exc))}"
             assert not fault
 
     run()
+    assert num_accepted >= accepted, "nearly everything is refused, so nothing is tried"
 
 
 def as_jsonl(rows):
@@ -113,19 +120,31 @@ def test_bytes_of_a_run_file(tmp_path):
         path.write_bytes(data)
         check_config(read_run_file(path))
 
-    every(80, mutated([*shipped, b"trainer: &t {beta: 0.1}\nlora: *t\n"], most=6), target)
+    every(
+        80,
+        mutated([*shipped, b"trainer: &t {beta: 0.1}\nlora: *t\n"], most=6),
+        target,
+        accepted=8,
+    )
 
 
 def test_settings_and_overrides():
     names = {name: sorted(section.__dataclass_fields__) for name, section in SECTIONS.items()}
     names["trainer"] = sorted(known_trainer_fields())
-    value = st.one_of(odd_values(), st.sampled_from([1, 0.5, True, "no", "steps", [], {}, None]))
-    tables = [
-        st.dictionaries(st.one_of(st.sampled_from(keys), odd_texts()), value, max_size=3).map(
-            lambda table, name=name: {name: table}
-        )
-        for name, keys in names.items()
-    ]
+    odd = st.one_of(odd_values(), st.sampled_from([1, 0.5, True, "no", "steps", [], {}, None]))
+    defaults = {name: vars(getattr(make_run_config({}), name)) for name in SECTIONS}
+    defaults["trainer"] = DEFAULTS
+
+    @st.composite
+    def tables(draw):
+        name = draw(st.sampled_from(sorted(names)))
+        keys = draw(st.lists(st.sampled_from(names[name]), max_size=3, unique=True))
+        sound = draw(st.booleans())
+        table = {key: defaults[name].get(key) if sound else draw(odd) for key in keys}
+        return {
+            name: table if sound else table | draw(st.dictionaries(odd_texts(), odd, max_size=1))
+        }
+
     paths = [f"{name}.{key}" for name, keys in names.items() for key in keys]
     override = st.builds(
         "{}{}{}".format,
@@ -133,12 +152,12 @@ def test_settings_and_overrides():
         st.sampled_from(["=", "=", "", "=="]),
         odd_texts(),
     )
-    content = st.one_of(*tables, odd_values())
+    content = st.one_of(tables(), tables(), odd_values())
 
     def target(data):
         check_config(make_run_config(*data))
 
-    every(100, st.tuples(content, st.lists(override, max_size=2)), target)
+    every(100, st.tuples(content, st.lists(override, max_size=1)), target, accepted=13)
 
 
 # --- prompts -------------------------------------------------------------------------------------
@@ -164,7 +183,7 @@ def test_files_of_prompts(tmp_path):
         path.write_bytes(data)
         assert all(load_prompts(path)["prompt"])
 
-    every(80, st.one_of(mutated(seeds), rows), target)
+    every(80, st.one_of(mutated(seeds), rows), target, accepted=3)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -214,7 +233,7 @@ def test_specs_and_files_of_rewards(tmp_path):
                 assert len(reward.func(**columns)) == 3
                 reward.weight_at(0.5)
 
-    every(90, st.tuples(source, st.one_of(spec, file)), target)
+    every(90, st.tuples(source, st.one_of(spec, file)), target, accepted=4)
 
 
 # --- folders of runs -----------------------------------------------------------------------------
@@ -277,7 +296,7 @@ def test_files_of_a_run(tmp_path):
         start = page.index(">", page.index('type="application/json"')) + 1
         json.loads(page[start : page.index("</script>", start)], parse_constant=pytest.fail)
 
-    every(30, spoilt_files(run_folder_files()), target)
+    every(30, spoilt_files(run_folder_files()), target, accepted=15)
 
 
 def test_files_of_a_checkpoint(tmp_path):
@@ -302,7 +321,7 @@ def test_files_of_a_checkpoint(tmp_path):
         assert (found.step, read.step, read.facts) == (3, 3, {"seed": 42})
         assert all(files.get(name) == good[name] for name in weights)
 
-    every(60, spoilt_files(good), target)
+    every(60, spoilt_files(good), target, accepted=5)
 
 
 @pytest.mark.long
@@ -310,15 +329,19 @@ def test_files_of_an_adapter(tmp_path):
     model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False)
     made = rk.save_adapter(rk.attach_lora(model, r=2), tokenizer, tmp_path / "made")
     names = ("adapter_config.json", "adapter_model.safetensors")
+    weights = load_file(made / names[1])
     good = {file.name: file.read_bytes() for file in made.iterdir() if file.is_file()}
 
     def target(data):
         folder = written(tmp_path / "adapter", spoilt(good, data))
         with rk.session():
             loaded, _ = rk.load_model(folder, load_in_4bit=False)
-            assert sum(p.numel() for p in loaded.parameters()) > 0
+            saved = rk.save_adapter(loaded, tokenizer, tmp_path / "again")
+            now = load_file(saved / names[1])
+            assert now.keys() == weights.keys()
+            assert all(torch.isfinite(value).all() for value in now.values())
 
-    every(12, spoilt_files(names), target)
+    every(12, spoilt_files(names), target, accepted=2)
 
 
 @pytest.mark.parametrize(
