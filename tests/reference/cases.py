@@ -1,16 +1,74 @@
-"""A covering array of the trainer's settings: every triple of values meets in one of its cases.
+"""Covering arrays: every triple of trainer settings and every pair of commands and run files.
 
 ``VALUES`` has a row for each setting of the kit's table that changes what is sampled, learned or
 computed, and for each other property of a training; the first value is the default. covertable
-makes the array, in minutes, so it is kept in array.txt, a digit for each value. After a change of
-``VALUES``:
+makes the arrays, in minutes, so their cases are kept in files: the place of each value. After a
+change of the values:
 
     uv run --no-project --with covertable python tests/reference/cases.py
 """
 
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
+
+HERE = Path(__file__).parent
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+@dataclass
+class Array:
+    """A covering array: values, the pairs that may not meet, and the file with its cases."""
+
+    file: str
+    values: dict[str, list[Any]]
+    apart: list[Pair]
+    strength: int
+
+    def write(self) -> None:
+        """Make the cases."""
+        import covertable
+
+        names = list(self.values)
+        places = {name: list(range(len(values))) for name, values in self.values.items()}
+        apart = [
+            {
+                "operator": "or",
+                "conditions": [
+                    {"operator": "ne", "left": n, "value": self.values[n].index(v)} for n, v in pair
+                ],
+            }
+            for pair in self.apart
+        ]
+        rows = covertable.make(places, strength=self.strength, constraints=apart)
+        lines = [" ".join(str(row[name]) for name in names) for row in rows]
+        HERE.joinpath(self.file).write_text("\n".join([" ".join(names), *lines]) + "\n")
+
+    def cases(self) -> list[dict[str, Any]]:
+        """Return the cases, each with a value of every setting."""
+        names, *lines = HERE.joinpath(self.file).read_text().splitlines()
+        return [
+            {n: self.values[n][int(p)] for n, p in zip(names.split(), line.split(), strict=True)}
+            for line in lines
+        ]
+
+    def missing(self) -> set[frozenset]:
+        """Return the tuples of (setting, value) that may meet and do not."""
+        apart = [{(name, repr(value)) for name, value in pair} for pair in self.apart]
+        chosen = list(combinations(self.values, self.strength))
+        found = {
+            frozenset((name, repr(case[name])) for name in names)
+            for case in self.cases()
+            for names in chosen
+        }
+        wanted = (
+            frozenset((name, repr(value)) for name, value in zip(names, values, strict=True))
+            for names in chosen
+            for values in product(*(self.values[name] for name in names))
+        )
+        return {one for one in wanted if one not in found and not any(p <= one for p in apart)}
+
 
 VALUES: dict[str, list[Any]] = {
     # how scores become a gradient
@@ -96,9 +154,9 @@ NOT_VARIED = {
 }
 
 # The kit refuses a training with both of these
-REFUSED: list[tuple[tuple[str, Any], tuple[str, Any]]] = []
+REFUSED: list[Pair] = []
 # These do not exist: a quantised model trains by its adapter alone, an error that stops the run
-IMPOSSIBLE = [
+IMPOSSIBLE: list[Pair] = [
     (("precision", "4bit"), ("trained", "full")),
     (("rewards", "fails"), ("on_reward_error", "stop")),
 ]
@@ -106,53 +164,51 @@ DEFAULT = {name: values[0] for name, values in VALUES.items()}
 
 
 APART = [*REFUSED, *IMPOSSIBLE]
-ARRAY = Path(__file__).with_name("array.txt")
+TRAINER = Array("array.txt", VALUES, APART, strength=3)
 
 
-def write_array() -> None:
-    """Make an array that covers all triples, but those with a pair of ``APART``."""
-    import covertable
+# --- commands -------------------------------------------------------------------------------------
 
-    apart = [
-        {
-            "operator": "or",
-            "conditions": [{"operator": "ne", "left": n, "value": v} for n, v in pair],
-        }
-        for pair in APART
-    ]
-    rows = covertable.make(VALUES, strength=3, constraints=apart)
-    lines = ["".join(str(VALUES[n].index(row[n])) for n in VALUES) for row in rows]
-    ARRAY.write_text("\n".join([" ".join(VALUES), *lines]) + "\n")
-
-
-def read_array() -> list[dict[str, Any]]:
-    """Return the cases, each with a value of every setting."""
-    names, *lines = ARRAY.read_text().splitlines()
-    return [
-        {n: VALUES[n][int(digit)] for n, digit in zip(names.split(), line, strict=True)}
-        for line in lines
-    ]
-
-
-def covered(cases: list[dict[str, Any]], strength: int) -> set[frozenset]:
-    """Return the tuples of (setting, value) that occur in cases."""
-    return {
-        frozenset((name, repr(case[name])) for name in chosen)
-        for case in cases
-        for chosen in combinations(VALUES, strength)
-    }
-
-
-def possible(strength: int) -> set[frozenset]:
-    """Return all tuples of (setting, value), but those with a pair of ``APART``."""
-    apart = [{(name, repr(value)) for name, value in pair} for pair in APART]
-    found = {
-        frozenset((name, repr(value)) for name, value in zip(chosen, values, strict=True))
-        for chosen in combinations(VALUES, strength)
-        for values in product(*(VALUES[name] for name in chosen))
-    }
-    return {one for one in found if not any(pair <= one for pair in apart)}
+COMMAND_VALUES: dict[str, list[Any]] = {
+    "command": [
+        "train",
+        "train --resume",
+        "eval",
+        "eval --no-base --samples 2",
+        "eval --no-greedy --num-prompts 2 --batch-size 1",
+        "eval --prompts own.jsonl",
+        "export --to adapter",
+        "export --to merged --prompts 2",
+        "export --to merged --no-check",
+        "calibrate --num-prompts 4",
+        "calibrate --num-generations 2 --num-prompts 2",
+        "rewards check --prompts 2",
+        "rewards check --generations 2 --output-dir checked",
+        "rewards check --completions kept.jsonl",
+    ],
+    "model": ["embedded", "folder", "adapter", "gguf"],
+    "load_in_4bit": [True, False],
+    "file": ["built-in", "rows.jsonl", "rows.csv", "rows.parquet"],
+    "prompts": ["text", "chat"],
+    "columns": ["as they are", "mapped"],
+    "held_out": [0, 4],
+    "system": [None, "Be brief."],
+    "rewards": ["library", "own file", "several"],
+    "beta": [0.0, 0.05],
+    "thinking": [None, {"start": "<think>", "end": "</think>"}],
+}
+COMMANDS = Array(
+    "commands.txt",
+    COMMAND_VALUES,
+    [
+        (("file", "rows.csv"), ("prompts", "chat")),  # a cell holds no messages
+        (("file", "built-in"), ("prompts", "text")),
+        (("file", "built-in"), ("columns", "mapped")),
+    ],
+    strength=2,
+)
 
 
 if __name__ == "__main__":
-    write_array()
+    TRAINER.write()
+    COMMANDS.write()
