@@ -1,4 +1,4 @@
-"""A sequence classifier with one output: found, loaded whole or as an adapter, and run."""
+"""Sequence classifiers with one output: finding, loading (whole or as an adapter), scoring."""
 
 import contextlib
 import copy
@@ -12,20 +12,20 @@ from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
 from rloo_kit.text.thoughts import completion_texts
-from rloo_kit.text.wording import first_line
+from rloo_kit.text.wording import content_text, first_line
 from rloo_kit.types import Completion
 
-from ._text import THINK_CLOSE, THINK_OPEN, completion_text, content_text, text_after_thought
+from ._text import THINK_CLOSE, THINK_OPEN, completion_text, text_after_thought
 
-# Name of the model that is part of the kit; it can be the base of an adapter
+# Name of the kit's own model, which may be the base of an adapter
 EMBEDDED = "tiny-thinker"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# File of `rloo-kit reward-model train`: the base, and how texts are read
+# File of `rloo-kit reward-model train`: the base, and how to read texts
 FACTS = "reward_model.json"
 # File with the mean and the standard deviation of the model's scores
 CALIBRATION = "calibration.json"
-# Layers that stay as they are in 4 bit: one output is too few to quantise
+# Layers that are not quantised: one output is too few
 HEADS = ("score", "classifier", "v_head", "lm_head", ".*pooler.*")
 WHAT_TO_GIVE = "give a folder with config.json, weights and tokenizer, or a hub name"
 FINGERPRINT_BYTES = 65536
@@ -36,14 +36,12 @@ class Source:
     """A reward model that was found, before anything is loaded."""
 
     name: str
-    folder: Path | None = None
-    """None: a whole model on the hub."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """The content of ``reward_model.json``."""
+    folder: Path | None = None  # None: a whole model on the hub
+    facts: dict[str, Any] = field(default_factory=dict)  # content of ``reward_model.json``
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a PEFT adapter that needs a base."""
+        """True for a PEFT adapter, which needs a base."""
         return (
             self.folder is not None
             and (self.folder / ADAPTER_CONFIG).is_file()
@@ -60,7 +58,11 @@ class Source:
 
 
 def find_source(name: str) -> Source:
-    """Return what a folder or hub name stands for."""
+    """Return the source that a folder or hub name stands for.
+
+    Raises:
+        ModelError: A path is not a folder.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(name, path, read_json(path / FACTS) if (path / FACTS).is_file() else {})
@@ -72,8 +74,11 @@ def find_source(name: str) -> Source:
 def find_base(source: Source, base: str | None = None) -> str:
     """Return the folder or hub name of the model that an adapter was trained on.
 
-    ``base`` if given, else the folder relative to the adapter's that its training wrote down, else
-    the name as it was given then.
+    This is ``base`` if given, else the folder that the training noted relative to the adapter's,
+    else the name that the training was given.
+
+    Raises:
+        ModelError: The base is missing, or its weights are not those it was trained on.
     """
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
@@ -94,14 +99,14 @@ def find_base(source: Source, base: str | None = None) -> str:
         return str(found)
     if not given or relative or _looks_like_path(given):
         raise ModelError(
-            f"reward model {source.name!r} is an adapter on {given!r}, which is not here; give "
-            "the folder of that model as base"
+            f"reward model {source.name!r} is an adapter on {given!r}, which is missing; give the "
+            "folder of that model as base"
         )
     return given
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of a model's weights: sizes, and both ends of every safetensors file."""
+    """Return a digest of a model's weights: size and both ends of every safetensors file."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -113,7 +118,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
+    """Return the object in a JSON file.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as exc:
@@ -140,9 +149,9 @@ def load_classifier(
     Args:
         source: As ``find_source`` returned it.
         load_in_4bit: NF4 by bitsandbytes, the head left as it is.
-        device: 4-bit weights are loaded onto it; others are left in main memory.
-        base: Of an adapter, instead of the one it was trained on.
-        tokenizer: Or its folder or hub name; None: the model's own. It is not changed.
+        device: Device for 4-bit weights; others stay in main memory.
+        base: Base of an adapter in place of the one it was trained on.
+        tokenizer: A tokenizer, its folder or hub name; None: the model's own. It is not changed.
 
     Raises:
         ModelError: It cannot be loaded, has no trained score weights, is a pickle, or needs code.
@@ -162,7 +171,11 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Hide transformers' loading reports (a base lacks the head), and raise one kind of error."""
+    """Hide transformers' loading reports (a base lacks the head); raise every error as one kind.
+
+    Raises:
+        ModelError: Loading ``what`` failed.
+    """
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -177,8 +190,8 @@ def loading(what: str, place: str) -> Iterator[None]:
     except Exception as exc:  # what is raised differs by library, version and network
         if "trust_remote_code" in str(exc):
             fault = (
-                "it needs code of its own, which is never run for a reward: give a model of an "
-                "architecture that transformers has"
+                "it needs code of its own, which is never run for a reward: give a model whose "
+                "architecture transformers has"
             )
         elif "use_safetensors=True" in str(exc):
             fault = "it has no safetensors: load it with transformers and save_pretrained it again"
@@ -210,9 +223,9 @@ def _load_model(
 
 
 def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
-    """Return a sequence classifier with one output, and the names of weights it has no file for.
+    """Return a sequence classifier with one output, and the names of weights that no file holds.
 
-    Args and errors are those of ``load_classifier``.
+    Arguments and errors are those of ``load_classifier``.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -224,9 +237,10 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
         packed["llm_int8_skip_modules"] = [*(packed.get("llm_int8_skip_modules") or ()), *HEADS]
         settings["device_map"] = {"": device}
     elif load_in_4bit:
-        half = device != "cpu"
-        native = half and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = torch.float32 if not half else torch.bfloat16 if native else torch.float16
+        dtype = torch.float32
+        if device != "cpu":
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = torch.bfloat16 if native else torch.float16
         settings = {"dtype": dtype, "device_map": {"": device}}
         settings["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -244,14 +258,14 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
         **settings,
     )
     for module in model.modules():
-        # On a CPU bitsandbytes repacks for inference: coarser, and no gradient afterwards.
+        # On a CPU bitsandbytes repacks for inference, which is coarser and ends gradients
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model, set(info["missing_keys"])
 
 
 def _adapter_keys(source: Source) -> set[str]:
-    """Return the names of the weights in an adapter's file, as the base calls them."""
+    """Return the names of the weights in an adapter's file, as in its base."""
     from safetensors import safe_open
 
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
@@ -282,7 +296,11 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
 
 
 def set_up_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
-    """Give the pair a pad token, right padding, and one limit, cut from the left."""
+    """Set a pad token, right padding, and one limit that cuts from the left.
+
+    Raises:
+        ModelError: The tokenizer has neither a pad nor an eos token.
+    """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(
@@ -310,15 +328,18 @@ def token_ids(
     max_length: int | None = None,
     completion_ids: list[int] | None = None,
 ) -> list[int]:
-    """Return the ids of prompt and completion as a reward model reads them, in training as later.
+    """Return the ids of prompt and completion as a reward model reads them, also in its training.
 
     Args:
         tokenizer: The reward model's own, set up by ``set_up_tokenizer``.
         prompt: Chat messages, which go through the tokenizer's chat template, or plain text.
-        completion: What is scored, conversational or plain.
-        keep_thought: Whether the thought is read; else only what follows the last ``</think>``.
+        completion: The completion to score, conversational or plain.
+        keep_thought: Read the thought; False: only the text after the last ``</think>``.
         max_length: Most tokens; None: the tokenizer's limit.
-        completion_ids: Of the policy, to be read as they are; None: the completion's text is read.
+        completion_ids: The policy's token ids to read; None: the completion's text is read.
+
+    Raises:
+        ModelError: ``completion_ids`` are those of another tokenizer.
     """
     if completion_ids is not None:
         return _own_ids(tokenizer, prompt, completion, completion_ids, max_length)
@@ -333,11 +354,11 @@ def token_ids(
     else:
         text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
     text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses lone surrogates
-    # A template writes the special tokens itself.
+    # A template writes the special tokens itself
     ids = tokenizer.encode(
         text, add_special_tokens=not has_template, truncation=True, max_length=max_length
     )
-    # No token at all is no row a model can read: an empty completion of an empty prompt.
+    # A model cannot read a row without a token: an empty completion of an empty prompt
     return ids or [tokenizer.pad_token_id]
 
 
@@ -366,8 +387,8 @@ def _own_ids(
 def _rendered(tokenizer: Any, prompt: list[Any], answer: str, *, keep_thought: bool) -> str:
     """Return the conversation as the tokenizer's chat template writes it.
 
-    Many templates cut thoughts out. Where one does and the thought is to be read, the answer
-    follows the prompt as it does when a policy writes it.
+    Many templates remove thoughts. If the thought is to be read, the answer then follows the prompt
+    as a policy writes it.
     """
     if not keep_thought or not _drops_thoughts(tokenizer):
         turn = [*prompt, {"role": "assistant", "content": answer}]
@@ -379,7 +400,7 @@ def _rendered(tokenizer: Any, prompt: list[Any], answer: str, *, keep_thought: b
 
 
 def _drops_thoughts(tokenizer: Any) -> bool:
-    """Return whether the chat template cuts the thought out of the last answer."""
+    """Return whether the chat template removes the thought of the last answer."""
     thought = "a thought to look for"
     turn = [
         {"role": "user", "content": "?"},
@@ -389,7 +410,9 @@ def _drops_thoughts(tokenizer: Any) -> bool:
 
 
 def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Return rows in batches of like length, the longest first; a longer one alone.
+    """Return row numbers in batches of similar length, the longest first.
+
+    A row of more than ``tokens_per_batch`` is a batch of its own.
 
     >>> batches([3, 9, 4, 1], tokens_per_batch=8)
     [[1], [2, 0], [3]]
@@ -414,11 +437,11 @@ def logits(
     """Return the model's one output for every row, in order.
 
     Args:
-        model: On the device it is to run on.
-        pad_token_id: As its configuration has it.
-        rows: Token ids, none of them empty.
+        model: The model, on the device to run on.
+        pad_token_id: The pad token of its configuration.
+        rows: Token ids, no row empty.
         tokens_per_batch: Most positions of a forward pass, padding included.
-        at_last_token: Read it at the last token of every row, whatever that is.
+        at_last_token: Read the output at the last token of every row, even a pad token.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -428,8 +451,8 @@ def logits(
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in batches(list(map(len, rows)), tokens_per_batch):
-            # transformers reads the logit at the last token that is not the pad token. In models
-            # that pad with EOS that is the token before the EOS.
+            # transformers reads the logit at the last token that is not the pad token; in models
+            # that pad with EOS this is the token before the EOS
             ends = {rows[row][-1] for row in batch} if at_last_token else set()
             pads = (pad_token_id, *range(len(ends) + 1))
             config.pad_token_id = next(pad for pad in pads if pad not in ends)

@@ -1,6 +1,6 @@
-"""Run a program against its tests, inside the sandbox; it never sees the expected values.
+"""Harness that runs a program against its tests, inside the sandbox, without the expected values.
 
-This file is the source of a program that ``code.py`` runs. It imports the standard library alone.
+This file is the source of a program that ``code.py`` runs. It imports only the standard library.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-# The length of the job, as text, before it; after it follows the secret
+# The input is the length of the job as text, the job, and the secret
 HEADER_BYTES = 16
 SECRET_BYTES = 32
 
@@ -17,8 +17,8 @@ SECRET_BYTES = 32
 def canonical(value: Any) -> Any:
     """Return plain JSON that is the same for two values if, and only if, they are equal.
 
-    True for None, text, bytes, numbers of any type, and lists, tuples, sets and dictionaries of
-    these; another object is its type's name and its ``repr``. No method ``__eq__`` is called.
+    This holds for None, text, bytes, numbers of any type, and lists, tuples, sets and dictionaries
+    of these; any other object becomes its type's name and its ``repr``. No ``__eq__`` is called.
 
     >>> canonical((1.0, True)) == canonical((1, 1)), canonical([1]) == canonical((1,))
     (True, False)
@@ -35,12 +35,9 @@ def canonical(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return ["bytes", value.hex()]
     if isinstance(value, complex):
-        return (
-            ["complex", *map(canonical, (value.real, value.imag))]
-            if value.imag
-            else (canonical(value.real))
-        )
-    try:  # of int, float, Fraction, Decimal
+        real = canonical(value.real)
+        return ["complex", real, canonical(value.imag)] if value.imag else real
+    try:  # int, float, Fraction, Decimal
         numerator, denominator = value.as_integer_ratio()
     except (AttributeError, OverflowError, TypeError, ValueError):
         return ["object", f"{type(value).__module__}.{type(value).__qualname__}", repr(value)]
@@ -52,10 +49,10 @@ def _text(value: Any) -> str:
 
 
 def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
-    """Evaluate the side of each equation that needs no program, before there is one.
+    """Evaluate the side of each equation that needs no program, before the program runs.
 
-    The other side becomes the ``value`` that the program is asked for. Both sides' texts are
-    removed from the cases, so that the program cannot find them.
+    The other side becomes the ``value`` that the program has to compute. The texts of both sides
+    are removed from the cases, so that the program cannot find them.
     """
     found = {}
     for number, case in enumerate(cases):
@@ -81,12 +78,12 @@ def run(job: dict[str, Any], report: Any) -> None:
     Args:
         job: ``program``; ``cases`` of ``setup`` (statements), ``value`` (an expression or "") and
             ``check`` (statements).
-        report: Called with the number of a case and what became of it; not called for a failure.
+        report: Called with the number of each case that did not fail, and its answer.
     """
     module = type(sys)("program")
     sys.modules["program"] = module
     names = module.__dict__
-    text = _text  # what the program puts in its place does not count
+    text = _text  # the program may replace the global name
     try:
         exec(compile(job["program"], "program.py", "exec", dont_inherit=True), names)
     except BaseException:
@@ -113,7 +110,7 @@ def _read(size: int) -> bytes:
 
 
 def main() -> None:
-    """Take the job from standard input, and the pipes away from the program."""
+    """Read the job from standard input, take the pipes away from the program, and run it."""
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
     size = int(_read(HEADER_BYTES))
     job = json.loads(_read(size))
@@ -130,12 +127,12 @@ def main() -> None:
             line = line[write(answers, line) :]
 
     def report(number: int, answer: str) -> None:
-        # Read only now: while the program runs, the secret is not in this process's memory.
+        # Read it only now, so that the secret is not in memory while the program runs
         send(pread(questions, SECRET_BYTES, begin + size) + f" {number} {answer}\n".encode())
 
-    # The first line needs no secret: nothing of the program has run.
+    # The first line needs no secret, since nothing of the program has run yet
     send(json.dumps(expected_values(job["cases"])).encode() + b"\n")
-    end = os._exit  # threads that the program left behind are not waited for
+    end = os._exit  # does not wait for threads of the program
     run(job, report)
     end(0)
 

@@ -1,8 +1,8 @@
-"""Run one untrusted program: the child's side of the sandbox; every protection, then the program.
+"""Sandbox for one untrusted program: the child's side, which sets every protection first.
 
-Started as a script, without site-packages: it imports the standard library alone. It reads the
-program from the start of its standard input and leaves the rest to the program. Its first line of
-output says which protections hold; only then the program runs.
+It is started as a script, without site-packages, and imports only the standard library. It reads
+the program from the start of its standard input and leaves the rest to the program. Its first line
+of output names the protections that hold; then the program runs.
 """
 
 import builtins
@@ -17,10 +17,10 @@ REFUSED = "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
 # Without one of these a program can reach files, the network or other processes
 NEEDED = ("landlock", "seccomp")
-# Where the kernel counts them for this program alone
+# If the kernel counts them for this program alone
 MAX_THREADS = 32
 
-# System calls that end with EPERM: name, number on x86_64, number on aarch64 (- where it has none).
+# System calls that end with EPERM: name, number on x86_64, number on aarch64 (- without one).
 _DENIED = """
 socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, setsid 112 157, setpgid 109 154,
@@ -46,8 +46,8 @@ quotactl_fd 443 443, settimeofday 164 170, clock_settime 227 112, adjtimex 159 1
 clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162, vhangup 153 58, iopl 172 -,
 ioperm 173 -
 """
-# As above, then argument, mask, value, "is" or "not": denied if (argument & mask) is the value,
-# or is not.
+# As above, then argument, mask, value, "is" or "not": denied if (argument & mask) is, or is not,
+# the value.
 _DENIED_BY_ARGUMENT = """
 clone 56 220 0 0x10000 0 is, prlimit64 302 261 0 0xffffffff 0 not,
 prctl 157 167 0 0xffffffff 1 is, fcntl 72 25 1 0xffffffff 8 is, fcntl 72 25 1 0xffffffff 10 is,
@@ -81,7 +81,7 @@ _OWN_FOLDER = 0b111_0001_1011_1110  # all but: execute, sockets, pipes, devices
 
 
 def main() -> None:
-    """Confine this process, say what holds, run the program."""
+    """Confine this process, report what holds, and run the program."""
     folder, *rest = sys.argv[1:]
     parent, size, seconds, memory, disk, allow_weak = map(int, rest)
     try:
@@ -135,8 +135,8 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
 def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> None:
     """Set the limits of resources.
 
-    ``counted`` says that the kernel counts this process apart from the user's others, ``threads``
-    that new processes are refused by other means; else threads are refused too.
+    ``counted``: the kernel counts this process apart from the user's other processes. ``threads``:
+    new processes are refused by other means; otherwise threads are refused too.
     """
     import resource
 
@@ -157,7 +157,7 @@ def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> Non
         try:
             resource.setrlimit(number, (value, value))
         except (OSError, ValueError):
-            if sys.platform == "linux":  # macOS does not take every limit
+            if sys.platform == "linux":  # macOS does not accept every limit
                 raise
 
 
@@ -183,14 +183,14 @@ def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
 
 
 def _become(libc: ctypes.CDLL, uid: int) -> bool:
-    """Turn root into a user that nobody is, without privileges; return whether it worked."""
+    """Drop root to an unused, unprivileged UID; return whether that worked."""
     library = os.path.dirname(os.__file__)
     try:
         os.seteuid(uid)
         readable = os.access(library, os.R_OK | os.X_OK, effective_ids=True)
         os.seteuid(0)
-        # Python may lie in root's own folder. Then Landlock alone says what can be read, or else
-        # the program stays root's, without privileges.
+        # Python may be in a folder of root. Then Landlock alone decides what can be read; without
+        # Landlock the program stays with root, without privileges.
         if not readable and not _landlock_version(libc):
             return False
         libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -215,7 +215,7 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def _readable() -> list[str]:
-    """Return what Python needs to read: its library, shared libraries, time zones."""
+    """Return the paths that Python reads: its library, shared libraries, time zones."""
     own = {sys.base_prefix, sys.base_exec_prefix}
     return [
         *(os.path.join(prefix, name) for prefix in own for name in ("lib", "lib64")),
@@ -262,7 +262,7 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
 
 
 def _filter_system_calls(libc: ctypes.CDLL, machine: str) -> bool:
-    """Refuse the system calls above, for good."""
+    """Refuse the system calls above from now on."""
     if machine not in _AUDIT_ARCH:
         return False
     code = b"".join(struct.pack("<HBBI", *line) for line in system_call_filter(machine))

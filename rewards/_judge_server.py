@@ -1,8 +1,7 @@
-"""The server that a judge asks: parallel requests, retried within limits, and the verdicts."""
+"""Client of a judge's server: parallel requests, retries within limits, and verdicts."""
 
 import asyncio
 import json
-import math
 import random
 import re
 import time
@@ -11,33 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import content_text
 
-from ._text import content_text, text_after_thought
+from ._text import text_after_thought
 
 if TYPE_CHECKING:
     import httpx
 
-# Mode -> key of the judge's JSON, and what a template must hold
+# Mode -> key of the judge's JSON, and the names that a template must hold
 MODES = {"rubric": ("score", ("completion",)), "pairwise": ("winner", ("first", "second"))}
 _RETRIED = frozenset({408, 409, 429})
 # Seconds before the first retry; doubles with each one
 BACKOFF_SECONDS = 0.5
 # A server that asks for a longer pause counts as failed
 _LONGEST_WAIT = 60.0
-# The verdict is looked for in so many last characters of what the judge wrote
+# The verdict is looked for in this many last characters of the answer
 _MAX_VERDICT_CHARACTERS = 20_000
 _VERDICT_LINE = r"(?i)[ \t>*_#-]*{key}[*_]*\s*[:=][\s*_]*([^\s*_]+)[\s*_]*"
 _JITTER = random.Random()  # the run's seeded random state stays as it is
 
 
 def read_verdict(text: str, key: str = "score") -> float | None:
-    """Return the number a judge gave, or None.
+    """Return the number that a judge gave, or None.
 
-    It is the value of ``key`` in the last JSON object of the text; where there is no object, the
-    last line that is ``key: number`` and nothing else. A thought before it is left out.
+    It is the value of ``key`` in the last JSON object of the text, or without an object the number
+    in the last line that is only ``key: number``. A thought before it is ignored.
 
     >>> read_verdict('{"score": 2} no, {"score": "3.5"}'), read_verdict("**Score:** 7")
-    (3.5, 7)
+    (3.5, 7.0)
     >>> read_verdict("Score: 7 of 10"), read_verdict('{"score": null} Score: 7')
     (None, None)
     """
@@ -69,31 +69,27 @@ def _last_object(text: str) -> dict[str, Any] | None:
 
 
 def _number(text: str) -> float | None:
-    match = re.fullmatch(r"\s*(-?[0-9]{1,15})(\.[0-9]{0,15})?\.?\s*", text)
-    if match is None:
-        return None
-    return float(match[1] + match[2]) if match[2] else int(match[1])
+    match = re.fullmatch(r"\s*(-?[0-9]{1,15}(?:\.[0-9]{0,15})?)\.?\s*", text)
+    return float(match[1]) if match else None
 
 
+@dataclass(eq=False)
 class Failure(Exception):  # noqa: N818 - becomes a KitError or a warning
     """A question without an answer: what happened, and what to do about it."""
 
-    def __init__(self, what: str, remedy: str, *, retried: bool = False) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
-        self.is_retried = retried
-        self.wait = 0.0
-        """Seconds the server asks to wait."""
+    what: str
+    remedy: str
+    is_retried: bool = False
+    wait: float = 0.0  # seconds that the server asks to wait
 
 
 class _Unusable(Failure):
-    """An answer that holds no score; the question is asked once more."""
+    """An answer without a usable score; the question is asked once more."""
 
 
 @dataclass
 class Server:
-    """The server during one call of a judge: its counts, and the first failure."""
+    """A judge's server during one call of the reward: its counts, and the first failure."""
 
     judge: Any  # the `Judge` that asks; its module imports this one
     key: str | None = field(repr=False)
@@ -105,13 +101,13 @@ class Server:
         """Return the judge's number for every question that has one.
 
         Raises:
-            RewardContractError: With ``on_failure="stop"``, one of them has none.
+            RewardContractError: With ``on_failure="stop"``, a question has none.
         """
         import httpx
 
         found: dict[str, float] = {}
         judge = self.judge
-        gate = asyncio.Semaphore(self.judge.max_concurrency)
+        gate = asyncio.Semaphore(judge.max_concurrency)
         client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=min(5.0, judge.timeout_seconds)),
             limits=httpx.Limits(max_connections=None),
@@ -153,7 +149,7 @@ class Server:
             return self._read(await self._request(client, self.judge.body(text, again=True)))
 
     async def _request(self, client: "httpx.AsyncClient", body: bytes) -> bytes:
-        """Return the body of an answer with status 200, after as many retries as are allowed."""
+        """Return the body of an answer with status 200, retrying as often as allowed."""
         attempt = 0
         while True:
             try:
@@ -178,7 +174,7 @@ class Server:
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
-            # httpx's own limit is for each read; a server that trickles never exceeds it.
+            # The limit of httpx is for each read, which a slow trickle never exceeds
             async with asyncio.timeout(judge.timeout_seconds):
                 answer = await client.post(
                     f"{judge.url}/chat/completions", content=body, headers=headers
@@ -187,7 +183,7 @@ class Server:
             raise Failure(
                 f"gave no answer in {judge.timeout_seconds:g} s",
                 "look at the server's log, lower max_concurrency, or raise timeout_seconds",
-                retried=True,
+                is_retried=True,
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as exc:
             is_absent = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
@@ -195,7 +191,7 @@ class Server:
                 f"{'cannot be reached' if is_absent else 'broke the connection off'} "
                 f"({self._excerpt(str(exc) or type(exc).__name__)})",
                 "start the server, or correct base_url",
-                retried=True,
+                is_retried=True,
             ) from None
         if answer.status_code != httpx.codes.OK:
             raise self._refusal(answer)
@@ -206,7 +202,7 @@ class Server:
         """Return the number of a chat completion.
 
         Raises:
-            _Unusable: It is none, or holds no number that counts.
+            _Unusable: It is something else, or holds no number that the judge may give.
         """
         judge = self.judge
         try:
@@ -217,7 +213,7 @@ class Server:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise _Unusable(
                 f"gives no chat completion ({self._excerpt(content)})",
-                "check base_url, which ends in /v1 as a rule",
+                "check base_url, which usually ends in /v1",
             ) from None
         key = MODES[judge.mode][0]
         is_cut = choice.get("finish_reason") == "length"
@@ -228,7 +224,7 @@ class Server:
         why = f"an answer cut off at max_tokens ({judge.max_tokens})" if is_cut else why
         raise _Unusable(
             f"gave {why} ({self._excerpt(text)})",
-            "ask for JSON with response_format in extra_body, raise max_tokens, or take a "
+            "ask for JSON with response_format in extra_body, raise max_tokens, or use a "
             "stronger model",
         )
 
@@ -238,9 +234,7 @@ class Server:
         what = f"answers {status} ({self._excerpt(answer.content)})"
         if status in _RETRIED or status >= 500:
             remedy = "lower max_concurrency" if status == 429 else "look at the server's log"
-            failure = Failure(what, remedy, retried=True)
-            failure.wait = _seconds_to_wait(answer.headers.get("Retry-After", ""))
-            return failure
+            return Failure(what, remedy, True, _seconds_to_wait(answer.headers))
         if status == 401:
             sent = "refuses the key" if self.key else "asks for a key"
             return Failure(
@@ -262,10 +256,9 @@ class Server:
         return repr(" ".join(redact(text).split())[:160])
 
 
-def _seconds_to_wait(header: str) -> float:
-    """Return the seconds of a Retry-After header; 0.0 where it holds no number."""
+def _seconds_to_wait(headers: "httpx.Headers") -> float:
+    """Return the seconds in Retry-After; 0.0 if it holds no number."""
     try:
-        seconds = float(header)
+        return max(0.0, float(headers.get("Retry-After", "")))  # 0.0 for NaN too
     except ValueError:
         return 0.0
-    return 0.0 if math.isnan(seconds) else max(0.0, seconds)

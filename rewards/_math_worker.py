@@ -1,7 +1,7 @@
-"""Compare answers by math-verify: the child's side of ``math.py``.
+"""Process that compares answers by math-verify: the child's side of ``math.py``.
 
-Started with ``-m``; one JSON request per line of standard input, one JSON reply per line of
-standard output. A request that takes too long ends the process.
+It is started with ``-m``, reads one JSON request per line of standard input, and writes one JSON
+reply per line to standard output. A request that takes too long ends the process.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _MAX_LINE = 200
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-# What stands right before letters that are a product; @ is a command
+# Characters right before letters that are a product; @ is a command
 _STUCK = re.compile(r"(?:[0-9)\]}^_*=(+-]|@\s*)$")
 _PLAIN_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
 _NO_PROSE = {"or", "and", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt"}
@@ -33,9 +33,9 @@ _UNITS = frozenset(
 
 
 def main() -> None:
-    """Say whether the library is there, then answer until the input ends."""
-    # A batch system sends it to every process of a job; the parent finishes its step first, and
-    # this process ends with its input.
+    """Report whether the library is there, then answer until the input ends."""
+    # A batch system sends SIGTERM to every process of a job. The parent finishes its step, and this
+    # process ends with its input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows sends Ctrl-C to this process too
     seconds = float(sys.argv[1])
@@ -55,7 +55,7 @@ def main() -> None:
         return
     _send(replies, {"ready": True})
 
-    parse: Any = math_verify.parse  # annotated without the None it takes for "no limit"
+    parse: Any = math_verify.parse  # its annotation lacks the None that means "no limit"
 
     @functools.lru_cache(maxsize=1024)
     def read(text: str) -> list[Any]:
@@ -77,9 +77,9 @@ def main() -> None:
 
 
 def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
-    r"""Return what ``parse`` finds in a text; one line of bare mathematics is read as a whole.
+    r"""Return the expressions in a text; one line of bare mathematics is read as a whole.
 
-    math-verify reads LaTeX only between delimiters, and of a bare ``2\pi`` the 2.
+    math-verify reads LaTeX only between delimiters, and only the 2 of a bare ``2\pi``.
     """
     line = text.strip().strip("*#").rstrip(".").strip()
     bare = "\\boxed{" + _PLAIN_NAME.sub(r"\\\1 ", line) + "}"
@@ -90,7 +90,7 @@ def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
 
 
 def _is_prose(line: str) -> bool:
-    """Return whether a line holds a word or a unit, and not only products of letters."""
+    """Return whether a line holds a word or a unit that is not a product of letters."""
     bare = _COMMAND.sub("@", _WRAPPED.sub("", line))
     for match in _WORD.finditer(bare):
         word = match[0]
@@ -116,7 +116,7 @@ def _limit_memory(mib: int) -> None:
 
 
 def _end_after(seconds: float) -> None:
-    if hasattr(signal, "setitimer"):  # its default is to end the process, even in the midst of C
+    if hasattr(signal, "setitimer"):  # SIGALRM ends the process, even inside C code
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Run untrusted Python in a process of its own; the parent's side of the sandbox."""
+"""Sandbox for untrusted Python in a process of its own: the parent's side."""
 
 import contextlib
 import math
@@ -20,68 +20,60 @@ from rloo_kit.errors import BackendError
 from . import _confinement
 from ._text import check_least
 
-# A worker that says nothing for so long has failed; a loaded machine starts one in a second
+# A worker that is silent for longer has failed; a loaded machine starts one in a second
 _START_SECONDS = 30.0
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
-    timeout_seconds: float = 5.0
-    """Wall time, from the moment the program begins; CPU time is limited a little above it."""
-    memory_mib: int = 512
-    """Address space of the process; Python itself takes about 40 MiB of it."""
-    disk_mib: int = 16
-    """All files together where the folder is a file system of its own, else each file."""
-    output_kib: int = 1024
-    """Standard output; a program that prints more is ended."""
+    timeout_seconds: float = 5.0  # wall time of the program; its CPU time may be a little more
+    memory_mib: int = 512  # address space of the process; Python itself needs about 40 MiB
+    disk_mib: int = 16  # all files together if the folder is a file system of its own, else each
+    output_kib: int = 1024  # standard output; a program that prints more is ended
 
     def __post_init__(self) -> None:
-        """Refuse a limit that no program could keep."""
+        """Refuse a limit that no program can keep."""
         check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
         check_least("memory_mib", self.memory_mib, 64, 2**31)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program."""
+    """Outcome of one program."""
 
-    ok: bool
-    """Whether it ended by itself, within its limits, with exit code 0."""
-    reason: str
-    """"" if it is ok, else "exit", "signal", "timeout" or "output"."""
-    stdout: str
-    """What it printed, up to the limit; bytes that are not UTF-8 replaced."""
-    layers: tuple[str, ...] = field(default=(), repr=False)
-    """The protections it ran under, of those that ``protections`` names."""
+    ok: bool  # it ended by itself, within its limits, with exit code 0
+    reason: str  # "" if it is ok, else "exit", "signal", "timeout" or "output"
+    stdout: str  # printed text, up to the limit; bytes that are not UTF-8 are replaced
+    layers: tuple[str, ...] = field(default=(), repr=False)  # protections that it ran under
 
 
 def run_python(
     source: str, *, stdin: str = "", limits: Limits | None = None, allow_weak: bool = False
 ) -> Outcome:
-    """Run a program in a fresh process, confined, and return what became of it.
+    """Run a program in a fresh, confined process, and return its outcome.
 
-    The process has the standard library alone, an empty environment and an empty folder of its
-    own, no network, and no other process to start or to reach. See docs/how-to/code_sandbox.md.
+    The process has only the standard library, an empty environment, an empty folder of its own, no
+    network, and no other process to start or to reach. See docs/how-to/code_sandbox.md.
 
     Args:
         source: The program, which runs as ``__main__``.
-        stdin: All of its standard input.
-        limits: What it may use; None: the defaults.
-        allow_weak: Run it even where neither files nor the network are protected.
+        stdin: Its whole standard input.
+        limits: Its limits; None: the defaults.
+        allow_weak: Run it even if neither files nor the network are protected.
 
     Raises:
         BackendError: The protections do not hold on this machine, or the process did not start.
     """
     limits = limits or Limits()
     check_system(allow_weak=allow_weak)
-    program = source.encode("utf-8", "surrogatepass")  # no Python, and its compiler says so
+    program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
     given = program, stdin.encode("utf-8", "surrogatepass"), limits
     process, header, output, reason = _run(*given, allow_weak=allow_weak)
     # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
-    # finishes its step: that says nothing about the program.
+    # finishes its step. The program is not to blame then.
     if process.returncode in (-signal.SIGTERM, -signal.SIGINT):
         process, header, output, reason = _run(*given, allow_weak=allow_weak)
     word, *rest = header.split() or [""]
@@ -93,7 +85,11 @@ def run_python(
 
 
 def check_system(*, allow_weak: bool) -> None:
-    """Raise BackendError on Windows, and on another system than Linux without ``allow_weak``."""
+    """Check that this is Linux, or with ``allow_weak`` another POSIX system.
+
+    Raises:
+        BackendError: It is another system.
+    """
     if sys.platform != "linux" and not (allow_weak and os.name == "posix"):
         raise BackendError(
             f"the code sandbox needs Linux, and this is {sys.platform}; use WSL or a container"
@@ -103,7 +99,7 @@ def check_system(*, allow_weak: bool) -> None:
 def _run(
     program: bytes, stdin: bytes, limits: Limits, *, allow_weak: bool
 ) -> tuple[subprocess.Popen, str, bytes, str]:
-    """Return the process, which has ended, and what ``_watch`` saw of it."""
+    """Return the ended process, and the results of ``_watch``."""
     with _folder() as folder:
         given = folder / "input"
         given.write_bytes(program + stdin)
@@ -117,7 +113,7 @@ def _run(
 
 
 def protections() -> dict[str, bool]:
-    """Return which protections hold for programs on this machine, by trying them.
+    """Try each protection, and return whether it holds on this machine.
 
     >>> sorted(protections())
     ['landlock', 'namespaces', 'other_user', 'rlimits', 'seccomp', 'tmpfs']
@@ -132,8 +128,7 @@ def _folder() -> Iterator[Path]:
     try:
         yield Path(folder)
     finally:
-        # Only a program under weak protection leaves anything here, such as folders a thousand
-        # deep.
+        # Only a program under weak protection leaves files here, such as folders a thousand deep
         with contextlib.suppress(RecursionError):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -165,7 +160,7 @@ def _start(
 
 
 def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
-    """Return the worker's first line, the program's output, and why it must be ended, if so."""
+    """Return the worker's first line, the program's output, and why it must be ended or ""."""
     output = bytearray()
     header = ""
     deadline = time.monotonic() + _START_SECONDS
@@ -209,6 +204,6 @@ def _refusal(word: str, rest: list[str]) -> str:
         )
     return (
         f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could reach "
-        "your files or the network; use Linux 5.13 or newer with Landlock on, or say "
-        "allow_weak=True where nothing can be harmed"
+        "your files or the network; use Linux 5.13 or newer with Landlock on, or set "
+        "allow_weak=True if nothing can be harmed"
     )

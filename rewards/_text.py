@@ -1,16 +1,15 @@
-"""What rewards share: a completion's thought and answer, the expected one, checks of parameters."""
+"""Helpers of rewards: the thought and the answer of a completion, columns, checks of parameters."""
 
 import ast
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS, opens_thought
-from rloo_kit.types import Completion
-
-if TYPE_CHECKING:
-    from rloo_kit.types import Tokenizer
+from rloo_kit.text.wording import content_text
+from rloo_kit.types import Completion, Tokenizer
 
 THINK_OPEN = THOUGHT_BEGINS
 THINK_CLOSE = THOUGHT_ENDS
@@ -19,7 +18,7 @@ THINK_CLOSE = THOUGHT_ENDS
 def completion_text(completion: Completion) -> str:
     """Return the text of one completion, plain or conversational.
 
-    Of chat messages it is the content of the last assistant message; "" where there is none.
+    For chat messages it is the content of the last assistant message, "" without one.
     """
     if isinstance(completion, str):
         return completion
@@ -29,27 +28,20 @@ def completion_text(completion: Completion) -> str:
     return ""
 
 
-def content_text(content: str | list[dict[str, Any]] | None) -> str:
-    """Return a message's content as one string; of a list of parts, the text parts joined."""
-    if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content)
-    return content or ""
-
-
 def thought_text(text: str) -> str | None:
-    """Return what stands before the first ``</think>``, without a leading ``<think>``.
+    """Return the text before the first ``</think>``, without a leading ``<think>``.
 
-    None means that the text holds no ``</think>``.
+    None: the text holds no ``</think>``.
     """
     thought, close, _ = text.partition(THINK_CLOSE)
     return thought.lstrip().removeprefix(THINK_OPEN) if close else None
 
 
 def text_after_thought(text: str) -> str:
-    """Return what stands after the last ``</think>``.
+    """Return the text after the last ``</think>``.
 
-    A text without ``</think>`` is returned whole, or as "" when it begins with ``<think>``: then
-    all of it is an unfinished thought.
+    A text without ``</think>`` is returned whole, or as "" if it begins with ``<think>``, since
+    all of it is then an unfinished thought.
     """
     _, close, answer = text.rpartition(THINK_CLOSE)
     if not close and answer.lstrip().startswith(THINK_OPEN):
@@ -57,7 +49,7 @@ def text_after_thought(text: str) -> str:
     return answer
 
 
-def template_opens_thought(tokenizer: "Tokenizer") -> bool:
+def template_opens_thought(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer's chat template ends a prompt with an opened thought."""
     if not tokenizer.chat_template:
         return False
@@ -77,19 +69,37 @@ def is_unclosed(text: str, *, opened: bool) -> bool:
 
 
 def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
-    """Return the dataset column that a reward compares with."""
+    """Return the dataset column that a reward compares with.
+
+    Raises:
+        RewardContractError: The column is missing.
+    """
     if name not in columns:
         raise RewardContractError(
-            f"reward {reward!r} needs the dataset column {name!r}, which is not there; add it, or "
+            f"reward {reward!r} needs the dataset column {name!r}, which is missing; add it, or "
             "name another one with the parameter 'column'"
         )
     return columns[name]
 
 
-def tagged_answer(text: str) -> str:
-    """Return what stands in the last ``<answer>`` after the thought, else all after the thought.
+def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[list[int]]:
+    """Return the token ids of B completions.
 
-    White space at both ends is left out.
+    Raises:
+        RewardContractError: There are none.
+    """
+    if completion_ids is None:
+        raise RewardContractError(
+            f"reward {reward!r} counts tokens, and completion_ids is missing; pass it, or set unit "
+            "to 'words'"
+        )
+    return completion_ids
+
+
+def tagged_answer(text: str) -> str:
+    """Return the text in the last ``<answer>`` after the thought, else all text after the thought.
+
+    White space at both ends is removed.
 
     >>> tagged_answer("hm</think>It is <answer> 4 </answer>."), tagged_answer("hm</think> 4")
     ('4', '4')
@@ -101,21 +111,49 @@ def tagged_answer(text: str) -> str:
 
 
 def parsed_expression(text: str) -> ast.expr | None:
-    """Return the syntax tree of a Python expression, which is not run; None where it is none."""
+    """Return the syntax tree of a Python expression, which is not run; None for any other text."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def check_choice(name: str, value: object, options: Sequence[str]) -> None:
-    """Raise ValueError where a parameter is not one of its options."""
-    if value not in options:
-        raise ValueError(f"{name} is {value!r}; give one of: {', '.join(options)}")
+def check_choices(reward: object) -> None:
+    """Check every parameter whose type is a ``Literal``.
+
+    Raises:
+        ValueError: It has another value.
+    """
+    for name, hint in get_type_hints(type(reward)).items():
+        value = getattr(reward, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            options = ", ".join(get_args(hint))
+            raise ValueError(f"{name} is {value!r}; give one of: {options}")
 
 
 def check_least(name: str, value: float, least: float, below: float = math.inf) -> None:
-    """Raise ValueError where a parameter is not a number from ``least`` to under ``below``."""
+    """Check that a parameter is at least ``least`` and below ``below``.
+
+    Raises:
+        ValueError: It is not.
+    """
     if not least <= value < below:
         most = "" if below == math.inf else f", below {below}"
         raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")
+
+
+def check_order(reward: object, *names: str) -> None:
+    """Check that parameters of a reward are 0 or more, and none is above the next one.
+
+    Raises:
+        ValueError: They are not in this order.
+    """
+    values = [getattr(reward, name) for name in names]
+    if not all(low <= high for low, high in itertools.pairwise([0, *values])):
+        given = " and ".join(map("{} {!r}".format, names, values))
+        raise ValueError(f"{given} are not in order; set 0 <= {' <= '.join(names)}")
+
+
+def is_missing(value: object) -> bool:
+    """Return whether a dataset column has no value in a row: None or NaN."""
+    return value is None or value != value  # only NaN differs from itself

@@ -1,15 +1,15 @@
-"""Accuracy: what follows the thought is the expected answer: a text, a number or a letter."""
+"""Reward of the expected answer after the thought: a text, a number or a letter."""
 
 import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Score
 
-from ._text import check_choice, column_of, is_unclosed, text_after_thought
-from .thinking import TemplateAware
+from ._text import check_choices, is_missing
+from .thinking import AnswerReward, TextReward
 
 Answer = str | int | float | None
 Match = Literal["auto", "exact", "number", "choice"]
@@ -21,10 +21,10 @@ _NUMBER = re.compile(
 
 
 def parse_number(text: str) -> Decimal | None:
-    """Return the number that the whole text is, exactly, or None.
+    """Return the exact number that the whole text is; None for any other text.
 
-    Accepted: an optional sign, digits with or without correct thousands separators, a decimal
-    part, an exponent, one full stop at the end.
+    It may have a sign, correct thousands separators, a decimal part, an exponent, and one full stop
+    at the end.
 
     >>> parse_number("1,234.50."), parse_number("$5"), parse_number("12,34")
     (Decimal('1234.50'), None, None)
@@ -47,10 +47,10 @@ _MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
 
 
 def last_number(text: str) -> Decimal | None:
-    r"""Return the last number written in a text, exactly, or None.
+    r"""Return the exact last number in a text; None if the text has none.
 
-    Written in ASCII digits, with or without thousands separators; signs, a currency sign and a unit
-    may stand around it. A fraction is two numbers, and the exponent of ``cm^2`` is one.
+    Numbers have ASCII digits, with or without thousands separators; a currency sign and a unit may
+    be next to them. A fraction is two numbers, and the exponent of ``cm^2`` is one.
 
     >>> last_number("6 + 6 = 12, so $1,234.50 in total."), last_number("from 5-3 to -2%")
     (Decimal('1234.50'), Decimal('-2'))
@@ -62,13 +62,11 @@ def last_number(text: str) -> Decimal | None:
     end = max(map(text.rfind, _DIGITS)) + 1
     if not end:
         return None
-    # Only the run of characters that a number may have, for a search from the left is slow.
+    # Search only the last run of characters that a number may have: a search from the left is slow.
     before = text[:end].translate(_MINUS)
     start = len(before.rstrip(_OF_A_NUMBER))
-    found = ""
-    for match in _NUMBER_INSIDE.finditer(before, start):
-        found = match[0]
-    return Decimal(found.replace(",", ""))
+    (*_, last) = _NUMBER_INSIDE.finditer(before, start)
+    return Decimal(last[0].replace(",", ""))
 
 
 # Only the end of an answer is searched for a letter
@@ -103,11 +101,11 @@ _WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
 def chosen_letter(text: str) -> str | None:
     r"""Return the letter of the option that a multiple-choice answer chooses, or None.
 
-    A text that is nothing but one letter, in brackets or bold or not, chooses it. Else the last
-    letter that is called the answer counts ("Answer: B", "\boxed{B}"); where there is none, the
-    last one that is called chosen ("option (B)", "I pick B"); where there is none, the last one
-    that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line); where there is none,
-    the one capital letter that stands alone in the text, if it is one.
+    A text of a single letter, with or without brackets and asterisks, chooses that letter. In any
+    other text the first rule that finds a letter decides: the last letter that is called the answer
+    ("Answer: B", "\boxed{B}"); the last one that is called chosen ("option (B)", "I pick B"); the
+    last one that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line); the only
+    capital letter that is a word of its own.
 
     >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
     ['B', 'B', 'C', 'B']
@@ -128,12 +126,12 @@ def chosen_letter(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Accuracy(TemplateAware):
+class Accuracy(TextReward, AnswerReward):
     """Reward the expected answer: 1.0 if it is given, 0.0 if not.
 
-    The answer given is all that follows the last ``</think>``, white space at its ends aside; how
-    it is compared is what ``match`` says. None where the expected answer is missing (None, NaN or
-    blank), or is no number or letter where one is compared.
+    The answer is all text after the last ``</think>``, without white space at its ends; ``match``
+    says how it is compared. None if the expected answer is missing (None, NaN or blank), or is not
+    a number or a letter as ``match`` needs it.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]
@@ -151,18 +149,16 @@ class Accuracy(TemplateAware):
 
     column: str = "answer"
     """Dataset column of the expected answers."""
-    require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
     match: Match = "auto"
     """``auto``: the whole answer equals the expected text, or both are numbers of the same value
     (85 equals 85.0, and 1,234 equals 1234). ``exact``: it equals the text. ``number``: the last
     number in it equals the expected one. ``choice``: the letter it chooses is the expected one."""
     tolerance: float = 0.0
-    """With ``number``: greatest absolute difference of equal numbers."""
+    """With ``number``: largest absolute difference of numbers that count as equal."""
 
     def __post_init__(self) -> None:
         """Refuse another way to compare, and a tolerance that would not be used or is below 0."""
-        check_choice("match", self.match, get_args(Match))
+        check_choices(self)
         if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
             raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
         if self.tolerance and self.match != "number":
@@ -171,28 +167,16 @@ class Accuracy(TemplateAware):
                 "to 'number', or remove it"
             )
 
-    def __call__(
-        self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
-        **columns: Any,
-    ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer."""
-        answers = column_of(columns, self.column, self.__name__)
-        rows = self.rows(completions, prompts)
-        return [self._score(*row, answer) for row, answer in zip(rows, answers, strict=True)]
-
     def _score(self, text: str, opened: bool, answer: Answer) -> Score:
         expected = self._expected(answer)
         if expected is None:
             return None
-        if self.require_closed_thought and is_unclosed(text, opened=opened):
-            return 0.0
-        return 1.0 if self._is_right(text_after_thought(text).strip(), expected) else 0.0
+        given = self.answer(text, opened)
+        return float(given is not None and self._is_right(given.strip(), expected))
 
     def _expected(self, answer: Answer) -> str | Decimal | None:
-        """Return what is compared; None where it is missing (None, NaN, blank, another kind)."""
-        if answer is None or answer != answer:  # only NaN differs from itself
+        """Return what the answer is compared with; None if it is missing or of another kind."""
+        if is_missing(answer):
             return None
         text = str(answer).strip()
         if self.match == "number":
@@ -212,12 +196,10 @@ class Accuracy(TemplateAware):
             )
         if self.match == "choice":
             return chosen_letter(given) == expected
-        return given == expected or (self.match == "auto" and _is_same_number(given, expected))
-
-
-def _is_same_number(given: str, expected: str) -> bool:
-    number = parse_number(expected)
-    return number is not None and parse_number(given) == number
+        if given == expected or self.match == "exact":
+            return given == expected
+        number = parse_number(expected)
+        return number is not None and parse_number(given) == number
 
 
 # The reward with its defaults

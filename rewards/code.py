@@ -1,13 +1,12 @@
-"""Code: the program in the answer passes its tests, run in a sandbox."""
+"""Reward of a program that passes its tests in a sandbox."""
 
 import ast
 import json
 import os
 import re
 import secrets
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,22 +15,22 @@ from rloo_kit.types import Completion, Score
 
 from . import _code_harness
 from ._sandbox import Limits, check_system, run_python
-from ._text import check_least, column_of, is_unclosed, text_after_thought
-from .thinking import TemplateAware
+from ._text import check_least, column_of, is_missing
+from .thinking import AnswerReward
 
 _PYTHON_TAGS = {"python", "python3", "py"}
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 
 
 def fenced_code(text: str) -> str | None:
-    r"""Return the last closed block of Python between fences, or the last one of no language.
+    r"""Return the last closed block of Python between fences, or else the last without a language.
 
     >>> fenced_code("So:\n```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1\n'
     >>> fenced_code("x = 1") is None
     True
     """
-    found: dict[bool, str] = {}  # by whether the block says that it is Python
+    found: dict[bool, str] = {}  # whether the block says that it is Python -> its text
     tag: str | None = None
     block: list[str] = []
     indent = marks = ""
@@ -51,41 +50,26 @@ def fenced_code(text: str) -> str | None:
     return found.get(True, found.get(False))
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """One test of a program that reads and prints."""
-
-    stdin: str
-    stdout: str
+# One test: `input` and `output` of a program that reads and prints; or `setup` (statements) and
+# `check` (a statement) in Python, with the two `sides` of a check that is an equation, or None
+_Test = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Check:
-    """One test in Python: statements, or an assertion that two expressions are equal."""
-
-    setup: tuple[str, ...]
-    check: str
-    sides: tuple[str, str] | None = None
-
-
-_Tests = tuple[_Exchange, ...] | tuple[_Check, ...]
-
-
-@dataclass(frozen=True)
-class Code(TemplateAware):
+class Code(AnswerReward):
     r"""Reward a program by the share of its tests that pass.
 
     Range: [0.0, 1.0]; with ``all_or_nothing`` 1.0 or 0.0. The program is the last block between
-    ``` fences of what follows the last ``</think>``. It runs in a process of its own with the
-    standard library alone, confined as docs/how-to/code_sandbox.md says: whatever it does, it costs
-    its own sample the reward and nothing else. None where there are no tests.
+    ``` fences after the last ``</think>``. It runs in a process of its own with only the standard
+    library, confined as docs/how-to/code_sandbox.md says: whatever it does, only its own sample
+    loses the reward. None if there are no tests.
 
-    The column holds, per row, a list or its JSON text. Of strings, each one is Python (one assert,
-    as in MBPP, or ``check`` and its call, as in HumanEval), run after the program in the same
-    process; where it is ``assert a == b``, the values are compared outside of it. Of objects
-    ``{"input", "output"}``, or one object of two lists ``{"inputs", "outputs"}`` (APPS), each is
-    a run of its own, right if it prints the output, white space at the ends of lines and of the
-    whole aside; after a run that took too long the others count as failed.
+    The column holds, per row, a list or its JSON text. A string in it is Python (one assert, as in
+    MBPP, or ``check`` and its call, as in HumanEval), run after the program in the same process;
+    the values of ``assert a == b`` are compared outside of that process. An object
+    ``{"input", "output"}`` is a run of its own, which passes if it prints the output, white space
+    at the ends of lines and of the whole aside; after a run that took too long, the others count as
+    failed. One object of two lists, ``{"inputs", "outputs"}`` (APPS), holds several of them.
 
     >>> row = {"tests": [["assert add(1, 2) == 3", "assert add(1, 1) == 2"]]}
     >>> Code()(completions=["```python\ndef add(a, b): return 3\n```"], **row)
@@ -101,20 +85,18 @@ class Code(TemplateAware):
     all_or_nothing: bool = False
     """Score 1.0 if all tests pass, else 0.0."""
     require_fence: bool = True
-    """Score 0.0 without a closed block between fences; else the whole answer is the program."""
+    """Score 0.0 without a closed block between fences; False: run the whole answer then."""
     timeout_seconds: float = 5.0
-    """Wall time of one run: of all tests in Python together, or of one input."""
+    """Wall time of one run: of all tests in Python, or of one input."""
     memory_mib: int = 512
     """Address space of one run."""
     max_workers: int | None = None
-    """Programs run at the same time; None: one per core."""
+    """Programs that run at the same time; None: one per core."""
     allow_weak: bool = False
     """Run programs even on a machine that cannot keep them from files and network."""
-    require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
 
     def __post_init__(self) -> None:
-        """Refuse a system without the sandbox, and limits that no program could keep."""
+        """Refuse a system without the sandbox, and limits that no program can keep."""
         check_system(allow_weak=self.allow_weak)
         _ = self._limits
         if self.max_workers is not None:
@@ -130,7 +112,12 @@ class Code(TemplateAware):
         prompts: list[Completion] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, or None without tests."""
+        """Return one score per completion; None for a row without tests.
+
+        Raises:
+            RewardContractError: The column holds something else than tests.
+            BackendError: The sandbox does not hold on this machine.
+        """
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
         programs = [self._program(*row) for row in self.rows(completions, prompts)]
@@ -149,37 +136,32 @@ class Code(TemplateAware):
         return scores
 
     def _program(self, text: str, opened: bool) -> str | None:
-        if self.require_closed_thought and is_unclosed(text, opened=opened):
-            return None
-        answer = text_after_thought(text)
-        program = fenced_code(answer)
+        answer = self.answer(text, opened)
+        program = None if answer is None else fenced_code(answer)
         return answer if program is None and not self.require_fence else program
 
-    def _score(self, row: tuple[int, str, _Tests]) -> float:
+    def _score(self, row: tuple[int, str, list[_Test]]) -> float:
         _, program, tests = row
-        if isinstance(tests[0], _Exchange):
-            passed = self._exchanges_passed(program, tests)
-        else:
-            passed = self._checks_passed(program, tests)
+        count = self._runs_passed if "input" in tests[0] else self._checks_passed
+        passed = count(program, tests)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
 
-    def _exchanges_passed(self, program: str, tests: Sequence[Any]) -> int:
+    def _runs_passed(self, program: str, tests: list[_Test]) -> int:
         passed = 0
         for test in tests:
             outcome = run_python(
-                program, stdin=test.stdin, limits=self._limits, allow_weak=self.allow_weak
+                program, stdin=test["input"], limits=self._limits, allow_weak=self.allow_weak
             )
-            right = outcome.ok and _lines(outcome.stdout) == _lines(test.stdout)
+            right = outcome.ok and _lines(outcome.stdout) == _lines(test["output"])
             passed += right
             if outcome.reason == "timeout" or (self.all_or_nothing and not right):
                 break
         return passed
 
-    def _checks_passed(self, program: str, tests: Sequence[Any]) -> int:
+    def _checks_passed(self, program: str, tests: list[_Test]) -> int:
         # The harness is the program of the sandbox; its input is the length of the job, the job and
         # a secret that marks the answers it sent itself.
-        job = {"program": program, "cases": [asdict(test) for test in tests]}
-        text = json.dumps(job)
+        text = json.dumps({"program": program, "cases": tests})
         secret = secrets.token_hex(_code_harness.SECRET_BYTES // 2)
         harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
         stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
@@ -195,25 +177,25 @@ class Code(TemplateAware):
 # --- tests as datasets store them -----------------------------------------------------------------
 
 
-def _read_tests(value: Any, column: str) -> _Tests:
-    """Return the tests of one row; none where the value is missing."""
+def _read_tests(value: Any, column: str) -> list[_Test]:
+    """Return the tests of one row; [] if the value is missing."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
             value = [value] if value.strip() else None
-    if value is None or value != value:  # only NaN differs from itself
-        return ()
+    if is_missing(value):
+        return []
     if isinstance(value, dict):
         value = _as_rows(value)
     if isinstance(value, list | tuple):
         if all(isinstance(test, str) for test in value):
-            return tuple(check for test in value for check in _checks(test, column))
+            return [check for test in value for check in _checks(test, column)]
         if all(isinstance(test, dict) and {"input", "output"} <= {*test} for test in value):
-            return tuple(_Exchange(_joined(t["input"]), _joined(t["output"])) for t in value)
+            return [{key: _joined(test[key]) for key in ("input", "output")} for test in value]
     raise RewardContractError(
-        f"the column {column!r} holds {str(value)[:200]!r}, which are no tests; give a list of "
-        'asserts, or of {"input": ..., "output": ...}'
+        f"the column {column!r} holds {str(value)[:200]!r}, which is not a list of tests; give a "
+        'list of asserts, or of {"input": ..., "output": ...}'
     )
 
 
@@ -221,9 +203,8 @@ def _as_rows(table: dict[str, Any]) -> Any:
     """Return lists of "inputs" and "outputs" (or singular) as a list of objects; else the table."""
     given = table.get("inputs", table.get("input"))
     wanted = table.get("outputs", table.get("output"))
-    if not (isinstance(given, list) and isinstance(wanted, list)) or "fn_name" in table:
-        return table
-    if len(given) != len(wanted):
+    are_lists = isinstance(given, list) and isinstance(wanted, list)
+    if "fn_name" in table or not are_lists or len(given) != len(wanted):
         return table
     return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
 
@@ -236,13 +217,13 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _checks(source: str, column: str) -> list[_Check]:
-    """Return the asserts of a piece of Python as checks of their own, or the whole as one."""
+def _checks(source: str, column: str) -> list[_Test]:
+    """Return the asserts of a piece of Python as single tests, or the whole as one."""
     try:
         body = _unfolded(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
         raise RewardContractError(
-            f"the column {column!r} holds the test {source[:200]!r}, which is no Python ({exc}); "
+            f"the column {column!r} holds the test {source[:200]!r}, which is not Python ({exc}); "
             "correct it"
         ) from exc
     body = [node for node in body if not _always_holds(node)]
@@ -255,13 +236,16 @@ def _checks(source: str, column: str) -> list[_Check]:
             "add an assert, or a call of the function that has them"
         )
     if not asserts or body != [*setup, *asserts]:
-        return [_Check((), source)]
-    before = tuple(map(ast.unparse, setup))
-    return [_Check(before, ast.unparse(node), _sides(node.test)) for node in asserts]
+        return [{"setup": [], "check": source, "sides": None}]
+    before = list(map(ast.unparse, setup))
+    return [
+        {"setup": before, "check": ast.unparse(node), "sides": _sides(node.test)}
+        for node in asserts
+    ]
 
 
 def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return statements with calls of functions that only assert replaced by what they assert."""
+    """Return statements, with the asserts of a function that only asserts in place of its call."""
     checks: dict[str, ast.FunctionDef] = {
         node.name: node
         for node in body
@@ -285,7 +269,7 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _always_holds(node: ast.stmt) -> bool:
-    """Return whether it is ``assert True``, which HumanEval's tests have, or the like."""
+    """Return whether a statement is like ``assert True``, which HumanEval's tests have."""
     test = node.test if isinstance(node, ast.Assert) else None
     return isinstance(test, ast.Constant) and bool(test.value)
 

@@ -1,4 +1,4 @@
-"""Countdown: an expression over given numbers that reaches the target, computed exactly."""
+"""Reward of an expression over given numbers that reaches a target, computed exactly."""
 
 import ast
 import operator
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._text import check_least, is_unclosed, parsed_expression, tagged_answer
-from .thinking import TemplateAware
+from ._text import check_least, is_missing, parsed_expression, tagged_answer
+from .thinking import AnswerReward
 
-# A longer answer is no expression: six numbers need about fifty
+# A longer answer is not read: six numbers need about fifty characters
 MAX_CHARACTERS = 200
 
 _EXPRESSION = re.compile(r"[0-9+\-*/() \t\n]+")
@@ -30,9 +30,9 @@ _OPERATIONS = {
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Return (exact value, whole numbers used) of an arithmetic expression, or None.
 
-    Allowed, and nothing else: whole numbers in digits, ``+ - * /`` (or the signs that print has for
-    times, division and minus), brackets, a minus before a term; at most 200 characters. It is
-    parsed and computed in fractions, never run.
+    It may hold whole numbers in digits, ``+ - * /`` (or the printed signs for times, division and
+    minus), brackets and a minus before a term, and have at most 200 characters. It is parsed and
+    computed in fractions, never run.
 
     >>> evaluate_expression("(7 - 3) / 8")
     (Fraction(1, 2), [7, 3, 8])
@@ -42,7 +42,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     text = text.translate(_SIGNS)
     if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    # In brackets, so that a line break in it is white space as any other.
+    # In brackets, so that a line break is like any other white space
     tree = parsed_expression(f"({text})")
     used: list[int] = []
     try:
@@ -52,7 +52,7 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the value of a tree; its numbers are added to ``used``."""
+    """Return the value of a tree, and add its numbers to ``used``."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
@@ -64,14 +64,14 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Countdown(TemplateAware):
+class Countdown(AnswerReward):
     """Reward an expression that reaches the target: 1.0 if it does, 0.0 if not.
 
-    The expression is all that follows the last ``</think>``, or what stands in the last
-    ``<answer>`` there; one full stop and ``= TARGET`` may follow it. It may use each of the row's
-    ``numbers`` at most once (twice where it is there twice), with ``+ - * /`` and brackets, and is
-    computed exactly. Range [0, 1]. None where the row has no ``numbers`` or no ``target``. Source:
-    TinyZero (github.com/Jiayi-Pan/TinyZero), whose settings are ``use_all=True, valid_score=0.1``.
+    The expression is all text after the last ``</think>``, or the text in the last ``<answer>``
+    there; one full stop and ``= TARGET`` may follow it. It may use each of the row's ``numbers``
+    once (twice if it is there twice), with ``+ - * /`` and brackets, and is computed exactly.
+    Range: [0, 1]. None if the row has no ``numbers`` or no ``target``. Source: TinyZero
+    (github.com/Jiayi-Pan/TinyZero), whose settings are ``use_all=True, valid_score=0.1``.
 
     >>> reward = Countdown()
     >>> reward(completions=["8*3</think>(7 - 3) * 6", "4 * 6 = 24."], numbers=[[7, 3, 6], [4, 6]],
@@ -85,14 +85,12 @@ class Countdown(TemplateAware):
     __name__: ClassVar[str] = "countdown"
 
     use_all: bool = False
-    """Whether every number has to be used."""
+    """Require that every number is used."""
     valid_score: float = 0.0
     """Score of an expression that keeps the rules and misses the target."""
-    require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
 
     def __post_init__(self) -> None:
-        """Refuse a score of a miss that is not below that of a hit."""
+        """Refuse a score for a miss that is not below 1."""
         check_least("valid_score", self.valid_score, 0, 1)
 
     def __call__(
@@ -103,7 +101,7 @@ class Countdown(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, or None without numbers and target."""
+        """Return one score per completion; None for a row without numbers or target."""
         rows = self.rows(completions, prompts)
         return [
             self._score(*row, given, wanted)
@@ -111,13 +109,12 @@ class Countdown(TemplateAware):
         ]
 
     def _score(self, text: str, opened: bool, numbers: Any, target: Any) -> Score:
-        if numbers is None or target is None or target != target:  # only NaN differs from itself
+        if numbers is None or is_missing(target):
             return None
         available = _whole_numbers(numbers)
         wanted = _fraction(target)
-        if self.require_closed_thought and is_unclosed(text, opened=opened):
-            return 0.0
-        found = _stated_expression(tagged_answer(text))
+        answer = self.answer(text, opened)
+        found = None if answer is None else _stated_expression(tagged_answer(answer))
         if found is None:
             return 0.0
         value, used = found
@@ -127,7 +124,7 @@ class Countdown(TemplateAware):
 
 
 def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
-    """Return value and numbers of ``EXPRESSION``, or of ``EXPRESSION = ITS VALUE``."""
+    """Return value and numbers of ``EXPRESSION`` or ``EXPRESSION = ITS VALUE``, else None."""
     expression, equals, result = answer.removesuffix(".").partition("=")
     found = evaluate_expression(expression)
     if not equals or found is None:
@@ -153,8 +150,7 @@ def _fraction(target: Any) -> Fraction:
 
 def _unfit(column: str, value: Any, wanted: str) -> RewardContractError:
     return RewardContractError(
-        f"reward 'countdown' got {value!r} in the column {column!r}, must be {wanted}; write the "
-        "column so"
+        f"reward 'countdown' got {value!r} in the column {column!r}; write {wanted} there"
     )
 
 

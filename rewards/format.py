@@ -1,4 +1,4 @@
-"""Format: the completion fits a regular expression, a row of tags, or a JSON schema."""
+"""Rewards of a format: a regular expression, a row of tags, or a JSON schema."""
 
 import functools
 import json
@@ -6,11 +6,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from rloo_kit.errors import RewardLoadError
 
-from ._text import THINK_OPEN, check_choice
+from ._text import THINK_OPEN, check_choices
 from .thinking import TextReward, part_text
 
 Part = Literal["completion", "answer"]
@@ -22,7 +22,7 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class _Format(TextReward):
-    """A completion that fits scores 1.0, another 0.0."""
+    """A reward of 1.0 for a completion that fits, else 0.0."""
 
     __name__: ClassVar[str] = "format"
 
@@ -38,10 +38,10 @@ class _Format(TextReward):
 class RegexFormat(_Format):
     r"""Reward a completion that fits a regular expression: 1.0 if it does, 0.0 if not.
 
-    White space at the ends of the part is cut off first, a dot matches line ends too, and the
-    syntax is that of Python's ``re``. A ``<think>`` that stands in the prompt is no part of the
-    completion; ``part`` "answer" leaves the whole thought out, and a completion whose thought is
-    not closed then scores 0.0.
+    White space at the ends of the part is removed first, a dot matches line ends too, and the
+    syntax is that of Python's ``re``. A ``<think>`` in the prompt does not belong to the
+    completion. With ``part`` "answer" the thought is left out, and a completion whose thought is
+    not closed scores 0.0.
 
     A pattern that takes longer than a fifth of a second on a completion scores it 0.0.
 
@@ -56,22 +56,22 @@ class RegexFormat(_Format):
     pattern: str
     """The regular expression."""
     full: bool = True
-    """Whether it must match the whole part, or be found anywhere in it."""
+    """Match the whole part; False: find the pattern anywhere in it."""
     part: Part = "completion"
-    """``completion``, or ``answer``: what follows the last ``</think>``."""
+    """``completion``, or ``answer``: the text after the last ``</think>``."""
 
     def __post_init__(self) -> None:
-        """Refuse a bad pattern and another part."""
+        """Refuse a bad pattern and an unknown part."""
         import regex
 
         try:
             regex.compile(self.pattern)
         except (TypeError, regex.error) as exc:
             raise ValueError(
-                f"pattern {self.pattern!r} is no regular expression ({exc}); correct it, and mind "
-                "that YAML keeps backslashes in single quotes"
+                f"pattern {self.pattern!r} is not a regular expression ({exc}); correct it, and "
+                "use single quotes in YAML, which keep backslashes"
             ) from exc
-        check_choice("part", self.part, get_args(Part))
+        check_choices(self)
 
     def _fits(self, text: str, opened: bool) -> bool:
         part = part_text(text, self.part, opened=opened)
@@ -82,10 +82,10 @@ class RegexFormat(_Format):
 class TagFormat(_Format):
     """Reward XML tags, each exactly once, in order, with nothing outside: 1.0 if so, 0.0 if not.
 
-    Each tag is opened and closed once, before the next one is opened; inside anything may stand
-    but another of these tags, outside only white space. Where the thought is opened in the prompt
-    and ``think`` is the first tag, that ``<think>`` counts as the completion's beginning. Tags with
-    attributes are not read as tags.
+    Each tag is opened and closed once, before the next one is opened. A tag may hold anything but
+    another of these tags, and only white space may be outside. If the prompt opens the thought and
+    ``think`` is the first tag, that ``<think>`` counts as the beginning of the completion. Tags
+    with attributes are not read as tags.
 
     >>> reward = TagFormat(tags=("think", "answer"))
     >>> reward(completions=["<think>hm</think> <answer>4</answer>", "<answer>4</answer>"])
@@ -99,20 +99,20 @@ class TagFormat(_Format):
     tags: tuple[str, ...]
     """Names of the tags, without brackets."""
     part: Part = "completion"
-    """``completion``, or ``answer``: what follows the last ``</think>``."""
+    """``completion``, or ``answer``: the text after the last ``</think>``."""
 
     def __post_init__(self) -> None:
-        """Take a list or a single name, and refuse names that are none or come twice."""
+        """Accept a list or a single name; refuse invalid and repeated names."""
         names = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
         for name in names:
             if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
                 raise ValueError(
-                    f"{name!r} in tags is no name of a tag; write it without brackets, such as "
-                    "'answer'"
+                    f"{name!r} in tags is not the name of a tag; write it without brackets, such "
+                    "as 'answer'"
                 )
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"tags is {self.tags!r}; give one name or more, each of them once")
-        check_choice("part", self.part, get_args(Part))
+            raise ValueError(f"tags is {self.tags!r}; give one or more names, each once")
+        check_choices(self)
         object.__setattr__(self, "tags", names)
 
     def _fits(self, text: str, opened: bool) -> bool:
@@ -122,30 +122,21 @@ class TagFormat(_Format):
         # The template's <think> is the first tag.
         if opened and self.part == "completion" and self.tags[0] == "think":
             part = THINK_OPEN + part
-        end = 0
-        for name in self.tags:
-            opening = f"<{name}>"
-            closing = f"</{name}>"
-            if part.count(opening) != 1 or part.count(closing) != 1:
-                return False
-            start = part.find(opening)
-            close = part.find(closing)
-            if not end <= start < close or part[end:start].strip():
-                return False
-            end = close + len(closing)
-        return not part[end:].strip()
+        names = "|".join(map(re.escape, self.tags))
+        inside = rf"(?:(?!</?(?:{names})>).)*+"  # anything but one of the tags
+        elements = (f"<{name}>{inside}</{name}>" for name in map(re.escape, self.tags))
+        return re.fullmatch(r"\s*+".join(["", *elements, ""]), part, re.DOTALL) is not None
 
 
 @dataclass(frozen=True)
 class JsonFormat(_Format):
     """Reward an answer that is JSON and valid under a JSON schema: 1.0 if it is, 0.0 if not.
 
-    The answer is all that follows the last ``</think>``, white space at its ends aside: JSON
-    itself, or one ``` fence, with or without ``json``, and nothing else. A thought that is not
-    closed leaves no answer and scores 0.0. NaN and infinite numbers are no JSON. The schema's
-    ``$schema`` says which draft it is written in (without one: 2020-12); references are followed
-    inside the schema alone, and no network is asked. A ``pattern`` in it is searched for with the
-    time limit of ``RegexFormat``.
+    The answer is all text after the last ``</think>``, without white space at its ends: JSON, or
+    one ``` fence with JSON, with or without ``json``, and nothing else. A thought that is not
+    closed leaves no answer and scores 0.0. NaN and infinite numbers are not JSON. The schema's
+    ``$schema`` names its draft (default: 2020-12). References are followed inside the schema only,
+    never over the network. A ``pattern`` is searched for with the time limit of ``RegexFormat``.
 
     >>> reward = JsonFormat(schema={"type": "object", "required": ["total"]})
     >>> reward(completions=['hm</think>{"total": 4}', 'hm</think>{"sum": 4}', "hm</think>4"])
@@ -156,30 +147,27 @@ class JsonFormat(_Format):
     """The JSON schema; ``{}`` is any JSON."""
 
     def __post_init__(self) -> None:
-        """Refuse a schema that is none, and keep a copy of it that nobody else holds."""
+        """Refuse an invalid schema, and keep a copy that nothing else can change."""
         try:
             text = json.dumps(self.schema, sort_keys=True)
             _validator(text)
         except (TypeError, ValueError) as exc:
             raise ValueError(
-                f"schema {self.schema!r} is no JSON schema ({exc}); give a table such as "
+                f"schema {self.schema!r} is not a JSON schema ({exc}); give a table such as "
                 "{type: object, required: [total]}"
             ) from exc
         object.__setattr__(self, "schema", json.loads(text))
 
     def _fits(self, text: str, opened: bool) -> bool:
-        answer = part_text(text, "answer", opened=opened)
-        if answer is None:
-            return False
-        answer = answer.strip()
+        answer = (part_text(text, "answer", opened=opened) or "").strip()
         fenced = _FENCED.fullmatch(answer)
         validator = _validator(json.dumps(self.schema, sort_keys=True))
         try:
             value = json.loads(
-                fenced[1] if fenced else answer, parse_constant=_refuse, parse_float=_finite
+                fenced[1] if fenced else answer, parse_constant=_finite, parse_float=_finite
             )
             return validator.is_valid(value)
-        # No JSON, or numbers or nesting beyond what can be read or checked.
+        # Not JSON, or numbers or nesting beyond what can be read or checked
         except (ValueError, OverflowError, RecursionError):
             return False
 
@@ -201,6 +189,9 @@ def make_format(
     TagFormat(thought_opened=None, tags=('think', 'answer'), part='completion')
     >>> make_format(pattern=r"\d+", part="answer").pattern
     '\\d+'
+
+    Raises:
+        ValueError: None or several formats are given, or a setting that the format does not have.
     """
     kinds: dict[str, tuple[type, Any, tuple[str, ...]]] = {
         "pattern": (RegexFormat, pattern, ("full", "part")),
@@ -210,7 +201,7 @@ def make_format(
     given = [name for name, (_, value, _) in kinds.items() if value is not None]
     if len(given) != 1:
         raise ValueError(
-            f"reward 'format' is given {' and '.join(given) or 'no format'}; give exactly one of "
+            f"reward 'format' has {' and '.join(given) or 'no format'}; give exactly one of "
             "pattern, tags and schema"
         )
     kind, value, taken = kinds[given[0]]
@@ -218,12 +209,12 @@ def make_format(
     settings = {name: setting for name, setting in settings.items() if setting is not None}
     for name in settings:
         if name not in taken:
-            raise ValueError(f"{name} has no meaning for {given[0]!r}; remove it")
+            raise ValueError(f"{name} has no effect on {given[0]!r}; remove it")
     return kind(**{given[0]: value}, **settings)
 
 
 def _matches(pattern: str, text: str, *, full: bool) -> bool:
-    """Return whether a pattern is the whole text or in it; False where it takes too long."""
+    """Return whether a pattern matches the whole text or a part of it, in time."""
     import regex  # re has no time limit; transformers needs this package too
 
     compiled = regex.compile(pattern, regex.DOTALL)
@@ -257,19 +248,16 @@ def _validator(schema: str) -> Any:
 
 
 def _check_pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Any:
-    """Yield the fault of a string that a schema's ``pattern`` is not found in."""
+    """Yield an error for a string in which a schema's ``pattern`` is not found."""
     import jsonschema
 
     if isinstance(instance, str) and not _matches(pattern, instance, full=False):
         yield jsonschema.ValidationError("the pattern is not found")
 
 
-def _refuse(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
 def _finite(text: str) -> float:
+    """Return a number of JSON; refuse NaN, infinities, and numbers beyond any float."""
     number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is beyond any float")
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
     return number

@@ -1,4 +1,4 @@
-"""ReasoningGym: the verifier of a reasoning-gym task scores the answer."""
+"""Reward by the verifier of a reasoning-gym task."""
 
 import ast
 import functools
@@ -13,26 +13,26 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import is_unclosed, parsed_expression, tagged_answer
-from .thinking import TemplateAware
+from ._text import parsed_expression, tagged_answer
+from .thinking import AnswerReward
 
-# A longer answer is scored as an empty one: the slowest verifiers compare trees
+# A longer answer is scored as an empty one, since the slowest verifiers compare trees
 MAX_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
-class ReasoningGym(TemplateAware):
+class ReasoningGym(AnswerReward):
     """Reward the answer as the task's own verifier does.
 
-    Range [0, 1], as the verifier gives it: most give 1.0 for a right answer, many a little for one
-    that is wrong and well formed. The answer is what stands in the last ``<answer>`` after the
-    thought, else all after the thought, without white space at its ends. None where the row has no
-    ``entry``, the column that ``load_prompts("reasoning_gym:TASK")`` makes. 0.0 where the verifier
-    raises. Source: ``score_answer`` of the tasks of reasoning-gym 0.1.25.
+    Range: [0, 1], as the verifier scores: most give 1.0 for a right answer, and many give a little
+    for a wrong one that is well formed. The answer is the text in the last ``<answer>`` after the
+    thought, or else all text after the thought, without white space at its ends. None if the row
+    has no ``entry``, the column that ``load_prompts("reasoning_gym:TASK")`` makes. 0.0 if the
+    verifier raises. Source: ``score_answer`` of the tasks of reasoning-gym 0.1.25.
 
-    Nine verifiers run the answer as Python. There an answer that is more than a literal (four of
-    them) or a formula (five) is scored as an empty one; a run's ``reward_timeout_seconds`` limits
-    what is left. Do not train on game_of_life_halting, whose verifier accepts every text, or on
+    Nine verifiers run the answer as Python. For these, an answer that is more than a literal (four
+    of them) or a formula (five) is scored as an empty one, and a run's ``reward_timeout_seconds``
+    limits the rest. Do not train on game_of_life_halting, whose verifier accepts every text, or on
     coin_flip, whose verifier accepts "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
@@ -42,9 +42,6 @@ class ReasoningGym(TemplateAware):
 
     __name__: ClassVar[str] = "reasoning_gym"
 
-    require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
-
     def __call__(
         self,
         completions: list[Completion],
@@ -52,9 +49,9 @@ class ReasoningGym(TemplateAware):
         prompts: list[Completion] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion, or None for a row of another source."""
+        """Return one score per completion; None for a row of another source."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of answers that are read as Python
+            warnings.simplefilter("ignore")  # answers that are read as Python cause some
             return [
                 self._score(*row, one)
                 for row, one in zip(self.rows(completions, prompts), entry, strict=True)
@@ -66,9 +63,10 @@ class ReasoningGym(TemplateAware):
         task, settings, content = _read_entry(entry)
         _check_what_is_run(task, content)
         verify = _verifier(task, settings)
-        if self.require_closed_thought and is_unclosed(text, opened=opened):
+        answer = self.answer(text, opened)
+        if answer is None:
             return 0.0
-        answer = tagged_answer(text)
+        answer = tagged_answer(answer)
         # Some verifiers run an answer by eval.
         guard = _GUARDS.get(task)
         if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
@@ -97,7 +95,7 @@ def _read_entry(text: str) -> tuple[str, str, dict[str, Any]]:
 
 
 def _restored(value: dict[str, Any]) -> Any:
-    """Return the tuple or the dict with other keys than text that stands behind a tag."""
+    """Return the tuple, or the dict whose keys are not text, that a tag marks."""
     if value.keys() == {"__tuple__"}:
         return tuple(value["__tuple__"])
     if value.keys() == {"__items__"}:
@@ -105,7 +103,7 @@ def _restored(value: dict[str, Any]) -> Any:
     return value
 
 
-# Task -> the place in its entry that its verifier runs as Python
+# Task -> the keys in its entry of the text that its verifier runs as Python
 _RUN_BY_VERIFIER = {
     "bitwise_arithmetic": ("metadata", "problem"),
     "intermediate_integration": ("metadata", "integrand"),
@@ -116,7 +114,7 @@ _RUN_BY_VERIFIER = {
 
 
 def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
-    """Refuse an entry, of any file, whose verifier would run more of it than arithmetic."""
+    """Refuse an entry whose verifier would run more of it than arithmetic."""
     text: Any = entry
     for key in _RUN_BY_VERIFIER.get(task, ()):
         text = text.get(key) if isinstance(text, dict) else None
@@ -165,7 +163,7 @@ MAX_EXPONENT = 30
 
 
 def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
-    """Return whether a tree has these nodes alone; its calls, elementary functions alone."""
+    """Return whether a tree has only these nodes, and calls only elementary functions."""
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     return all(isinstance(node, kinds) for node in nodes) and all(
@@ -175,10 +173,10 @@ def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Return whether ``eval`` of the text would fail, or make lists of constants and no more."""
+    """Return whether ``eval`` of the text fails, or makes nothing but lists of constants."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError):  # then it fails in the verifier too
+    except (SyntaxError, ValueError):  # it fails in the verifier too
         return True
     except (RecursionError, MemoryError):
         return False
@@ -186,7 +184,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _is_formula(text: str) -> bool:
-    """Return whether the text is arithmetic, powers, variables and elementary functions alone."""
+    """Return whether the text has only arithmetic, powers, variables and elementary functions."""
     tree = parsed_expression(text) if len(text) <= MAX_FORMULA_CHARACTERS else None
     if tree is None or not _consists_of(tree, _FORMULA) or _nesting(tree) > 2:
         return False
@@ -202,7 +200,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _is_small(exponent: ast.AST) -> bool:
-    """Return whether an exponent has no power in it, and at most two numbers, both small."""
+    """Return whether an exponent has no power and at most two numbers, both small."""
     values = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
     return (
         not _nesting(exponent)
@@ -212,12 +210,12 @@ def _is_small(exponent: ast.AST) -> bool:
 
 
 def _nesting(node: ast.AST) -> int:
-    """Return how many powers stand in one another."""
+    """Return how deep powers are nested."""
     inside = max(map(_nesting, ast.iter_child_nodes(node)), default=0)
     return inside + isinstance(getattr(node, "op", None), ast.Pow)
 
 
-# Task whose verifier cannot be given everything -> whether an answer may reach it
+# Task whose verifier must not get every answer -> whether it may get this one
 _GUARDS: dict[str, Callable[[str], bool]] = {
     "binary_matrix": _is_literal,
     "n_queens": _is_literal,
@@ -228,7 +226,7 @@ _GUARDS: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": _is_formula,
     "puzzle24": _is_formula,
     "simple_integration": _is_formula,
-    "complex_arithmetic": lambda text: "nan" not in text.lower(),  # which it takes for right
+    "complex_arithmetic": lambda text: "nan" not in text.lower(),  # the verifier accepts it
 }
 
 # The reward with its defaults

@@ -1,4 +1,4 @@
-"""Language: how much of the text is in the wanted language."""
+"""Reward of the language: the share of the text that is in the wanted one."""
 
 import functools
 import importlib.util
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Score
 
-from ._text import THINK_OPEN, check_choice, check_least, is_unclosed
-from .thinking import PARTS, Part, TextReward, part_text
+from ._text import THINK_CLOSE, check_choices, check_least, is_unclosed
+from .thinking import Part, TextReward, part_text
 
 # Keys are the first words of the letters' Unicode names.
 _SHARED_SCRIPTS = {
@@ -65,17 +65,17 @@ _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 class Language(TextReward):
     """Reward the wanted language: the share of the letters that belong to text written in it.
 
-    Range: [0.0, 1.0], higher is better. None where fewer than ``min_letters`` letters are there. An
+    Range: [0.0, 1.0], higher is better. None if there are fewer than ``min_letters`` letters. An
     unfinished thought is judged like a finished one. Digits, punctuation, code, LaTeX, addresses,
     tags and single letters (variables) do not count. Source: the language consistency reward of
-    DeepSeek-R1 (arXiv 2501.12948, section 2.3.2); departure: letters are counted and not words,
+    DeepSeek-R1 (arXiv 2501.12948, section 2.3.2); departure: letters are counted instead of words,
     since not every script separates words.
 
-    A letter of another script is foreign. A language that has its script to itself (Greek, Korean)
-    is recognised by the script; a sentence with kana is Japanese, with Chinese characters alone
-    Chinese. Languages that share a script (Latin, Cyrillic, Arabic, Devanagari, Bengali) are
-    guessed by py3langid, sentence by sentence, short ones with the next; a doubtful one counts as
-    wanted, so foreign words inside a sentence may go unseen.
+    A letter of another script is foreign. A language with a script of its own (Greek, Korean) is
+    recognised by the script; a sentence with kana is Japanese, one with only Chinese characters is
+    Chinese. py3langid guesses languages that share a script (Latin, Cyrillic, Arabic, Devanagari,
+    Bengali), sentence by sentence, short ones together with the next. A doubtful sentence counts as
+    wanted, so foreign words inside a sentence may be missed.
 
     >>> chinese, english = "\u56db\u52a0\u56db\u7b49\u4e8e\u516b", "so eight"
     >>> reward = Language("zh", min_letters=6)
@@ -88,11 +88,11 @@ class Language(TextReward):
     __name__: ClassVar[str] = "language"
 
     language: str = "en"
-    """ISO 639-1 code of the wanted language. Quote "no" in YAML, which reads it as a negation."""
+    """ISO 639-1 code of the wanted language. Quote "no" in YAML, which reads it as false."""
     part: Part = "thought"
     """``completion``, ``thought`` or ``answer``."""
     min_letters: int = 20
-    """Fewest letters that are judged."""
+    """Text with fewer letters is not judged."""
 
     def __post_init__(self) -> None:
         """Refuse an unknown language or part, and ``min_letters`` below 1."""
@@ -101,7 +101,7 @@ class Language(TextReward):
                 f"language is {self.language!r}, which cannot be recognised; give one of: "
                 f"{', '.join(sorted(_SCRIPT_OF))} (in YAML quote 'no')"
             )
-        check_choice("part", self.part, PARTS)
+        check_choices(self)
         check_least("min_letters", self.min_letters, 1)
         if self.language not in _OWN_SCRIPTS and importlib.util.find_spec("py3langid") is None:
             raise RewardLoadError(
@@ -110,9 +110,9 @@ class Language(TextReward):
             )
 
     def _score(self, text: str, opened: bool) -> Score:
+        if self.part == "thought" and THINK_CLOSE not in text and is_unclosed(text, opened=opened):
+            text += THINK_CLOSE
         part = part_text(text, self.part, opened=opened)
-        if part is None and self.part == "thought" and is_unclosed(text, opened=opened):
-            part = text.lstrip().removeprefix(THINK_OPEN)
         if part is None:
             return None
         words = _NOT_LANGUAGE.sub(" ", unicodedata.normalize("NFKC", part))
@@ -141,7 +141,7 @@ class Language(TextReward):
 
 @functools.cache
 def _script(character: str) -> str:
-    """Return the script of a letter, or "" of any other character."""
+    """Return the script of a letter; "" for any other character."""
     if not character.isalpha():
         return ""
     first = unicodedata.name(character, "UNKNOWN").partition(" ")[0]
@@ -150,18 +150,13 @@ def _script(character: str) -> str:
 
 def _letters(text: str) -> Counter[str]:
     """Return the number of letters by script."""
-    letters: Counter[str] = Counter()
-    for character, count in Counter(text).items():
-        script = _script(character)
-        if script:
-            letters[script] += count
-    return letters
+    return Counter(filter(None, map(_script, text)))
 
 
 def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
-    """Yield the sentences, those with few letters of the script joined to the next.
+    """Yield the sentences; one with few letters of the script is joined to the next.
 
-    The last one, which has no next, is joined to the one before.
+    The last one, which has no next, is joined to the one before it.
     """
     full: list[str] = []
     waiting: list[str] = []

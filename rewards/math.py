@@ -1,4 +1,4 @@
-"""Math: what follows the thought is the expected mathematical answer, by math-verify."""
+"""Reward of the expected mathematical answer after the thought, by math-verify."""
 
 import contextlib
 import importlib.util
@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import check_least, column_of, is_unclosed, text_after_thought
-from .thinking import TemplateAware
+from ._text import check_least, column_of, is_missing
+from .thinking import AnswerReward
 
 # Importing sympy takes two seconds; on a loaded machine, many
 _START_SECONDS = 120.0
@@ -25,7 +25,7 @@ _MAX_CHARACTERS = 4000
 
 
 class _Worker:
-    """A process that has math-verify loaded; started when first asked, and again when it died."""
+    """A process with math-verify loaded, started at the first question and again after it died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -36,7 +36,7 @@ class _Worker:
         return type(self), ()
 
     def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:
-        """Return the reply, or None where the process took too long or died of the request.
+        """Return the reply; None if the process took too long or died of the request.
 
         Raises:
             RewardLoadError: math-verify is missing, or the process does not start.
@@ -52,7 +52,7 @@ class _Worker:
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     process.stdin.flush()
                 reply = _reply(process, timeout_seconds)
-            finally:  # Ctrl-C too: a late reply must not be taken for the next one's
+            finally:  # after Ctrl-C too: a late reply must not count for the next request
                 if reply is None:
                     self.end()
             return reply["reply"] if reply is not None else None
@@ -96,9 +96,9 @@ class _Worker:
 
 
 def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
-    """Return the next line of a process as an object; None where it ends or takes too long.
+    """Return the next line of a process as an object; None if it ends or takes too long.
 
-    A process that takes too long is killed: Windows reads no pipe with a time limit.
+    A process that takes too long is killed, since Windows reads no pipe with a time limit.
     """
     assert process.stdout is not None
     limit = threading.Timer(seconds, process.kill)
@@ -108,22 +108,22 @@ def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]
         line = process.stdout.readline()
     finally:
         limit.cancel()
-    in_time = time.monotonic() - start < seconds  # measured after cancel: it was not killed
+    in_time = time.monotonic() - start < seconds  # after cancel, so that it was not killed
     return json.loads(line) if in_time and line.endswith(b"\n") else None
 
 
 @dataclass(frozen=True)
-class Math(TemplateAware):
+class Math(AnswerReward):
     r"""Reward the expected mathematical answer: 1.0 if it is given, 0.0 if not.
 
-    What follows the last ``</think>`` is compared by math-verify: numbers, fractions, percentages,
-    roots, symbolic expressions, equations, sets, intervals, matrices, written plainly, in LaTeX or
-    in ``\boxed``; units are left out. Where several are written, its rules choose: what is called
-    the final answer, then ``\boxed``, then the last one. Read are the last 4,000 characters.
+    math-verify compares the last 4,000 characters after the last ``</think>``: numbers, fractions,
+    percentages, roots, symbolic expressions, equations, sets, intervals and matrices, written
+    plainly, in LaTeX or in ``\boxed``; units are ignored. If there are several, its rules choose
+    the one that is called the final answer, then ``\boxed``, then the last one.
 
-    None where the expected answer is missing, or math-verify cannot read it (the metric
+    None if the expected answer is missing or math-verify cannot read it (the metric
     ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a process of its own,
-    started at the first call; an answer that takes it too long or too much memory scores 0.0.
+    started at the first call; an answer that needs too much time or memory scores 0.0.
 
     Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults); departure: a single
     line without delimiters is read as LaTeX.
@@ -139,11 +139,9 @@ class Math(TemplateAware):
     column: str = "answer"
     """Dataset column of the expected answers."""
     require_boxed: bool = False
-    r"""Read the last ``\boxed{...}`` alone, and score 0.0 without one."""
-    require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+    r"""Read only the last ``\boxed{...}``, and score 0.0 without one."""
     timeout_seconds: float = 3.0
-    """Wall time of one row; a row that takes longer costs two seconds more, for a new process."""
+    """Wall time of one row. After a row that takes longer, a new process needs two seconds."""
     memory_mib: int = 1024
     """Address space of the process that compares, on Linux."""
     _worker: _Worker = field(default_factory=_Worker, init=False, repr=False, compare=False)
@@ -159,24 +157,27 @@ class Math(TemplateAware):
         prompts: list[Completion] | None = None,
         **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion, in {0.0, 1.0}, or None without an expected answer."""
+        """Return one score per completion, in {0.0, 1.0}; None without an expected answer.
+
+        Raises:
+            RewardLoadError: math-verify is missing, or its process does not start.
+        """
         golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
         known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
         unread = sum(gold is not None and not known[gold] for gold in golds)
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
-        scored: dict[tuple[str, str], Score] = {}
-        scores: list[Score] = []
-        for row, gold in zip(self.rows(completions, prompts), golds, strict=True):
-            if gold is None or not known[gold]:
-                scores.append(None)
-                continue
-            pair = gold, self._answer(*row)
-            if pair not in scored:
-                equal = bool(pair[1]) and self._ask({"gold": gold, "answer": pair[1]})
-                scored[pair] = 1.0 if equal else 0.0
-            scores.append(scored[pair])
-        return scores
+        rows = self.rows(completions, prompts)
+        pairs = [(gold, self._answer(*row)) for gold, row in zip(golds, rows, strict=True)]
+        right = {
+            (gold, answer): self._ask({"gold": gold, "answer": answer})
+            for gold, answer in dict.fromkeys(pairs)
+            if gold and known[gold] and answer
+        }
+        return [
+            float(right.get((gold, answer)) or False) if gold and known[gold] else None
+            for gold, answer in pairs
+        ]
 
     def release(self) -> None:
         """End the process that compares; the next call starts one again."""
@@ -186,15 +187,13 @@ class Math(TemplateAware):
         return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
 
     def _answer(self, text: str, opened: bool) -> str:
-        """Return what is compared; "" for what is wrong without a look at it."""
-        if self.require_closed_thought and is_unclosed(text, opened=opened):
-            return ""
-        answer = text_after_thought(text).strip()
+        """Return the text to compare; "" if it is wrong without a comparison."""
+        answer = (self.answer(text, opened) or "").strip()
         return last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the last ``\boxed{...}`` with its braces; "" without one, or where it does not close.
+    r"""Return the last ``\boxed{...}`` with its braces; "" without one, or if it is not closed.
 
     >>> last_boxed(r"\boxed{1}, or \boxed{\frac{1}{2}}. Done.")
     '\\boxed{\\frac{1}{2}}'
@@ -209,10 +208,8 @@ def last_boxed(text: str) -> str:
 
 
 def _expected(answer: Any) -> str | None:
-    """Return the expected answer as text; None where it is missing (None, NaN or blank)."""
-    if answer is None or answer != answer:  # only NaN differs from itself
-        return None
-    return str(answer).strip() or None
+    """Return the expected answer as text; None if it is missing (None, NaN or blank)."""
+    return None if is_missing(answer) else str(answer).strip() or None
 
 
 # The reward with its defaults

@@ -1,21 +1,20 @@
-"""Repetition: a penalty for n-grams that come again."""
+"""Penalty for n-grams that are repeated."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
 
-from ._text import check_choice, check_least, completion_text
+from ._text import check_choices, check_least, completion_text, ids_to_count
 
 Unit = Literal["tokens", "words"]
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Penalise n-grams that come again in a completion, the thought included.
+    """Penalise n-grams that are repeated in a completion, the thought included.
 
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
     repeated n-grams, 1 - distinct / all; a completion shorter than one n-gram scores 0.0.
@@ -34,10 +33,10 @@ class Repetition:
     ngram_size: int = 3
     """Units in an n-gram."""
     max_penalty: float = -1.0
-    """What a completion that does nothing but repeat itself comes near to; 0 or less."""
+    """Score that a completion approaches if it only repeats itself; 0 or less."""
     unit: Unit = "tokens"
-    """``tokens``: the completion's token ids, in any language. ``words``: lower-cased runs of
-    characters between white space, which says nothing about languages that write none."""
+    """``tokens``: the completion's token ids, for any language. ``words``: lower-cased runs of
+    characters between white space, for languages that have it."""
 
     def __post_init__(self) -> None:
         """Refuse empty n-grams, a positive penalty and another unit."""
@@ -46,7 +45,7 @@ class Repetition:
             raise ValueError(
                 f"max_penalty is {self.max_penalty!r}; give a finite number of 0 or less"
             )
-        check_choice("unit", self.unit, get_args(Unit))
+        check_choices(self)
 
     def __call__(
         self,
@@ -54,16 +53,14 @@ class Repetition:
         completion_ids: list[list[int]] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion."""
+        """Return one score per completion.
+
+        Raises:
+            RewardContractError: Tokens are counted, and there are no ``completion_ids``.
+        """
         if self.unit == "words":
-            words = [completion_text(completion).lower().split() for completion in completions]
-            return [self._score(units) for units in words]
-        if completion_ids is None:
-            raise RewardContractError(
-                f"reward {self.__name__!r} counts tokens, and completion_ids is not there; pass "
-                "it, or set unit to 'words'"
-            )
-        return [self._score(ids) for _text, ids in zip(completions, completion_ids, strict=True)]
+            return [self._score(completion_text(one).lower().split()) for one in completions]
+        return list(map(self._score, ids_to_count(completion_ids, self.__name__)))
 
     def _score(self, units: Sequence[object]) -> float:
         total = len(units) - self.ngram_size + 1

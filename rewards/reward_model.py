@@ -1,12 +1,12 @@
-"""Reward model: a trained sequence classifier with one output scores every completion."""
+"""Reward of a trained sequence classifier with one output."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rloo_kit.errors import ModelError
+from rloo_kit.text.numbers import finite_number
 from rloo_kit.types import Completion, Score
 
 from ._classifier import (
@@ -27,10 +27,10 @@ TOKENS_PER_BATCH = 8192
 class RewardModel:
     """Reward what a trained model prefers: the one logit of a sequence classifier.
 
-    Range: any finite number, higher is better, never None; the scale is the model's own, or with a
-    ``calibration.json`` in its folder (logit - mean) / std. The model is loaded at the first call
-    and dropped by ``release``; a pickle holds the parameters only. Conversational prompts go
-    through the model's own chat template; plain ones are put before the completion as they are.
+    Range: any finite number, higher is better, never None. The score is the model's logit, or
+    (logit - mean) / std if its folder has a ``calibration.json``. The model is loaded at the first
+    call and dropped by ``release``; a pickle holds only the parameters. Conversational prompts go
+    through the model's own chat template; plain ones are put before the completion.
 
     A folder is a whole model, or a PEFT adapter with its score head, as ``rloo-kit reward-model
     train`` writes it. Only safetensors are read, and no code that comes with a model is run.
@@ -45,28 +45,28 @@ class RewardModel:
     model: str
     """Folder with config.json (or adapter_config.json), weights and tokenizer, or a hub name."""
     max_length: int | None = None
-    """Most tokens of prompt and completion; the left is cut off. None: what it was trained with,
-    where that is noted, else the model's own limit."""
+    """Most tokens of prompt and completion; more are cut off on the left. None: the limit it was
+    trained with, if that is noted, else the model's own."""
     keep_thought: bool | None = None
-    """Whether the model reads the thought; else only what follows the last ``</think>``. None: as
-    it was trained, where that is noted, else no."""
+    """Let the model read the thought; False: only the text after the last ``</think>``; None: as it
+    was trained, if that is noted, else False."""
     policy_tokens: bool = False
-    """Whether completions are read by their own token ids, the EOS token with them, as the older
-    TRL did, thought and all; for a model that has the policy's tokenizer."""
+    """Read completions by their own token ids, with the thought and the EOS token, as the older TRL
+    did; for a model that has the policy's tokenizer."""
     device: str | None = None
-    """Such as "cpu" or "cuda:0"; None: the GPU if there is one."""
+    """Device, such as "cpu" or "cuda:0"; None: the GPU if there is one."""
     tokens_per_batch: int = TOKENS_PER_BATCH
     """Most tokens of a forward pass, padding included."""
     load_in_4bit: bool | None = None
-    """NF4 weights (bitsandbytes), the score head apart. None: as an adapter's base was trained."""
+    """Load NF4 weights (bitsandbytes), except the score head; None: as an adapter was trained."""
     offload: bool | None = None
-    """Whether the weights wait in the machine's memory between scorings; None: on a GPU. Without
-    effect on a CPU."""
+    """Keep the weights in the machine's memory between scorings; None: on a GPU. It has no effect
+    on a CPU."""
     calibrated: bool = True
-    """Whether scores are centred and scaled as ``calibration.json`` in the model's folder says;
-    without that file, and with False, they are the logits."""
+    """Centre and scale the scores as ``calibration.json`` in the model's folder says; without that
+    file, and with False, the scores are the logits."""
     base: str | None = None
-    """Folder or hub name of an adapter's base, where it is not found by itself."""
+    """Folder or hub name of an adapter's base, if it is not found automatically."""
     tokenizer: Any = None
     """Folder or hub name of a tokenizer, or the tokenizer itself; None: the model's own."""
     _loaded: "_Loaded | None" = field(default=None, init=False, repr=False, compare=False)
@@ -97,13 +97,11 @@ class RewardModel:
         completion_ids: list[list[int]] | None = None,
         **_: object,
     ) -> list[Score]:
-        """Return one score per completion; ``completion_ids`` count with ``policy_tokens``."""
+        """Return one score per completion; ``completion_ids`` are read with ``policy_tokens``."""
         if self._loaded is None:
             self._loaded = self._load()
         loaded = self._loaded
-        own: list[Any] = [None] * len(completions)
-        if self.policy_tokens and completion_ids is not None:
-            own = completion_ids
+        own = (self.policy_tokens and completion_ids) or [None] * len(completions)
         rows = [
             token_ids(
                 loaded.tokenizer,
@@ -126,7 +124,7 @@ class RewardModel:
         return [(logit - loaded.mean) / loaded.std for logit in found]
 
     def _load(self) -> "_Loaded":
-        """Return the model where it waits, its tokenizer, and how it reads and counts."""
+        """Load the model and its tokenizer with the settings that its training noted."""
         import torch
 
         source = find_source(self.model)
@@ -134,7 +132,7 @@ class RewardModel:
         facts = source.facts
         in_4bit = self.load_in_4bit
         if in_4bit is None:
-            in_4bit = bool(source.is_adapter and facts.get("load_in_4bit"))
+            in_4bit = source.is_adapter and bool(facts.get("load_in_4bit"))
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, tokenizer = load_classifier(
             source, load_in_4bit=in_4bit, device=device, base=self.base, tokenizer=self.tokenizer
@@ -162,32 +160,28 @@ class _Loaded:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Any]:
-        """Give the model on its device; bring it back afterwards where it is offloaded."""
-        if not self.offload:
-            yield self.model
-            return
+        """Yield the model on its device; afterwards move it back if it is offloaded."""
         import torch
 
         self.model.to(self.device)
         try:
             yield self.model
         finally:
-            self.model.to("cpu")
-            torch.accelerator.empty_cache()
+            if self.offload:
+                self.model.to("cpu")
+                torch.accelerator.empty_cache()
 
 
 def _mean_and_std(source: Source) -> tuple[float, float]:
-    """Return what scores are centred on and divided by; (0, 1) without a calibration."""
+    """Return the mean and the standard deviation of a calibration; (0, 1) without one."""
     path = source.folder / CALIBRATION if source.folder is not None else None
     if path is None or not path.is_file():
         return 0.0, 1.0
     content = read_json(path)
-    mean = content.get("mean")
-    std = content.get("std")
-    numbers = [float(n) for n in (mean, std) if isinstance(n, int | float) and math.isfinite(n)]
-    if len(numbers) < 2 or numbers[1] <= 0:
+    mean, std = (finite_number(content.get(name)) for name in ("mean", "std"))
+    if mean is None or std is None or std <= 0:
         raise ModelError(
-            f"the calibration {str(path)!r} has mean {mean!r} and std {std!r}; give a number for "
-            "mean and one above 0 for std"
+            f"the calibration {str(path)!r} has mean {content.get('mean')!r} and std "
+            f"{content.get('std')!r}; give a number for mean and one above 0 for std"
         )
-    return numbers[0], numbers[1]
+    return mean, std

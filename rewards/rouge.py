@@ -1,28 +1,29 @@
-"""Words that a summary shares: with a reference (ROUGE), and with the text it sums up."""
+"""Rewards of a summary: the words it shares with a reference (ROUGE) and with its source."""
 
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
+from rloo_kit.text.wording import content_text
 from rloo_kit.types import Completion, Score
 
-from ._text import check_choice, column_of, content_text
-from .thinking import TemplateAware, part_text
+from ._text import check_choices, column_of
+from .thinking import TemplateAware, TextReward, part_text
 
 Kind = Literal["L", "1", "2"]
 Measure = Literal["f1", "precision", "recall"]
 
 
 @dataclass(frozen=True)
-class Rouge(TemplateAware):
+class Rouge(TextReward):
     """Reward the words that an answer shares with a reference summary.
 
     Range: [0.0, 1.0], higher is better. ROUGE-L counts the longest common subsequence of words,
     ROUGE-1 and ROUGE-2 the common words and pairs of words; precision is their share of the
-    answer, recall that of the reference, F1 the harmonic mean of both. The answer is what follows
-    the last ``</think>``; 0.0 where it has not begun, None where there is no reference.
+    answer, recall that of the reference, F1 the harmonic mean of both. The answer is the text after
+    the last ``</think>``. 0.0 if it has not begun, None if there is no reference.
 
     Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", with beta 1 and
     without stemming. Words are runs of letters and digits, lower-cased: on English text the scores
@@ -42,21 +43,12 @@ class Rouge(TemplateAware):
     measure: Measure = "f1"
     """``f1``, ``precision`` or ``recall``. Recall alone pays for length."""
     column: str = "reference"
-    """Dataset column with the reference, a text."""
+    """Dataset column of the references, texts."""
 
     def __post_init__(self) -> None:
         """Refuse another kind and another measure."""
         object.__setattr__(self, "kind", str(self.kind))  # YAML reads 1 as a number
-        check_choice("kind", self.kind, get_args(Kind))
-        check_choice("measure", self.measure, get_args(Measure))
-
-    def __call__(
-        self, completions: list[Completion], prompts: list[Completion], **columns: object
-    ) -> list[Score]:
-        """Return one score per completion."""
-        references = column_of(columns, self.column, self.__name__)
-        rows = self.rows(completions, prompts)
-        return [self._score(*row, text) for row, text in zip(rows, references, strict=True)]
+        check_choices(self)
 
     def _score(self, text: str, opened: bool, reference: object) -> Score:
         wanted = _words(reference) if isinstance(reference, str) else []
@@ -81,9 +73,9 @@ class Coverage(TemplateAware):
     """Reward an answer made of the words of its source: their share of the answer's words.
 
     Range: [0.0, 1.0], higher is better. A word counts at most as often as the source has it, so
-    that repeating one earns nothing. The answer is what follows the last ``</think>``; 0.0 where it
-    has not begun or has no word, None where there is no source. It says nothing about which words
-    matter, and a single word of the source earns 1.0: put a band of lengths beside it.
+    that repeating one earns nothing. The answer is the text after the last ``</think>``. 0.0 if it
+    has not begun or has no word, None if there is no source. The reward does not know which words
+    matter, and a single word of the source earns 1.0, so use it with a band of lengths.
 
     Source: the coverage of Grusky et al. 2018, "Newsroom" (arXiv 1804.11283, section 4.1), with
     counts that are cut as in ROUGE-1.
@@ -95,7 +87,7 @@ class Coverage(TemplateAware):
     __name__: ClassVar[str] = "coverage"
 
     column: str | None = None
-    """Dataset column with the source, a text; None: the prompt, of chat messages the last."""
+    """Dataset column of the sources, texts; None: the prompt, or its last chat message."""
 
     def __call__(
         self, completions: list[Completion], prompts: list[Completion], **columns: object
@@ -104,9 +96,8 @@ class Coverage(TemplateAware):
         sources = [_last_text(prompt) for prompt in prompts]
         if self.column is not None:
             sources = column_of(columns, self.column, self.__name__)
-        columns = {**columns, "reference": sources}
         reward = Rouge("1", "precision", thought_opened=self.thought_opened)
-        return reward(completions, prompts, **columns)
+        return reward(completions, prompts, reference=sources)
 
 
 def _last_text(prompt: Completion) -> str:

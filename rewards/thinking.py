@@ -1,19 +1,20 @@
-"""Thinking: the thought is opened, closed once, and long enough, counted in tokens."""
+"""Rewards of the thought: its form, its length in tokens, its questions; bases of other rewards."""
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import Mark, ThoughtMarks, opens_thought, thought_marks, token_id
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion, Score, Tokenizer
 
 from ._text import (
     THINK_CLOSE,
     THINK_OPEN,
     check_least,
+    check_order,
     column_of,
     completion_text,
     is_unclosed,
@@ -22,27 +23,23 @@ from ._text import (
     thought_text,
 )
 
-if TYPE_CHECKING:
-    from rloo_kit.types import Tokenizer
-
 QWEN3_THINK_OPEN_ID = 151667
 QWEN3_THINK_CLOSE_ID = 151668
 
 Part = Literal["completion", "thought", "answer"]
-PARTS: tuple[str, ...] = ("completion", "thought", "answer")
 
 
-def end_of_thinking_id(tokenizer: "Tokenizer") -> int | None:
+def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of ``</think>`` in the tokenizer's vocabulary (151668 in Qwen3's).
 
-    None means that the vocabulary has no single token for it. There is no guess: an id of another
+    None: the vocabulary has no single token for it. There is no guess, since an id of another
     family would stand for an ordinary word.
     """
     return token_id(tokenizer, THINK_CLOSE)
 
 
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
-    """Return one part of a completion, or None where an unclosed thought leaves it unfinished.
+    """Return one part of a completion; None if an open thought leaves it unfinished.
 
     The thought ends at the first ``</think>``, the answer begins after the last one.
     """
@@ -55,36 +52,40 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A reward that ``bind`` gives what it needs of a tokenizer."""
+    """A reward that may read a tokenizer, which ``bind`` gives it."""
 
     __name__: ClassVar[str]
-    _tokenizer: "Tokenizer | None" = field(default=None, repr=False, compare=False)
+    _tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
-    def bind(self, tokenizer: "Tokenizer") -> Self:
+    def bind(self, tokenizer: Tokenizer) -> Self:
         """Return this reward for a tokenizer."""
         return replace(self, _tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateAware(Bound):
-    """What a reward needs to tell an unfinished thought from an answer: who opened the thought."""
+    """A reward that tells an unfinished thought from an answer, by who opened the thought."""
 
     thought_opened: bool | None = None
-    """Whether the chat template of conversational prompts ends with an opened ``<think>``; None:
-    set by ``bind``, and taken for False in a reward never bound. A plain prompt is read itself."""
+    """Whether the chat template of conversational prompts ends with an open ``<think>``; None:
+    ``bind`` sets it, and it is False in a reward that is never bound. Plain prompts are read."""
 
-    def bind(self, tokenizer: "Tokenizer") -> Self:
-        """Return this reward knowing whether the tokenizer's chat template opens the thought."""
+    def bind(self, tokenizer: Tokenizer) -> Self:
+        """Return this reward with ``thought_opened`` as the tokenizer's chat template has it."""
         return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
 
-    def opened_by(self, tokenizer: "Tokenizer") -> bool:
-        """Return ``thought_opened`` where it is set, else what the tokenizer's template does."""
+    def opened_by(self, tokenizer: Tokenizer) -> bool:
+        """Return ``thought_opened``, or if it is None whether the chat template opens a thought."""
         if self.thought_opened is not None:
             return self.thought_opened
         return template_opens_thought(tokenizer)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise RewardContractError where a dataset lacks the column that the reward reads."""
+        """Check that a dataset with these columns has the one that the reward reads.
+
+        Raises:
+            RewardContractError: The column is missing.
+        """
         column = getattr(self, "column", None)
         if column is not None:
             column_of(dict.fromkeys(names), column, self.__name__)
@@ -98,7 +99,7 @@ class TemplateAware(Bound):
         return opens_thought(self._tokenizer, prompt)
 
     def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
-        """Return B times whether the thought was opened in the prompt; without prompts, False."""
+        """Return for each of B prompts whether it opens the thought; without prompts, False."""
         if prompts is None:
             return [self.is_opened("")] * len(completions)
         return [self.is_opened(prompt) for prompt in prompts]
@@ -112,41 +113,63 @@ class TemplateAware(Bound):
 
 
 class TextReward(TemplateAware):
-    """A reward that scores a completion by its text and by who opened its thought."""
+    """A reward that scores each row alone, by its text and the value in its column, if any."""
 
     def __call__(
         self,
         completions: list[Completion],
         prompts: list[Completion] | None = None,
-        **_: object,
+        **columns: Any,
     ) -> list[Score]:
-        """Return one score per completion."""
-        return [self._score(*row) for row in self.rows(completions, prompts)]
+        """Return one score per completion; None for a row to which the reward does not apply."""
+        rows: list[tuple[Any, ...]] = [*self.rows(completions, prompts)]
+        if (column := getattr(self, "column", None)) is not None:
+            values = column_of(columns, column, self.__name__)
+            rows = [(*row, value) for row, value in zip(rows, values, strict=True)]
+        return [self._score(*row) for row in rows]
 
-    def _score(self, text: str, opened: bool) -> Score:
+    def _score(self, *row: Any, **_: Any) -> Score:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerReward(TemplateAware):
+    """A reward of the answer, which an open thought leaves unfinished."""
+
+    require_closed_thought: bool = True
+    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+
+    def answer(self, text: str, opened: bool) -> str | None:
+        """Return the text after the thought; None if the thought has to be closed and is not."""
+        if self.require_closed_thought and is_unclosed(text, opened=opened):
+            return None
+        return text_after_thought(text)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ThoughtTokens(Bound):
-    """What a reward needs to find the thought among the token ids."""
+    """A reward that finds the thought among the token ids."""
 
     end_token_id: int | None = None
     """Id of the token that closes a thought; None: the model's own, which ``bind`` finds, and
-    Qwen3's 151668 (``</think>``) in a reward never bound."""
+    Qwen3's 151668 (``</think>``) in a reward that is never bound."""
     start_token_id: int | None = None
-    """Id of the token that opens a thought; None: the model's own, and 151667 where the end is
+    """Id of the token that opens a thought; None: the model's own, and 151667 if the end is
     Qwen3's."""
 
-    def bind(self, tokenizer: "Tokenizer") -> Self:
-        """Return this reward with the marks of a tokenizer; ids given by hand are kept."""
+    def bind(self, tokenizer: Tokenizer) -> Self:
+        """Return this reward with the marks of a tokenizer; ids given by hand are kept.
+
+        Raises:
+            RewardLoadError: The tokenizer has no known mark, and ``end_token_id`` is None.
+        """
         marks = thought_marks(tokenizer)
         end = self.end_token_id
         start = self.start_token_id
         if marks is None and end is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} looks for the end of a thought, and this tokenizer has "
-                "no mark of one that is known: use a thinking model, give its marks as thinking: "
+                "no known mark for it: use a thinking model, give its marks as thinking: "
                 "{start: ..., end: ...} in the run file, or give end_token_id"
             )
         if marks is not None and end is None:
@@ -157,7 +180,7 @@ class ThoughtTokens(Bound):
 
     @property
     def marks(self) -> ThoughtMarks:
-        """The marks of thoughts: by the ids, else by the text of the model's own."""
+        """The marks of thoughts, by the ids or else by the text of the model's own marks."""
         end = self.end_token_id
         start = self.start_token_id
         own = None if self._tokenizer is None else thought_marks(self._tokenizer)
@@ -168,17 +191,6 @@ class ThoughtTokens(Bound):
         if start is None and end == QWEN3_THINK_CLOSE_ID:
             start = QWEN3_THINK_OPEN_ID
         return ThoughtMarks(Mark(THINK_OPEN, token=start), Mark(THINK_CLOSE, token=end))
-
-    def thought_ids(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """Return the ids of the thought, or None where it is not closed."""
-        return self.marks.thought(ids)
-
-    def answer_ids(self, ids: Sequence[int], *, opened: bool) -> Sequence[int] | None:
-        """Return the ids after the last closing mark, or None where a thought is still open."""
-        marks = self.marks
-        closed = marks.closed(ids)
-        answer = ids[closed[-1][1] :] if closed else ids
-        return None if marks.opened(answer) or (opened and not closed) else answer
 
 
 class TokenReward:
@@ -231,18 +243,14 @@ class Thinking(ThoughtTokens, TokenReward):
     long_score: float = 1.0
     """Score of ``long`` tokens or more."""
     question_bonus: float = 0.1
-    """Added to the medium and the long score where the thought holds a "?"."""
+    """Added to the medium and the long score if the thought holds a "?"."""
 
     def __post_init__(self) -> None:
         """Refuse bands in the wrong order."""
-        if not 0 <= self.short <= self.long:
-            raise ValueError(
-                f"short {self.short!r} and long {self.long!r} are not in order; "
-                "set 0 <= short <= long (tokens)"
-            )
+        check_order(self, "short", "long")
 
     def _score(self, text: str, ids: Sequence[int]) -> float:
-        thought = self.thought_ids(ids)
+        thought = self.marks.thought(ids)
         if thought is None:
             return self.unclosed_score
         if len(thought) < self.short:
@@ -254,11 +262,11 @@ class Thinking(ThoughtTokens, TokenReward):
 
 @dataclass(frozen=True)
 class ClosedOnce(ThoughtTokens, TemplateAware):
-    """Reward a thought that is closed exactly once: 1.0 if so, 0.0 if not.
+    """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
-    Counted by token id: ``</think>`` stands once among the completion's ids, and ``<think>`` at
-    most once, the prompt's included, and not after it. So a thought that is never closed, one that
-    is closed again and a second one all score 0.0. What the decoded text says is not looked at.
+    It is counted by token id: ``</think>`` occurs once among the completion's ids, and ``<think>``
+    at most once, the prompt's included, and not after it. A thought that is never closed, one that
+    is closed again, and a second thought all score 0.0. The decoded text is not read.
 
     >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])
@@ -279,16 +287,13 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}."""
         opened = self.opened(completions, prompts)
-        return [
-            float(self._is_closed_once(*row)) for row in zip(completion_ids, opened, strict=True)
-        ]
+        return [self._score(*row) for row in zip(completion_ids, opened, strict=True)]
 
-    def _is_closed_once(self, ids: Sequence[int], opened: bool) -> bool:
+    def _score(self, ids: Sequence[int], opened: bool) -> float:
         closes = self.marks.closed(ids)
         opens = self.marks.opened(ids)
-        if len(closes) != 1:
-            return False
-        return opened + len(opens) <= 1 and (not opens or opens[0] < closes[0])
+        in_order = opens[:1] < closes  # a missing opening mark is in order too
+        return float(len(closes) == 1 and opened + len(opens) <= 1 and in_order)
 
 
 @dataclass(frozen=True)
@@ -296,10 +301,10 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
     """Reward a thought that keeps to a number of tokens: 1.0 up to the budget, then less.
 
     Range with the defaults: [0.0, 1.0], higher is better. The thought is counted as ``thinking``
-    counts it: the tokens before the first ``</think>``, a leading ``<think>`` aside. Between
-    ``budget`` and ``limit`` the score follows half a cosine from 1.0 to 0.0. A cosine and not a
-    line, so that no edge at the budget sets two nearly equal thoughts of a group apart. Yeo et al.
-    2025 (arXiv 2502.03373) scale rewards by length with the same curve.
+    counts it: the tokens before the first ``</think>``, without a leading ``<think>``. Between
+    ``budget`` and ``limit`` the score follows half a cosine from 1.0 to 0.0. A cosine has no edge
+    at the budget, which would set two nearly equal thoughts of a group apart. Yeo et al. 2025
+    (arXiv 2502.03373) scale rewards by length with the same curve.
 
     >>> reward = ThinkingBudget(budget=2, limit=6, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1] * n + [9] for n in (2, 3, 4, 6)])
@@ -327,7 +332,7 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
             )
 
     def _score(self, text: str, ids: Sequence[int]) -> float:
-        thought = self.thought_ids(ids)
+        thought = self.marks.thought(ids)
         if thought is None:
             return self.unclosed_score
         # Half a cosine from 1 at the budget to 0 at the limit.
@@ -346,11 +351,11 @@ class SelfQuestions(ThoughtTokens, TokenReward):
     """Reward the questions that a thought asks itself: their number, up to ``most``, over ``most``.
 
     Range: [0.0, 1.0], higher is better. A question is a sentence of the thought that ends with a
-    question mark and holds a letter; one that is asked again in the same words counts once, so
-    that repeating it earns nothing. A thought without ``</think>``, by token id, scores 0.0.
+    question mark and holds a letter. The same words count once, so that repeating a question earns
+    nothing. A thought without ``</think>``, by token id, scores 0.0.
 
-    The questions are looked for in the text before the first ``</think>``: a tokenizer that calls
-    it special (Qwen3's does not) leaves none to find.
+    The questions are looked for in the text before the first ``</think>``. A tokenizer that calls
+    ``</think>`` special (Qwen3's does not) removes it, and then no question is found.
 
     >>> reward = SelfQuestions(most=2, end_token_id=9)
     >>> texts = ["Is it 3.5? Yes.</think>", "Why? Why? How so?</think>", "Hm? Hm??</think>", "Why?"]
@@ -368,7 +373,7 @@ class SelfQuestions(ThoughtTokens, TokenReward):
         check_least("most", self.most, 1)
 
     def _score(self, text: str, ids: Sequence[int]) -> float:
-        if self.thought_ids(ids) is None:
+        if self.marks.thought(ids) is None:
             return 0.0
         return min(len(_questions(thought_text(text) or "")), self.most) / self.most
 
@@ -387,12 +392,12 @@ def _questions(text: str) -> set[str]:
 class ThinkingFormat(TextReward):
     """Reward one thought that is opened, closed once, and followed by an answer: 1.0, else 0.0.
 
-    Opened means: ``<think>`` ends the prompt and stands nowhere in the completion, or it begins the
-    completion, white space aside, and stands nowhere else. A plain prompt is read itself; for a
+    Opened means that ``<think>`` ends the prompt and is not in the completion, or that it begins
+    the completion, white space aside, and occurs nowhere else. A plain prompt is read itself; for a
     conversation the chat template decides, which only a bound reward knows. Closed means that
-    ``</think>`` stands once; the answer is what follows it, and must not be blank.
+    ``</think>`` occurs once. The answer follows it and must not be blank.
 
-    Read in the decoded text: a ``</think>`` spelled out in several tokens counts here, and not in
+    The decoded text is read, so a ``</think>`` spelled out in several tokens counts here, unlike in
     ``thinking_closed_once``.
 
     >>> reward = ThinkingFormat()
@@ -408,7 +413,7 @@ class ThinkingFormat(TextReward):
     __name__: ClassVar[str] = "thinking_format"
 
     partial: bool = False
-    """Score the share that holds of the three: opened, closed once, answered."""
+    """Score the share of the three conditions that hold: opened, closed once, answered."""
 
     def _score(self, text: str, opened: bool) -> float:
         head, close, tail = text.partition(THINK_CLOSE)

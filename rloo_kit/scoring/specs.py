@@ -24,7 +24,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -178,7 +177,7 @@ def reward_behind(name: str) -> Any:
     """
     if name not in BUILTIN:
         raise RewardLoadError(_unknown(name))
-    return pkgutil.resolve_name(BUILTIN[name])
+    return BUILTIN[name]
 
 
 # --- a spec in parts ---------------------------------------------------------------------------

@@ -110,10 +110,15 @@ def format_duration(seconds: float) -> str:
 
 
 def text_of(completion: object) -> str:
-    """Return the text of a completion, plain or conversational; its content may be parts."""
+    """Return the text of a completion, plain or conversational: that of its last message."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
-    if isinstance(completion, list):
-        parts = (part for part in completion if isinstance(part, dict))
-        completion = "".join(str(part.get("text") or "") for part in parts)
-    return completion if isinstance(completion, str) else ""
+    return content_text(completion)
+
+
+def content_text(content: object) -> str:
+    """Return the content of a message as one string; the text parts of a list are joined."""
+    if isinstance(content, list):
+        parts = (part for part in content if isinstance(part, dict))
+        return "".join(str(part.get("text") or "") for part in parts)
+    return content if isinstance(content, str) else ""

@@ -204,7 +204,7 @@ def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational
     assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
 
 
-@pytest.mark.parametrize("module", sorted({home.split(":")[0] for home in
+@pytest.mark.parametrize("module", sorted({reward.__module__ for reward in
                                            rloo_kit.rewards.BUILTIN.values()}))  # fmt: skip
 def test_docstring_examples_run(module):
     results = doctest.testmod(importlib.import_module(module))

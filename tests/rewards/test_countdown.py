@@ -86,9 +86,9 @@ def test_rows_without_numbers_or_target_are_not_scored():
 @pytest.mark.parametrize(
     ("numbers", "target", "message"),
     [
-        ("[3, 5]", 8, "got '[3, 5]' in the column 'numbers', must be a list of whole numbers"),
-        ([3.5], 8, "must be a list of whole numbers such as"),
-        ([3, 5], "eight", "got 'eight' in the column 'target', must be a finite number"),
+        ("[3, 5]", 8, "got '[3, 5]' in the column 'numbers'; write a list of whole numbers"),
+        ([3.5], 8, "write a list of whole numbers such as"),
+        ([3, 5], "eight", "got 'eight' in the column 'target'; write a finite number"),
     ],
 )
 def test_columns_of_another_kind_are_refused(numbers, target, message):

@@ -58,8 +58,8 @@ def test_a_pattern_that_backtracks_without_end_scores_nothing_in_time():
 @pytest.mark.parametrize(
     ("parameters", "remedy"),
     [
-        ({"pattern": "("}, r"'\(' is no regular expression .* correct it"),
-        ({"pattern": None}, "is no regular expression"),
+        ({"pattern": "("}, r"'\(' is not a regular expression .* correct it"),
+        ({"pattern": None}, "is not a regular expression"),
         ({"pattern": "a", "part": "thought"}, "give one of: completion, answer"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_pattern_in_a_schema_has_a_time_limit():
 
 @pytest.mark.parametrize("schema", [3, "object", [1], {"type": "objekt"}, {"enum": {1, 2}}])
 def test_a_bad_schema_is_refused(schema):
-    with pytest.raises(ValueError, match=r"is no JSON schema .* give a table such as"):
+    with pytest.raises(ValueError, match=r"is not a JSON schema .* give a table such as"):
         JsonFormat(schema=schema)
 
 
@@ -177,10 +177,10 @@ def test_the_name_makes_the_format_that_is_given(parameters, reward):
 @pytest.mark.parametrize(
     ("parameters", "remedy"),
     [
-        ({}, "is given no format; give exactly one of pattern, tags and schema"),
-        ({"pattern": "a", "tags": ["a"]}, "is given pattern and tags; give exactly one"),
-        ({"tags": ["a"], "full": True}, "full has no meaning for 'tags'; remove it"),
-        ({"schema": {}, "part": "answer"}, "part has no meaning for 'schema'; remove it"),
+        ({}, "has no format; give exactly one of pattern, tags and schema"),
+        ({"pattern": "a", "tags": ["a"]}, "has pattern and tags; give exactly one"),
+        ({"tags": ["a"], "full": True}, "full has no effect on 'tags'; remove it"),
+        ({"schema": {}, "part": "answer"}, "part has no effect on 'schema'; remove it"),
     ],
 )
 def test_the_name_asks_for_exactly_one_format(parameters, remedy):

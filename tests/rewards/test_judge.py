@@ -407,8 +407,8 @@ def test_a_key_in_the_run_file_is_refused_without_showing_it(parameters, message
     ("parameters", "message"),
     [
         ({"base_url": None}, "give base_url, such as .*, or set the environment variable OPENAI_B"),
-        ({"base_url": "127.0.0.1:8000/v1"}, "is no address; give one such as"),
-        ({"base_url": "file:///v1"}, "is no address"),
+        ({"base_url": "127.0.0.1:8000/v1"}, "is not an address; give base_url"),
+        ({"base_url": "file:///v1"}, "is not an address"),
         ({"mode": "best"}, "mode is 'best'; give one of: rubric, pairwise"),
         ({"scale": [5, 5]}, r"scale \(5, 5\) is not \(lowest, highest\); give two numbers"),
         ({"template": "Grade: {answer}"}, "template lacks {completion}"),

@@ -99,7 +99,7 @@ def test_band_binds_to_what_its_part_needs(other_tokenizer, plain_tokenizer, mon
 
 
 def test_tokens_that_are_not_there_are_named_with_the_remedy():
-    with pytest.raises(RewardContractError, match="set unit to 'words' or 'characters'"):
+    with pytest.raises(RewardContractError, match="set unit to 'words'"):
         LengthBand(unit="tokens")(completions=["a"])
 
 

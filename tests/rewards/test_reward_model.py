@@ -214,7 +214,7 @@ def test_the_base_is_found_from_another_place(adapter_folder, tmp_path, monkeypa
 def test_a_base_that_is_not_here_is_named_with_the_remedy(adapter_folder, base_folder, tmp_path):
     folder, expected = adapter_folder
     shutil.rmtree(tmp_path / "project" / "models")
-    with pytest.raises(ModelError, match=r"on 'models/base', which is not here; give the folder"):
+    with pytest.raises(ModelError, match=r"on 'models/base', which is missing; give the folder"):
         one(RewardModel(str(folder), device="cpu"))
     found = RewardModel(str(folder), device="cpu", base=str(base_folder))
     assert one(found) == pytest.approx(expected, abs=1e-4)
