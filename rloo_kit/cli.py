@@ -1,8 +1,8 @@
-"""The ``rloo-kit`` command: parse, call, print, exit code.
+"""The ``rloo-kit`` command: parser, commands, exit codes.
 
-Exit codes: 0 done; 1 training cannot start here, a run did not learn (doctor), could not (rewards
-check) or would not fit (plan); 2 the input is wrong, with one sentence that says what to change;
-130 ended by Ctrl-C; 143 by SIGTERM.
+Exit codes: 0 done; 1 training cannot start here (doctor), a run did not learn (doctor RUN), cannot
+learn (rewards check) or does not fit (plan); 2 the input is wrong, with one sentence that says what
+to change; 130 ended by Ctrl-C; 143 ended by SIGTERM.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from rloo_kit.text.redaction import (
 )
 from rloo_kit.text.wording import did_you_mean
 
-# Seconds in which a launcher ends the other processes of a training whose first one has failed
-OF_ALL = 10
+# Seconds in which a launcher ends the other processes after the first one failed
+LAUNCHER_SECONDS = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # one that is not UTF-8 shows a ? instead
+    if isinstance(sys.stdout, io.TextIOWrapper):  # show a ? for what it cannot encode
         sys.stdout.reconfigure(errors="replace")
     with redacted_logs():
         return _run(words or ["--help"])
@@ -54,7 +54,8 @@ def _run(words: list[str]) -> int:
             return call(**options) or 0
     except KitError as exc:
         if not (is_first() or isinstance(exc, ProcessEndedError)):
-            time.sleep(OF_ALL)  # the launcher ends this process if the first one fails, too
+            # the launcher ends this process if the first one fails, too
+            time.sleep(LAUNCHER_SECONDS)
         print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as exc:
@@ -96,7 +97,7 @@ PARSER = _Parser(
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
-# First word of commands that have verbs -> the verbs; "": the commands themselves
+# First word of a command with verbs -> its verbs; "": the commands themselves
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 
@@ -107,9 +108,9 @@ def _group(name: str, text: str) -> None:
 
 
 def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
-    """Return a decorator: the command calls the function with its arguments, by name.
+    """Return a decorator that makes a function a command.
 
-    What the function returns is the exit code; None is 0.
+    The command calls it with its arguments by name. The function returns the exit code, None for 0.
     """
     group, _, name = words.rpartition(" ")
     command = VERBS[group].add_parser(name, help=text, description=text)
@@ -124,7 +125,7 @@ def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
 
 
 def _argument(name: str, text: str | None = None, **how: Any) -> Argument:
-    """Return an argument of a command, as ``ArgumentParser.add_argument`` takes it."""
+    """Return an argument of a command; ``how`` is for ``ArgumentParser.add_argument``."""
     return lambda command: command.add_argument(name, help=text, **how)
 
 
@@ -139,43 +140,43 @@ def _set(dest: str, text: str) -> Argument:
     )
 
 
-SET = _set("overrides", "override a setting, such as trainer.beta=0.1")
-RUN_FILE = _argument("source", "or the folder of a run", metavar="RUN.yaml")
+SET = _set("overrides", "override a setting, for example trainer.beta=0.1")
+RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RUN.yaml")
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "resume the newest run of output_dir, or the run in this folder, from its newest whole "
-    "checkpoint; where there is none, start",
+    "resume the newest run of output_dir, or the run in this folder, from its newest complete "
+    "checkpoint; start a run if there is none",
     action="store_true",
 )
-# What eval and judge ask their models, and where they write
+# Options of eval and judge
 ASKED = (
     _argument(
-        "--prompts", "a file, task or dataset; default: the held-out prompts", metavar="SOURCE"
+        "--prompts", "a file, task or dataset (default: the held-out prompts)", metavar="SOURCE"
     ),
-    _argument("--num-prompts", "at most so many", type=int, metavar="N"),
-    _argument("--batch-size", "completions at one time", type=int, metavar="B"),
+    _argument("--num-prompts", "use at most N prompts", type=int, metavar="N"),
+    _argument("--batch-size", "sample B completions at a time", type=int, metavar="B"),
     SET,
     _argument(
         "--vllm",
-        "use vLLM (on a GPU the default, where it can run)",
+        "sample with vLLM (the default on a GPU, if it can run)",
         action="append_const",
         dest="overrides",
         const="trainer.generation=vllm",
     ),
-    _argument("--output", "write the result here instead of into the run's folder", metavar="DIR"),
+    _argument("--output", "write the result to DIR instead of the run's folder", metavar="DIR"),
 )
 
 
 # --- the commands --------------------------------------------------------------------------------
 
 
-@_command("quickstart", "train the embedded model: a minute on a CPU", RESUME, SET)
+@_command("quickstart", "train the embedded model, which takes a minute on a CPU", RESUME, SET)
 def _quickstart(**options: Any) -> int:
     return _train("quickstart", **options)
 
 
-@_command("train", "train as a run file says", RUN_FILE, RESUME, SET)
+@_command("train", "train a model with the settings of a run file", RUN_FILE, RESUME, SET)
 def _train(source: str, **options: Any) -> int:
     from rloo_kit.runs.train import train
 
@@ -187,8 +188,8 @@ def _train(source: str, **options: Any) -> int:
 
 @_command(
     "doctor",
-    "what this machine can run; or, of a run, what went wrong and what to change",
-    _argument("run", "the folder of a run", nargs="?", metavar="RUN"),
+    "check this machine, or diagnose a run",
+    _argument("run", "the folder of a run (default: check this machine)", nargs="?", metavar="RUN"),
 )
 def _doctor(run: str | None) -> int:
     if run is not None:
@@ -204,22 +205,23 @@ def _doctor(run: str | None) -> int:
 
 @_command(
     "plan",
-    "will it fit: the memory of a run on a card, part by part, and what to change",
+    "estimate the memory of a run on a card, part by part, and suggest changes until it fits",
     _argument(
         "source",
-        "or the folder of a run, or a model's name or folder; without it: what fits the card",
+        "a run file, the folder of a run, or a model's name or folder (default: list the models "
+        "that fit the card)",
         nargs="?",
         metavar="RUN.yaml",
     ),
     _argument(
         "--gpu",
-        "a card's memory (12GB) or name (RTX 4070), or this machine's (default)",
+        "the card's memory (12GB) or name (RTX 4070) (default: this machine's)",
         default="this",
         metavar="GPU",
     ),
     _argument(
         "--cards",
-        "number of such cards: also says which ways to train on all of them fit",
+        "plan N such cards: also show which ways to train on all of them fit",
         default=1,
         type=int,
         metavar="N",
@@ -248,16 +250,26 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
 
 @_command(
     "calibrate",
-    "sample every level before a run, and write a run file with the level that teaches",
+    "sample every level of a task, and write a run file with the level that the model solves "
+    "sometimes",
     RUN_FILE,
-    _argument("--num-prompts", "of each level (default 32)", type=int, default=32, metavar="N"),
-    _argument("--num-generations", "of each prompt; as in the run file", type=int, metavar="G"),
     _argument(
-        "--output", "default: RUN-calibrated.yaml; nothing is overwritten", metavar="FILE.yaml"
+        "--num-prompts", "prompts of each level (default: 32)", type=int, default=32, metavar="N"
+    ),
+    _argument(
+        "--num-generations",
+        "completions of each prompt (default: as in the run file)",
+        type=int,
+        metavar="G",
+    ),
+    _argument(
+        "--output",
+        "the new run file (default: RUN-calibrated.yaml; nothing is overwritten)",
+        metavar="FILE.yaml",
     ),
     _argument(
         "--precision",
-        "load the model in bf16 and in float16 too, and write the better one",
+        "also load the model in bfloat16 and in float16, and write the better one",
         action="store_true",
     ),
     SET,
@@ -270,19 +282,34 @@ def _calibrate(**options: Any) -> None:
 
 @_command(
     "warm-up",
-    "a short supervised training on examples before a run, which continues its adapter",
+    "train on examples before a run, which then continues the adapter",
     RUN_FILE,
     _argument(
         "--examples",
-        "rows with prompt and completion, or with messages; or the folder of a run, whose best "
-        "completions are taken",
+        "a file whose rows have prompt and completion, or messages; or the folder of a run, to use "
+        "its best completions",
         required=True,
         metavar="FILE",
     ),
-    _argument("--steps", "of 4 examples; default: by --epochs", type=int, metavar="N"),
-    _argument("--epochs", "passes over the examples (default 2)", type=float, metavar="N"),
-    _argument("--learning-rate", "peak (default 2e-4)", type=float, default=2e-4, metavar="LR"),
-    _argument("--output", "default: OUTPUT_DIR-warm-up; nothing is overwritten", metavar="DIR"),
+    _argument(
+        "--steps",
+        "number of steps, of 4 examples each (default: by --epochs)",
+        type=int,
+        metavar="N",
+    ),
+    _argument("--epochs", "passes over the examples (default: 2)", type=float, metavar="N"),
+    _argument(
+        "--learning-rate",
+        "peak learning rate (default: 2e-4)",
+        type=float,
+        default=2e-4,
+        metavar="LR",
+    ),
+    _argument(
+        "--output",
+        "the new folder (default: OUTPUT_DIR-warm-up; nothing is overwritten)",
+        metavar="DIR",
+    ),
     SET,
 )
 def _warm_up(**options: Any) -> None:
@@ -293,11 +320,11 @@ def _warm_up(**options: Any) -> None:
 
 @_command(
     "report",
-    "one page that says what a run did, why, and what to change; or compares several",
+    "write a page about what a run did, why, and what to change, or a page that compares runs",
     _argument("runs", "the folder of a run", nargs="+", metavar="RUN"),
     _argument(
         "--output",
-        "report.html in the run's folder, comparison.html here for several, where not given",
+        "the new page (default: report.html in the run's folder; comparison.html for several runs)",
         metavar="FILE.html",
     ),
 )
@@ -309,18 +336,18 @@ def _report(runs: list[str], output: str | None) -> None:
 
 @_command(
     "eval",
-    "score models on the same held-out prompts: accuracy, pass@k, their intervals",
+    "score models on the same held-out prompts: accuracy, pass@k and their intervals",
     _argument("models", "a run, a checkpoint, an adapter or a model", nargs="+", metavar="RUN"),
     _argument("--no-base", "leave the base model out", action="store_false", dest="base"),
     _argument(
         "--samples",
-        "sampled completions of each prompt (default 4); 0: greedy alone",
+        "sampled completions of each prompt (default: 4); 0: only greedy ones",
         type=int,
         default=4,
         dest="num_samples",
         metavar="K",
     ),
-    _argument("--no-greedy", "sampled completions alone", action="store_false", dest="greedy"),
+    _argument("--no-greedy", "only sampled completions", action="store_false", dest="greedy"),
     *ASKED,
 )
 def _eval(**options: Any) -> None:
@@ -331,16 +358,16 @@ def _eval(**options: Any) -> None:
 
 @_command(
     "judge",
-    "win rate: how often a judge prefers a model's completions to others",
+    "measure how often a judge prefers a model's completions to those of another model",
     MODEL,
-    _argument("--against", "base (default) or another model", default="base", metavar="RUN"),
+    _argument("--against", "base (default), or another model", default="base", metavar="RUN"),
     _argument(
         "--by",
-        "who judges: a reward as in a run file, such as 'models/my-reward-model' or "
-        "'{name: judge, model: NAME, mode: pairwise}'; default: the held-out judge",
+        "the judge: a reward as in a run file, for example 'models/my-reward-model' or "
+        "'{name: judge, model: NAME, mode: pairwise}' (default: the first held-out reward)",
         metavar="REWARD",
     ),
-    _argument("--sampled", "draw at the run's temperature, not greedily", action="store_true"),
+    _argument("--sampled", "sample at the run's temperature, not greedily", action="store_true"),
     *ASKED,
 )
 def _judge(**options: Any) -> None:
@@ -351,9 +378,9 @@ def _judge(**options: Any) -> None:
 
 @_command(
     "chat",
-    "chat with a trained model in the terminal, and with its base if wanted",
+    "chat with a trained model in the terminal",
     MODEL,
-    _argument("--base", "let the base answer too", action="store_true"),
+    _argument("--base", "let the base model answer too", action="store_true"),
 )
 def _chat(model: str, base: bool) -> None:
     from rloo_kit.export.chat import chat
@@ -363,10 +390,10 @@ def _chat(model: str, base: bool) -> None:
 
 @_command(
     "serve",
-    "serve a trained model by vLLM's own OpenAI-compatible server",
+    "serve a trained model with vLLM's OpenAI-compatible server",
     MODEL,
     _argument(
-        "more", "vLLM's options, such as --port 9000", nargs=argparse.REMAINDER, metavar="..."
+        "more", "options of vLLM, such as --port 9000", nargs=argparse.REMAINDER, metavar="..."
     ),
 )
 def _serve(model: str, more: list[str]) -> None:
@@ -377,29 +404,38 @@ def _serve(model: str, more: list[str]) -> None:
 
 @_command(
     "export",
-    "export a trained model: adapter, merged weights, GGUF, the hub",
+    "export a trained model as adapter, merged weights or GGUF file, or upload it to the hub",
     _argument("run", "a run, a checkpoint, an adapter, or an export", metavar="RUN"),
-    _argument("--to", "adapter, merged, gguf or hub (the adapter)", required=True, metavar="KIND"),
-    _argument("--output", "default: export-KIND, next to the adapter", metavar="DIR"),
+    _argument(
+        "--to", "adapter, merged, gguf, or hub (upload the adapter)", required=True, metavar="KIND"
+    ),
+    _argument(
+        "--output", "the new folder (default: export-KIND next to the adapter)", metavar="DIR"
+    ),
     _argument(
         "--dtype",
-        "of a GGUF file: bf16 (default), f16, q8_0, q5_k_m or q4_k_m; of merged weights: bf16 "
+        "with --to gguf: bf16 (default), f16, q8_0, q5_k_m or q4_k_m; with --to merged: bf16 "
         "(default) or nf4",
         metavar="TYPE",
     ),
     _argument(
         "--base",
-        "the 16-bit base to merge into, or dequantized: the run's 4-bit base written out; of "
-        "an adapter, the name that it gives its base",
+        "with --to merged or gguf: the 16-bit base to merge into, or dequantized for the run's "
+        "4-bit base; with --to adapter or hub: the name that the adapter gives its base",
         metavar="NAME",
     ),
-    _argument("--repo", "of the hub: upload the export, of any kind", metavar="OWNER/NAME"),
-    _argument("--public", "of the hub: else it is private", action="store_true"),
-    _argument("--converter", "llama.cpp, with convert_hf_to_gguf.py", metavar="DIR"),
-    _argument("--no-check", "do not load it back to compare", action="store_false", dest="check"),
+    _argument("--repo", "upload the export, of any kind, to this repository", metavar="OWNER/NAME"),
+    _argument("--public", "make the repository public (default: private)", action="store_true"),
+    _argument("--converter", "llama.cpp's folder, with convert_hf_to_gguf.py", metavar="DIR"),
+    _argument(
+        "--no-check",
+        "do not load the export back to compare its answers",
+        action="store_false",
+        dest="check",
+    ),
     _argument(
         "--prompts",
-        "that are compared (default 16)",
+        "prompts to compare (default: 16)",
         type=int,
         default=16,
         dest="num_prompts",
@@ -414,9 +450,9 @@ def _export(**options: Any) -> None:
 
 @_command(
     "hand-over",
-    "a folder with which verl trains what a run file says, on more cards",
+    "write a folder with which verl trains as a run file says, on more cards",
     RUN_FILE,
-    _argument("--to", "the trainer: verl", required=True, metavar="TRAINER"),
+    _argument("--to", "the trainer; verl is the only one", required=True, metavar="TRAINER"),
     _argument("--output", "the new folder", required=True, metavar="DIR"),
     SET,
 )
@@ -428,7 +464,7 @@ def _hand_over(**options: Any) -> None:
 
 @_command(
     "legacy",
-    "print the run file of a command line for TRL's rloo.py before 0.22",
+    "print the run file for a command line of rloo.py in TRL before 0.22",
     _argument("words", "the command line, after --", nargs=argparse.REMAINDER, metavar="..."),
 )
 def _legacy(words: list[str]) -> None:
@@ -437,10 +473,10 @@ def _legacy(words: list[str]) -> None:
     redacting(print)(legacy_run_file([word for word in words if word != "--"]))
 
 
-_group("rewards", "the reward library")
+_group("rewards", "list, show and check rewards")
 
 
-@_command("rewards list", "every reward with a short name, in one line")
+@_command("rewards list", "list every reward that has a short name")
 def _rewards_list() -> None:
     from rloo_kit.scoring.catalogue import describe_rewards
 
@@ -450,8 +486,8 @@ def _rewards_list() -> None:
 
 @_command(
     "rewards show",
-    "one reward: what it earns, its parameters, an example",
-    _argument("name", metavar="NAME"),
+    "show what a reward pays for, its parameters and an example",
+    _argument("name", "the name of the reward", metavar="NAME"),
 )
 def _rewards_show(name: str) -> None:
     from rloo_kit.scoring.catalogue import describe_reward, entry_text
@@ -461,20 +497,29 @@ def _rewards_show(name: str) -> None:
 
 @_command(
     "rewards check",
-    "try the rewards of a run file on the model's own completions, before any training",
-    _argument("source", metavar="RUN.yaml"),
-    _argument("--completions", "score these; no model needed", metavar="FILE.jsonl"),
+    "call the rewards of a run file on the model's own completions, before any training",
+    _argument("source", "a run file", metavar="RUN.yaml"),
     _argument(
-        "--prompts", "prompts to sample", type=int, default=16, dest="num_prompts", metavar="N"
+        "--completions",
+        "score the completions in this file; no model is loaded",
+        metavar="FILE.jsonl",
+    ),
+    _argument(
+        "--prompts",
+        "prompts to sample (default: 16)",
+        type=int,
+        default=16,
+        dest="num_prompts",
+        metavar="N",
     ),
     _argument(
         "--generations",
-        "completions of each; as in the run file",
+        "completions of each prompt (default: as in the run file)",
         type=int,
         dest="num_generations",
         metavar="G",
     ),
-    _argument("--output-dir", "write the findings and the completions here", metavar="DIR"),
+    _argument("--output-dir", "write the findings and the completions to DIR", metavar="DIR"),
     SET,
 )
 def _rewards_check(**options: Any) -> int:
@@ -483,18 +528,27 @@ def _rewards_check(**options: Any) -> int:
     return 1 if check_rewards(**options, say=redacting(print)).has_errors else 0
 
 
-_group("reward-model", "a reward that is learnt from pairs")
+_group("reward-model", "train a reward model")
 
 
 @_command(
     "reward-model train",
     "train a reward model on pairs of a better and a worse text",
-    _argument("pairs", "rows with prompt, chosen, rejected", metavar="PAIRS.jsonl"),
-    _argument("--model", "the base: a folder or a hub name", default="tiny-thinker"),
-    _argument("--output-dir", default="runs/reward-model", metavar="DIR"),
+    _argument("pairs", "a file whose rows have prompt, chosen, rejected", metavar="PAIRS.jsonl"),
+    _argument(
+        "--model",
+        "the base: a folder or a hub name (default: tiny-thinker)",
+        default="tiny-thinker",
+    ),
+    _argument(
+        "--output-dir",
+        "the new folder (default: runs/reward-model)",
+        default="runs/reward-model",
+        metavar="DIR",
+    ),
     _set(
         "settings",
-        "an argument of train_reward_model or a field of TRL's RewardConfig, such as "
+        "set an argument of train_reward_model or a field of TRL's RewardConfig, for example "
         "max_steps=100 or load_in_4bit=false",
     ),
 )
@@ -504,5 +558,5 @@ def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None
 
     options |= read_overrides(settings)
     for name in {"pairs", "say"} & set(options):
-        raise ConfigError(f"--set {name!r} is no setting of a reward model: leave it out")
+        raise ConfigError(f"--set {name!r} is not a setting of a reward model: leave it out")
     train_reward_model(pairs, **options)

@@ -14,7 +14,7 @@ KitError
     ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
     ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
     ├── MemoryRanOutError (RuntimeError) not even the smallest piece of work fits
-    └── GenerationError (RuntimeError)   an engine that cannot start, is away, or answers wrongly
+    └── GenerationError (RuntimeError)   an engine that cannot start, or answers wrongly
         └── StalePolicyError             an engine that samples from another policy
 
 The command line prints the message in one line and exits with 2.
@@ -26,7 +26,7 @@ class KitError(Exception):
 
 
 class ConfigError(KitError, ValueError):
-    """A setting is unknown, out of range, or does not fit another one."""
+    """A setting is unknown, out of range, or conflicts with another one."""
 
 
 class DataError(KitError, ValueError):
@@ -62,7 +62,7 @@ class DivergedError(KitError, RuntimeError):
 
 
 class SetupError(KitError):
-    """Base of what is wrong with this machine or this process."""
+    """Base of faults of this machine or this process."""
 
 
 class ImportOrderError(SetupError, ImportError):
@@ -70,11 +70,11 @@ class ImportOrderError(SetupError, ImportError):
 
 
 class BackendError(SetupError, RuntimeError):
-    """A backend was asked for by name and cannot start here."""
+    """A backend was requested by name and cannot start here."""
 
 
 class MemoryRanOutError(SetupError, RuntimeError):
-    """Memory ran out, and nothing is left to make smaller."""
+    """Memory ran out, and no work can be made smaller."""
 
 
 class ProcessEndedError(SetupError, RuntimeError):
@@ -82,8 +82,8 @@ class ProcessEndedError(SetupError, RuntimeError):
 
 
 class GenerationError(SetupError, RuntimeError):
-    """An engine that samples cannot start, is away, or answers something else."""
+    """The sampling engine cannot start, is unreachable, or returned an invalid result."""
 
 
 class StalePolicyError(GenerationError):
-    """The policy that sampled is not the policy that trains."""
+    """The policy that sampled is not the policy that is trained."""

@@ -1,4 +1,4 @@
-"""The folder that a command writes: a new one, so that nothing is overwritten, and its lock."""
+"""Output folders of commands: new ones, so that nothing is overwritten, locks, atomic files."""
 
 import contextlib
 import itertools
@@ -20,11 +20,11 @@ def free_folder(wanted: str | Path) -> Path:
     """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is made.
 
     Raises:
-        ConfigError: It has no name that a number could be added to.
+        ConfigError: It has no name to which a number can be added.
     """
     wanted = Path(wanted)
     if not wanted.name:
-        raise ConfigError(f"output_dir {str(wanted)!r} has no name: choose such as 'runs/first'")
+        raise ConfigError(f"output_dir {str(wanted)!r} has no name: give one such as 'runs/first'")
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return next(one for one in itertools.chain([wanted], numbered) if not os.path.lexists(one))
 
@@ -32,7 +32,7 @@ def free_folder(wanted: str | Path) -> Path:
 def make_run_folder(wanted: str | Path) -> Path:
     """Make ``wanted``, or the next ``wanted-N`` that does not exist, and return it.
 
-    Processes that ask at the same moment each get their own.
+    Processes that call it at the same moment get different folders.
 
     Raises:
         ConfigError: It cannot be made.
@@ -83,7 +83,7 @@ def latest_folder(wanted: str | Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-# --- files that are whole -------------------------------------------------------------------------
+# --- atomic files ---------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -106,7 +106,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
     """Write a JSON file atomically, NaN and infinities as null."""
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
-    # A lone surrogate, which a tokenizer may return, is no valid UTF-8; `json.loads` reads it.
+    # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
 
 
@@ -121,12 +121,12 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-# --- one process a folder -------------------------------------------------------------------------
+# --- locks and JSON -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder, which the system releases however the process ends.
+    """Hold the lock of a run's folder; the system releases it however the process ends.
 
     Raises:
         ConfigError: Another run holds it.
@@ -144,14 +144,14 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # first: a name that is free means a free lock; Windows removes it with the release
+        # before the release, so that a free name means a free lock; Windows removes it by itself
         with contextlib.suppress(PermissionError):
             Path(folder, LOCK).unlink(missing_ok=True)
         lock.release()
 
 
 def read_object(text: bytes) -> dict[str, Any] | None:
-    """Return the object that a text in JSON holds; None if it is damaged or something else."""
+    """Return the object that a JSON text holds; None if it is damaged or holds something else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -102,10 +102,10 @@ def test_the_run_file_says_what_the_fields_say(form):
     ("field", "text", "sentence"),
     [
         ("model", "", "model.name is None"),
-        ("rewards", "", "rewards: is empty, so there is nothing to learn from"),
+        ("rewards", "", "rewards: is empty: give at least one reward"),
         ("rewards", "accuracy, {name", "rewards is '[accuracy, {name]', must be a valid list"),
         ("settings", "trainer.num_generation=8", "did you mean 'num_generations'?"),
-        ("settings", "beta 0.1", "is not of the form section.key=value"),
+        ("settings", "beta 0.1", "does not have the form section.key=value"),
     ],
 )
 def test_a_mistake_in_the_run_file_gives_its_sentence(form, field, text, sentence):

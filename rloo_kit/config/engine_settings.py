@@ -1,6 +1,6 @@
-"""Settings of TRL that an engine does not obey, and ``generation_kwargs``: refused before a load.
+"""Checks of settings that a sampling engine does not obey, and of ``generation_kwargs``.
 
-vLLM and transformers are imported only to check what ``generation_kwargs`` gives them.
+vLLM and transformers are imported only to check ``generation_kwargs``.
 """
 
 import contextlib
@@ -16,27 +16,27 @@ ENGINES = {
     "server": "vLLM's server",
     "transformers": "transformers",
 }
-# Settings of TRL that transformers alone obeys
+# Settings of TRL that only transformers obeys
 OF_TRANSFORMERS = (
     "cache_implementation",
     "transformers_continuous_batching_config",
     "use_transformers_continuous_batching",
     "use_transformers_paged",
 )
-# Settings that vLLM's server alone obeys
+# Settings that only vLLM's server obeys
 OF_SERVER = (
     "vllm_adapter_dir", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
     "vllm_server_timeout",
 )  # fmt: skip
 # Settings of TRL that no engine obeys
 OF_NO_ENGINE = (
-    "vllm_group_port",  # of NCCL: the server is sent adapters, not weights
+    "vllm_group_port",  # for NCCL, but the server gets adapters, not weights
     "vllm_model_impl",
     "vllm_tensor_parallel_size",
     "vllm_structured_outputs_regex",
 )
-# What `generation_kwargs` may hold for vLLM: it needs no tokenizer, and leaves the number of
-# completions, their length, their ends and the log-probabilities to the kit
+# Parameters that `generation_kwargs` may hold for vLLM: they need no tokenizer, and leave the
+# number of completions, their length, their ends and the log-probabilities to the kit
 TOKEN_SAMPLING = {
     "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
     "presence_penalty", "repetition_penalty", "top_k", "top_p",
@@ -46,13 +46,14 @@ FIXED = {
     "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
     "return_dict_in_generate",
 }  # fmt: skip
-# What log-probabilities, lengths and the plan read from a setting of their own
+# Parameters with a setting of their own, which log-probabilities, lengths and the plan read
 OWN_SETTINGS = {
     "temperature": "temperature",
     "max_new_tokens": "max_completion_length",
     "max_length": "max_completion_length",
 }
-# Settings that count the tokens of a completion, which a thinking budget draws in two parts
+# Settings that count the tokens of a completion, which is sampled in two parts with a thinking
+# budget
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
@@ -69,14 +70,14 @@ def requested_engine(args: Any) -> str:
     by_mode = "server" if args.vllm_mode == "server" else "vllm"
     if args.generation not in ("auto", "server", by_mode):
         raise ConfigError(
-            f"use_vllm: true with vllm_mode {args.vllm_mode!r} asks for {ENGINES[by_mode]} and "
-            f"generation is {args.generation!r}: keep generation"
+            f"use_vllm: true with vllm_mode {args.vllm_mode!r} asks for {ENGINES[by_mode]}, but "
+            f"generation is {args.generation!r}: keep only generation"
         )
     return by_mode if args.generation == "auto" else args.generation
 
 
 def check_settings(args: Any, engine: str) -> None:
-    """Check the settings of who samples.
+    """Check the settings of the sampling engine.
 
     Args:
         args: A ``LeaveOneOutConfig``.
@@ -121,7 +122,7 @@ def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> Non
                 f"trainer.generation_kwargs gives {name!r}, which vLLM cannot obey with "
                 "trainer.thinking_budget: leave one of them out, or set generation: transformers"
             )
-    if not installed:  # the server says what it does not take
+    if not installed:  # the server reports what it does not accept
         return
     from vllm import SamplingParams
 
@@ -143,7 +144,7 @@ def _check_generate(others: Mapping[str, Any]) -> None:
         raise _refused(others, exc) from exc
     if mode is not GenerationMode.SAMPLE:
         raise ConfigError(
-            f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, and "
+            f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, but "
             "completions must be sampled one token at a time: leave it out"
         )
     for name in (*unknown, *FIXED.intersection(others)):
@@ -155,7 +156,11 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame_generation_kwargs(args: Any) -> Iterator[None]:
-    """Raise what ``generate`` of transformers refuses as a ConfigError on ``generation_kwargs``."""
+    """Turn an error of transformers' ``generate`` into one that names ``generation_kwargs``.
+
+    Raises:
+        ConfigError: ``generate`` refused ``generation_kwargs``.
+    """
     try:
         yield
     except (TypeError, ValueError) as exc:

@@ -1,12 +1,11 @@
-"""What the tables ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file may not hold.
+"""Names that the tables ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file may not hold.
 
-The libraries refuse names that they do not know when they load. Neither is imported here.
+The libraries refuse unknown names when they load. They are not imported here.
 """
 
 from collections.abc import Iterable
 
-# Arguments that load_vllm of unsloth_zoo has and Unsloth's loaders lack: only the start of the
-# shared engine takes them
+# Arguments of load_vllm in unsloth_zoo that Unsloth's loaders lack: only a shared engine uses them
 SHARED_ENGINE_NAMES = frozenset(
     {
         "compilation_config", "conservativeness", "enable_prefix_caching", "enforce_eager",
@@ -54,7 +53,7 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "trust_remote_code": "model.trust_remote_code",
     },
 }
-# Names that the kit sets itself, whatever the run file says
+# Names that the kit always sets itself
 FIXED = {
     "unsloth": {
         "config", "enable_lora", "full_finetuning", "gguf_file", "is_vision_model", "num_labels",
@@ -69,7 +68,7 @@ TABLES = tuple(SET_ELSEWHERE)
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return what is wrong with the keys of one of ``TABLES``."""
+    """Return the errors in the keys of one of ``TABLES``."""
     errors = []
     for key in map(str, names):
         if place := SET_ELSEWHERE[table].get(key):

@@ -1,4 +1,4 @@
-"""Command lines of TRL's ``rloo.py`` and ``rloo_tldr.py`` before 0.22 (v0.21.0), as run files."""
+"""Conversion of command lines of TRL's ``rloo.py`` and ``rloo_tldr.py`` (v0.21.0) to run files."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from rloo_kit.config.other_names import MOVED
 from rloo_kit.config.run_file import PROJECTIONS, make_run_config, read_value
 from rloo_kit.errors import ConfigError
 
-# Defaults of the older trainer that differ; it clipped no gradient
+# Defaults of the older trainer that differ; it did not clip gradients
 DEFAULTS = {
     "learning_rate": 5e-5,
     "max_grad_norm": 0.0,
@@ -19,15 +19,15 @@ DEFAULTS = {
     "temperature": 0.7,
 }
 NEEDED = ("dataset_name", "model_name_or_path", "reward_model_path", "total_episodes")
-# Linear layers of GPT-NeoX, of which the scripts' Pythia models are made
+# Linear layers of GPT-NeoX, for the scripts' Pythia models
 NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-# Flag -> key of the run file, where it is none of the trainer
+# Flag -> key of the run file, for flags that are not trainer settings
 PLACES = {name: place for name, (place, _) in MOVED.items()}
 PLACES |= {"output_dir": "output_dir", "seed": "seed"}
 
 
 def legacy_run_file(words: Sequence[str]) -> str:
-    """Return the run file of an older command line, checked; nothing is loaded.
+    """Return the checked run file of an older command line; nothing is loaded.
 
     Args:
         words: The flags, with or without the launcher and the script before them.
@@ -50,15 +50,15 @@ def legacy_run_file(words: Sequence[str]) -> str:
     reward = {"name": "reward_model", "model": content["rewards"], "policy_tokens": True}
     content["rewards"] = [reward]
     content["trainer"] = make_run_config(content).trainer
-    note = "# An adapter learns, not all weights: it usually wants ten times the learning rate.\n"
+    note = "# Only an adapter is trained: it usually needs ten times the learning rate.\n"
     return note + yaml.safe_dump(content, sort_keys=False)
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return flag -> value, as ``HfArgumentParser`` reads them: without a value it is true."""
+    """Return flag -> value, as ``HfArgumentParser`` reads them; a flag without a value is true."""
     scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
     found: dict[str, list[Any]] = {}
-    values: list[Any] = []  # of the flag before; the first words belong to none
+    values: list[Any] = []  # of the last flag; the first words belong to no flag
     for word in words[scripts[0] if scripts else 0 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

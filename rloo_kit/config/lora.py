@@ -1,7 +1,7 @@
-"""What ``lora:`` takes beside its four usual settings.
+"""Further fields of ``lora:`` in a run file, in addition to the four usual ones.
 
-Every field of the installed PEFT's ``LoraConfig`` that the base, the samplers and an export can
-follow. PEFT is not imported.
+Allowed is every field of the installed PEFT's ``LoraConfig`` that the base, the samplers and an
+export can follow. PEFT is not imported.
 """
 
 import ast
@@ -13,10 +13,10 @@ from typing import Any
 
 from rloo_kit.text.wording import format_value
 
-_OTHER_BASE = "and sampler, reference and export have the base without it: leave it out"
+_OTHER_BASE = "but sampler, reference and export use the base without it: leave it out"
 _NO_START = "for a start of the adapter that changes the base: leave it out"
 _NO_ENGINE = "for a training or an engine that is not used here: leave it out"
-# Fields that something cannot follow -> why
+# Fields that a part of the kit cannot follow -> why
 REFUSED: dict[str, str] = {
     "alora_invocation_tokens": f"for an adapter that starts within a prompt, {_OTHER_BASE}",
     "layer_replication": f"for layers that are repeated, {_OTHER_BASE}",
@@ -26,7 +26,7 @@ REFUSED: dict[str, str] = {
         _NO_ENGINE,
     ),
 }
-# Starts of an adapter that leave the base as it is
+# Initialisations of an adapter that leave the base unchanged
 STARTS = (True, False, "gaussian", "orthogonal")
 # Fields of adapters that vLLM cannot load
 NOT_BY_VLLM = (
@@ -50,17 +50,17 @@ def lora_fields() -> frozenset[str]:
 
 
 def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
-    """Return what is wrong with fields of ``LoraConfig``, a sentence each.
+    """Return the errors in fields of ``LoraConfig``, a sentence each.
 
-    ``section`` is put before their names, such as ``lora.``.
+    ``section``, such as ``lora.``, is put before their names.
     """
     errors = [f"{section}{name} is {REFUSED[name]}" for name in settings if name in REFUSED]
     start = settings.get("init_lora_weights", True)
     if start not in STARTS:
         names = ", ".join(str(one).lower() for one in STARTS)
         errors.append(
-            f"{section}init_lora_weights is {format_value(start)}, which changes the base, and "
-            f"sampler, reference and export have it as it was: give one of {names}"
+            f"{section}init_lora_weights is {format_value(start)}, which changes the base, but "
+            f"sampler, reference and export use the unchanged base: give one of {names}"
         )
     return errors
 
@@ -70,4 +70,4 @@ def why_not_vllm_takes(settings: Mapping[str, Any]) -> str | None:
     name = next((name for name in NOT_BY_VLLM if settings.get(name)), None)
     if name is None and settings.get("bias", "none") != "none":
         name = "bias"
-    return name and f"vLLM does not take adapters with {name}"
+    return name and f"vLLM does not accept adapters with {name}"

@@ -1,8 +1,8 @@
-"""Settings of other trainers: TRL before 0.22, TRL's GRPO, Unsloth, older transformers.
+"""Setting names of other trainers: TRL before 0.22, TRL's GRPO, Unsloth, older transformers.
 
-Python, run files, TRL's parser, ``rloo-kit legacy`` and the docs read these tables; a name is in
+Python, run files, TRL's parser, ``rloo-kit legacy`` and the docs read these tables. A name is in
 one of RENAMED, MOVED, NEEDLESS and REFUSED. The older names are those of TRL v0.21.0:
-``RLOOConfig``, ``OnPolicyConfig``, and flags of its scripts.
+``RLOOConfig``, ``OnPolicyConfig``, and the flags of its scripts.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: text for text, names in groups.items() for name in names.split()}
 
 
-# Name -> the trainer setting that takes its value
+# Name -> the trainer setting for its value
 RENAMED = {
     "cliprange": "epsilon",
     "exp_name": "run_name",
@@ -28,7 +28,7 @@ RENAMED = {
     "total_episodes": "max_steps",
     "warmup_ratio": "warmup_steps",
 }
-# Name -> the key of the run file, and the place in Python, that take its value
+# Name -> the key of the run file, and the place in Python, for its value
 MOVED = {
     "dataset_name": ("data.prompts", "the trainer's train_dataset"),
     "dataset_train_split": ("data.split", "rk.load_prompts"),
@@ -38,10 +38,10 @@ MOVED = {
     "reward_model_path": ("rewards", "the trainer's reward_funcs"),
     "sft_model_path": ("model.name", "rk.load_model"),
 }
-# Left out with a warning: it changes nothing that is learned
+# Ignored with a warning, since learning does not depend on it
 NEEDLESS = _by_name(
     {
-        "a pass takes what fits into memory, or tokens_per_micro_batch": (
+        "a pass holds what fits into memory, or tokens_per_micro_batch": (
             "local_rollout_forward_batch_size unsloth_grpo_mini_batch "
             "unsloth_logit_chunk_multiplier unsloth_num_chunks use_liger_loss"
         ),
@@ -52,7 +52,7 @@ NEEDLESS = _by_name(
         "torchrun or accelerate launch sets the number of processes": "config_file world_size",
     }
 )
-# Refused, with what to do
+# Refused, with the remedy
 REFUSED = _by_name(
     {
         "leave it out, completions end at the EOS token": "stop_token stop_token_id",
@@ -71,11 +71,11 @@ REFUSED = _by_name(
 # Fields of TRL's GRPOConfig that are in none of the tables
 OF_GRPO = "leave it out, only TRL's GRPO has it"
 OTHER_NAMES = {*RENAMED, *MOVED, *NEEDLESS, *REFUSED}
-# No flags of TRL's parser: a script parses these for itself, as TRL's own do, or well may
+# Flags that scripts parse for themselves, and TRL's parser does not
 OF_SCRIPTS = {*MOVED, "config_file", "dataset_num_proc", "dataset_test_split", "exp_name"}
 
 
 def why_not_needed(name: str, value: object) -> str | None:
-    """Return why another trainer's setting may be left out; None: it may not, or is not known."""
+    """Return why another trainer's setting may be left out; None: it may not, or is unknown."""
     says_no = value is False or value in (None, "none", "eos")
     return NEEDLESS.get(name, "it holds anyway" if says_no and name in {*MOVED, *REFUSED} else None)

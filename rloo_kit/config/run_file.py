@@ -1,4 +1,4 @@
-"""The run file: one dataclass tree, read from YAML and ``--set``; all errors come in one message.
+"""Run file: one dataclass tree, read from YAML and ``--set``; all errors come in one message.
 
 Reading it loads neither torch nor TRL.
 """
@@ -34,43 +34,45 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True)
 class ModelSection:
-    """``model:``, what is trained."""
+    """``model:``, the model to train."""
 
     name: str = setting(
         "tiny-thinker",
-        "A hub name, a local folder, an adapter's folder (to train it further), a .gguf file, or "
+        "A hub name, a model's folder, an adapter's folder (to train it further), a .gguf file, or "
         "tiny-thinker (embedded).",
     )
-    max_seq_length: int = setting(1024, "Longest prompt plus completion, tokens.", minimum=2)
-    load_in_4bit: bool = setting(True, "NF4 base weights.")
+    max_seq_length: int = setting(1024, "Longest prompt plus completion, in tokens.", minimum=2)
+    load_in_4bit: bool = setting(True, "Load the base in 4 bit (NF4).")
     backend: Literal["auto", "unsloth", "transformers"] = setting(
-        "auto", "auto, unsloth or transformers."
+        "auto",
+        "Library that loads the model: `unsloth`, `transformers`, or `auto` (Unsloth if it can "
+        "start).",
     )
     trust_remote_code: bool = setting(
-        False, "Run the code that comes with the model, where it needs any; only if you trust it."
+        False, "Run the code that comes with the model, if it needs any; only if you trust it."
     )
-    revision: str | None = setting(None, "Branch, tag or commit of a hub name; null: its main one.")
+    revision: str | None = setting(None, "Branch, tag or commit of a hub name; null: main.")
     chat_template: str | None = setting(
-        None, "A file with a chat template (Jinja) in place of the model's own; null: that one."
+        None, "A file with a chat template (Jinja); null: the model's own template."
     )
 
 
 @dataclass(frozen=True)
 class LoraSection:
-    """``lora:``, the adapter that learns; every other field of PEFT's ``LoraConfig`` too."""
+    """``lora:``, the adapter to train; it also accepts every other field of ``LoraConfig``."""
 
-    r: int = setting(16, "Rank.", minimum=1, maximum=1 << 16)
+    r: int = setting(16, "Rank of the adapter.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
-    lora_dropout: float = setting(0.0, minimum=0, below=1)
+    lora_dropout: float = setting(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     target_modules: list[str] | str = setting(
         help="Linear layers that get an adapter: their names, a regular expression of whole names, "
-        "or `all-linear` (all but the LM head).",
+        "or `all-linear` (all except the LM head).",
         default_factory=lambda: list(PROJECTIONS),
     )
     others: dict[str, Any] = field(default_factory=dict)
-    """Further fields of ``LoraConfig``, which a run file has beside the others."""
+    """Further fields of ``LoraConfig``; a run file lists them with the others."""
     given: ClassVar[frozenset[str]] = frozenset()
-    """Names that were given; the others follow an adapter whose training continues."""
+    """Names that were given; the others follow an adapter that is trained further."""
 
     def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
         """Remember which settings were given."""
@@ -89,8 +91,8 @@ class LoraSection:
 class ThinkingSection:
     """``thinking:``, the marks of thoughts, for a model whose family the kit does not know."""
 
-    start: str | None = setting(None, "Text that opens a thought; null: as the tokenizer tells.")
-    end: str | None = setting(None, "Text that closes it; null: as the tokenizer tells.")
+    start: str | None = setting(None, "Text that opens a thought; null: from the tokenizer.")
+    end: str | None = setting(None, "Text that closes a thought; null: from the tokenizer.")
 
 
 @dataclass(frozen=True)
@@ -104,105 +106,109 @@ class DataSection:
     )
     split: str = setting("train", "Split of a hub dataset.")
     config: str | None = setting(
-        None, "Configuration of a hub dataset, its subset; null: the only one."
+        None, "Configuration (subset) of a hub dataset; null: the only one."
     )
     num_prompts: int | None = setting(
-        None, "Use only the first so many; all when null (1,024 of a built-in task).", minimum=1
+        None, "Use only the first N prompts; null: all (1,024 of a built-in task).", minimum=1
     )
     held_out: int | None = setting(
         None,
-        "Prompts kept out of training for before and after; null: 256 of a built-in task, an "
-        "eighth of a file (at most 256); 0: none, and no before and after.",
+        "Number of prompts kept out of training, which are scored before and after it; null: 256 "
+        "of a built-in task, an eighth of a file (at most 256); 0: none.",
         minimum=0,
     )
     held_out_every: int | None = setting(
         None,
-        "Score them every so many steps during training too; null: before and after only.",
+        "Score the held-out prompts also every N steps; null: only before and after training.",
         minimum=1,
     )
     held_out_samples: int = setting(
         1,
-        "Completions of each held-out prompt; with several, pass@k is reported.",
+        "Completions of each held-out prompt; with more than one, pass@k is reported.",
         minimum=1,
         maximum=1 << 16,
     )
     held_out_rewards: list[Any] = setting(
-        help="Rewards that judge the held-out prompts and are never paid, as in `rewards:`.",
+        help="Rewards that score only the held-out prompts, written as in `rewards:`.",
         default_factory=list,
     )
     system: str | None = setting(
-        None, "A system message put before every prompt; null: the one of `gsm8k`, `dapo-math`."
+        None,
+        "System message put before every prompt; null: that of `gsm8k` or `dapo-math`, or none.",
     )
     chat: bool = setting(
-        True, "Make a plain text a user message; false for a model without a chat template."
+        True, "Make a plain prompt a user message; false for a model without a chat template."
     )
     columns: dict[str, str] | None = setting(
         None,
-        "Names in the kit -> names in the source, such as `{prompt: question, answer: solution}`.",
+        "Column names, kit -> source, for example `{prompt: question, answer: solution}`.",
     )
     level: int | list[int] | None = setting(
         None,
-        "Difficulty of a built-in or reasoning-gym task, one or several; null: the first (what "
-        "`settings` say in reasoning-gym).",
+        "Difficulty of a built-in or reasoning-gym task, one or several levels; null: the first "
+        "(in reasoning-gym: as `settings` say).",
     )
-    settings: dict[str, Any] | None = setting(None, "Of a reasoning-gym task, under its own names.")
+    settings: dict[str, Any] | None = setting(
+        None, "Settings of a reasoning-gym task, under its own names."
+    )
     enable_thinking: bool | None = setting(
         None,
-        "Passed to the chat template of models that can switch the thought off; null: its default.",
+        "Passed to the chat template of a model that can switch the thought off; null: its "
+        "default.",
     )
     max_prompt_tokens: int | None = setting(
         None,
-        "Leave out prompts that are longer; null: a prompt without space for a completion is an "
+        "Leave out longer prompts; null: a prompt that leaves no room for a completion is an "
         "error.",
         minimum=1,
     )
     max_prompt_quantile: float | None = setting(
         None,
-        "Keep this share of the prompts, the shortest ones, such as 0.9; null: all.",
+        "Keep this share of the prompts, the shortest ones, for example 0.9; null: all.",
         above=0,
         below=1,
     )
-    skip_empty: bool = setting(False, "Leave out prompts that are empty; false: an error.")
+    skip_empty: bool = setting(False, "Leave out empty prompts; false: they are an error.")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole run, as ``rloo-kit train RUN.yaml`` reads it."""
+    """Settings of a whole run, as ``rloo-kit train RUN.yaml`` reads them."""
 
     model: ModelSection = field(default_factory=ModelSection)
     lora: LoraSection = field(default_factory=LoraSection)
     thinking: ThinkingSection = field(default_factory=ThinkingSection)
     data: DataSection = field(default_factory=DataSection)
     rewards: list[Any] = setting(
-        help="Reward functions: NAME, FILE.py:FUNCTION or package.module:FUNCTION, each with "
-        ":WEIGHT if wanted; or a table with name, weight and the reward's own parameters.",
+        help="Reward functions: NAME, FILE.py:FUNCTION or package.module:FUNCTION, each with an "
+        "optional :WEIGHT; or a table with name, weight and the reward's own parameters.",
         default_factory=lambda: ["accuracy"],
     )
     trainer: dict[str, Any] = setting(
-        help="Every field of LeaveOneOutConfig, in TRL's names.", default_factory=dict
+        help="Fields of LeaveOneOutConfig, under TRL's names.", default_factory=dict
     )
     unsloth: dict[str, Any] = setting(
-        help="Further arguments of Unsloth's FastLanguageModel.from_pretrained, and of its "
+        help="Further arguments of Unsloth's FastLanguageModel.from_pretrained and of its "
         "load_vllm.",
         default_factory=dict,
     )
     vllm: dict[str, Any] = setting(
-        help="Further arguments of vLLM (fields of its EngineArgs), where it has a copy of the "
-        "weights of its own in this process.",
+        help="Further arguments of vLLM (fields of its EngineArgs), if it runs in this process "
+        "with its own copy of the weights.",
         default_factory=dict,
     )
     output_dir: str = setting(
-        "runs/run", "Where the run's folder is made; a number is added when it exists."
+        "runs/run", "Folder of the run; if it exists, a number is added to the name."
     )
-    # NumPy takes no larger seed
-    seed: int = setting(42, minimum=0, maximum=(1 << 32) - 1)
+    # NumPy accepts no larger seed
+    seed: int = setting(42, "Seed of the run.", minimum=0, maximum=(1 << 32) - 1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and lists, as written to run.yaml."""
         return dataclasses.asdict(self) | {"lora": self.lora.as_dict()}
 
 
-# Task -> its reward where the run file names none
+# Task -> its reward, if the run file names none
 _NUMBER = {"name": "accuracy", "match": "number"}
 TASK_REWARDS: dict[str, Any] = {
     "countdown": "countdown",
@@ -218,10 +224,10 @@ SECTIONS: dict[str, type] = {
 }
 WITH_KEYS = (*SECTIONS, *TABLES)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# In an editable install the folder lies next to the package
+# In an editable install the folder is next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
-# What PyYAML raises; others than its own for such as 2026-13-01, a date by its looks
+# Errors of PyYAML; other than its own for text such as 2026-13-01, which looks like a date
 NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
 
@@ -232,7 +238,11 @@ class _Loader(yaml.SafeLoader):
     """YAML's safe loader that refuses a key given twice; YAML would keep the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the table of a node, or raise ConfigError."""
+        """Return the table of a node.
+
+        Raises:
+            ConfigError: A key is given twice.
+        """
         keys = set()
         for key, _ in node.value:
             if key.value in keys:
@@ -290,7 +300,7 @@ def find_run_file(path: str | Path) -> Path:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what ``section.key=value`` settings alone say, a table for each section.
+    """Return ``section.key=value`` settings as a table for each section.
 
     Raises:
         ConfigError: A setting has another form.
@@ -303,9 +313,9 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return what a value says after ``--set``: YAML, and ``1e-3`` a number."""
+    """Return the value of a text after ``--set``: YAML, but with ``1e-3`` as a number."""
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
-        # YAML 1.1 wants a point and a sign: 1.0e-3
+        # YAML 1.1 needs a point and a sign: 1.0e-3
         return float(text)
     try:
         return yaml.safe_load(text)
@@ -314,7 +324,7 @@ def read_value(text: str) -> Any:
 
 
 def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Write overrides into the content; return what is wrong with their form."""
+    """Write overrides into the content; return errors in their form."""
     errors = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -323,14 +333,14 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
         table = content.get(section) or {}
         if not equals or not all(keys) or len(keys) > 2:
             errors.append(
-                f"--set {format_value(override)} is not of the form section.key=value: write it so"
+                f"--set {format_value(override)} does not have the form section.key=value"
             )
         elif len(keys) == 1:
             content[section] = read_value(text)
         elif section not in WITH_KEYS or not isinstance(table, Mapping):
             errors.append(
-                f"--set {format_value(override)}: {format_value(section)} is no section with keys "
-                f"of its own"
+                f"--set {format_value(override)}: {format_value(section)} is not a section with "
+                "keys"
             )
         else:
             content[section] = {**table, keys[1]: read_value(text)}
@@ -340,7 +350,7 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
 def without_hidden_settings(config: RunConfig) -> RunConfig:
     """Return a run's settings without the secrets that were masked in its run.yaml.
 
-    They are then read from where they are kept: the environment and .env.
+    They are then read from the environment and .env.
     """
     settings = config.as_dict()
     kept = without_hidden(settings)
@@ -351,7 +361,11 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
 
 
 def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig:
-    """Check a mapping as read from YAML and return the RunConfig; see ``read_run_file``."""
+    """Check a mapping as read from YAML, and return the RunConfig (``read_run_file``).
+
+    Raises:
+        ConfigError: A setting is wrong; all errors are in the one message.
+    """
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
@@ -380,9 +394,9 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
 
 
 def _make_section(kind: type, content: object, path: str, errors: list[str]) -> Any:
-    """Return a section of what is right in the content; note what is not."""
+    """Return a section made of the correct values in the content; add the errors to ``errors``."""
     if not isinstance(content, Mapping):
-        errors.append(f"{path[:-1]}: holds `key: value` lines, not {format_value(content)}")
+        errors.append(f"{path[:-1]}: must hold `key: value` lines, not {format_value(content)}")
         return kind()
     hints = typing.get_type_hints(kind)
     known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
@@ -410,7 +424,7 @@ def _is_plain_accuracy(reward: Any) -> bool:
 
 
 def _check_together(config: RunConfig) -> list[str]:
-    """Return what is wrong between settings that are right one by one."""
+    """Return errors in combinations of settings that are each valid."""
     model = config.model
     data = config.data
     stops = config.trainer.get("stop_on") or ()
@@ -430,24 +444,24 @@ def _check_together(config: RunConfig) -> list[str]:
         ),
         (
             bool(config.thinking.start) != bool(config.thinking.end),
-            "thinking: needs both start and end: give the one that is missing",
+            "thinking: needs both start and end: add the missing one",
         ),
         (
             not config.rewards,
-            "rewards: is empty, so there is nothing to learn from: give at least one",
+            "rewards: is empty: give at least one reward",
         ),
         (
             TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
-            f"rewards: accuracy compares the whole answer, and {task} asks for a worked one: write "
-            "{name: accuracy, match: number}",
+            f"rewards: accuracy compares the whole answer, but {task} asks for worked answers: "
+            "write {name: accuracy, match: number}",
         ),
         (
             not Path(config.output_dir).name,
-            f"output_dir is {config.output_dir!r}, must name a folder to make",
+            f"output_dir is {config.output_dir!r}, must be the name of a new folder",
         ),
         (
             completion >= model.max_seq_length,
-            f"trainer.max_completion_length {completion} leaves no space for a prompt in "
+            f"trainer.max_completion_length {completion} leaves no room for a prompt in "
             f"model.max_seq_length {model.max_seq_length}: raise the latter or lower the former",
         ),
         (
@@ -461,14 +475,14 @@ def _check_together(config: RunConfig) -> list[str]:
         (
             config.lora.others.get("bias", "none") != "none"
             and config.trainer.get("beta", DEFAULTS["beta"]),
-            "lora.bias trains the biases of the base, which is the reference of trainer.beta: set "
-            "trainer.beta: 0, or leave lora.bias out",
+            "lora.bias trains biases of the base, but the base is the reference for trainer.beta: "
+            "set trainer.beta: 0, or leave lora.bias out",
         ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
         (
             "reward_hacking" in stops and not data.held_out_every,
             "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
-            "data.held_out_every, such as 10",
+            "data.held_out_every, for example to 10",
         ),
     ]
     wrong = [message for is_wrong, message in rules if is_wrong]

@@ -1,4 +1,4 @@
-"""The table of settings: what the kit knows of every trainer setting, in one row each.
+"""Table of trainer settings: type, default, range, help and resume rule in one row each.
 
 ``LeaveOneOutConfig`` inherits ``KitSettings``. The run-file check, resume, the dry run, the model
 card and the docs read the same rows. Loads neither torch nor TRL.
@@ -13,32 +13,32 @@ Resume = Literal["must", "may", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What holds of one setting, in addition to its name, type and default."""
+    """Rule of one setting, in addition to its name, type and default."""
 
     help: str = ""
     minimum: float | None = None
     above: float | None = None  # lower bound that is not allowed itself
     maximum: float | None = None
     below: float | None = None  # upper bound that is not allowed itself
-    choices: tuple[Any, ...] = ()  # of the value, or of each item of a list
-    table: str = ""  # `module:NAME` of a table whose rows are the choices; loads what that needs
-    default: Any = None  # what the kit sets in place of TRL's default; None: nothing
-    by_device: bool = False  # the default follows machine and model; None lets the kit choose
+    choices: tuple[Any, ...] = ()  # allowed values, or allowed items of a list
+    table: str = ""  # `module:NAME` of a table whose keys are the choices; imported for the check
+    default: Any = None  # the kit's default in place of TRL's; None: TRL's
+    by_device: bool = False  # the default depends on machine and model; None lets the kit choose
     kit_step: bool = False  # the kit's own step obeys it, and TRL's does not
     trl_step: bool = False  # TRL's step obeys it, and the kit's does not
-    instead: str = ""  # why another value than `choices` has no effect here, and what to write
+    instead: str = ""  # why a value outside of `choices` has no effect here, and what to write
     resume: Resume = "free"
     """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
     value is used from the next step and reported. ``free``: it may change without notice."""
 
 
 def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
-    """Return a dataclass field with its rule; a list or dict as ``default_factory=``."""
-    factory = rule.pop("default_factory", MISSING)
-    metadata = {"rule": Rule(help=help, **rule)}
-    if factory is not MISSING:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    """Return a dataclass field with its rule; a default list or dict is a ``default_factory``."""
+    if "default_factory" in rule:
+        given = {"default_factory": rule.pop("default_factory")}
+    else:
+        given = {"default": default}
+    return dataclasses.field(**given, metadata={"rule": Rule(help=help, **rule)})
 
 
 # Findings of the doctor that can make a run worthless
@@ -67,12 +67,12 @@ class KitSettings:
 
     step: Literal["auto", "kit", "trl"] = setting(
         "auto",
-        "Whose training step: the `kit`'s, which is faster, or TRL's own (`trl`); `auto`: TRL's "
-        "where the kit's cannot train ([more than one card](../how-to/more_than_one_card.md)).",
+        "Training step: `kit`, which is faster, or `trl` (TRL's own); `auto`: the kit's, or TRL's "
+        "if the kit's cannot train ([more than one card](../how-to/more_than_one_card.md)).",
     )
     tokens_per_micro_batch: int | None = setting(
         None,
-        "Positions (rows times width) of a training pass; null: from the free memory. Changes "
+        "Positions (rows times width) of a training pass; null: from the free memory. It changes "
         "speed and memory, not the gradient. `per_device_train_batch_size` keeps its meaning.",
         minimum=1,
         resume="may",
@@ -80,40 +80,40 @@ class KitSettings:
     )
     token_level_kl: bool = setting(
         False,
-        "Penalise each token by the KL from itself on, instead of the completion by its sum.",
+        "Subtract from each token the KL from that token on, instead of the whole completion's KL.",
         resume="must",
         kit_step=True,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
         "k1",
-        "`k1` (log ratio) or `k3` (never negative).",
+        "KL estimator: `k1` (log ratio) or `k3` (never negative).",
         resume="must",
         kit_step=True,
     )
     missing_eos_penalty: float | None = setting(
         None,
-        "Subtracted from the score of a completion that was cut off.",
+        "Subtract this from the score of a completion that was cut off.",
         minimum=0,
         resume="must",
         kit_step=True,
     )
     combine: Literal["sum", "normalize_then_sum"] = setting(
         "sum",
-        "Several rewards: the weighted `sum`, or each over its own spread first "
+        "Combine several rewards as the weighted `sum`, or divide each by its own spread first "
         "(`normalize_then_sum`).",
         resume="must",
         kit_step=True,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
-        "Scores over mean and spread of the generation batch (true, `batch`) or of all batches so "
-        "far (`moving`).",
+        "Normalise scores by the mean and spread of the generation batch (true, `batch`) or of all "
+        "batches so far (`moving`).",
         resume="must",
         kit_step=True,
     )
     baseline: str = setting(
         "leave_one_out",
-        "`leave_one_out`; or a row that you added to `BASELINES` ([change the "
+        "Baseline: `leave_one_out`, or a row that you added to `BASELINES` ([change the "
         "step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.advantages:BASELINES",
         resume="must",
@@ -121,27 +121,28 @@ class KitSettings:
     )
     loss: str = setting(
         "clipped",
-        "`clipped`: PPO's clipped surrogate; or a row that you added to `LOSSES` ([change the "
-        "step](../how-to/change_the_step.md)).",
+        "Loss: `clipped` (PPO's clipped surrogate), or a row that you added to `LOSSES` ([change "
+        "the step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.objective:LOSSES",
         resume="must",
         kit_step=True,
     )
     on_reward_error: Literal["stop", "skip"] = setting(
-        "stop", "`stop`, or `skip`: what a reward cannot score counts as unscorable and is logged."
+        "stop",
+        "If a reward cannot score a completion: `stop` the run, or `skip` the score and log it.",
     )
     reward_timeout_seconds: float | None = setting(
-        None, "A reward function that takes longer is an error; null: no limit.", above=0
+        None, "Time limit of a call of a reward function; null: no limit.", above=0
     )
     dynamic_sampling: bool = setting(
         False,
-        "Draw further prompts in place of groups of equal scores.",
+        "Sample further prompts to replace groups whose scores are all equal.",
         resume="must",
         kit_step=True,
     )
     dynamic_sampling_rounds: int = setting(
         4,
-        "At most so many draws for one batch; what is missing then stays as it is.",
+        "Most sampling rounds for one batch; groups that are still missing stay as they are.",
         minimum=1,
         maximum=100,
         resume="must",
@@ -149,81 +150,82 @@ class KitSettings:
     )
     generation: Literal["auto", "vllm", "server", "transformers"] = setting(
         "auto",
-        "Who samples: `vllm` (in this process), `server` (`vllm serve`, [where you start it]"
+        "Sampling engine: `vllm` (in this process), `server` (`vllm serve`, [started by you]"
         "(../how-to/generation.md#a-server-on-another-card-or-machine)), `transformers`, or "
-        "`auto`: vLLM in this process on a GPU where it can.",
+        "`auto`: vLLM in this process if this machine has a GPU and vLLM can run on it.",
         resume="may",
     )
     vllm_adapter_dir: str | None = setting(
         None,
-        "Folder that vLLM's server sees too, for the adapter; null: in memory, on one machine.",
+        "Folder for the adapter that vLLM's server can read; null: in memory, on the same machine.",
     )
     thinking_budget: int | None = setting(
         None,
-        "A thought that is still open after so many tokens ends its completion there, as one that "
-        "was cut off; null: no limit but `max_completion_length`.",
+        "Truncate the completion if the thought is still open after this many tokens; null: no "
+        "limit but `max_completion_length`.",
         minimum=1,
         resume="must",
         kit_step=True,
     )
     canary: bool = setting(
         True,
-        "Check on every batch that vLLM samples from the current policy; stop if it does not.",
+        "Check on every batch that vLLM samples from the current policy, and stop if it does not.",
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,
-        "`sequence` or `token`: weigh by the policy's probability over the sampler's.",
+        "Weight each `sequence` or `token` by the policy's probability over the sampler's.",
         resume="must",
         kit_step=True,
     )
     rollout_correction_cap: float = setting(
         2.0,
-        "Largest such weight.",
+        "Largest weight of `rollout_correction`.",
         minimum=1,
         maximum=1e6,
         resume="must",
         kit_step=True,
     )
-    doctor: bool = setting(True, "Look for problems during the run and report them.")
+    doctor: bool = setting(True, "Look for problems during the run, and report them.")
     stop_on: list[str] | None = setting(
         None,
-        "Findings that end the run, such as `[kl_explosion]`; its best weights are kept.",
+        "Findings that end the run, for example `[kl_explosion]`; its best weights are kept.",
         choices=STOP_ON,
     )
-    keep_last: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
+    keep_last: int = setting(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_best: int = setting(
         1,
-        "Checkpoints kept in addition because they scored highest; 0: none.",
+        "Number of further checkpoints to keep, those that scored highest.",
         minimum=0,
     )
     max_hours: float | None = setting(
-        None, "Save and stop after the step in which the training has taken so long.", above=0
+        None, "Save and stop after this many hours of training.", above=0
     )
     max_skipped_steps: int = setting(
         3,
-        "Stop when so many optimizer steps in a row were skipped because of NaN/Inf gradients.",
+        "Stop after this many optimizer steps in a row were skipped because of NaN/Inf gradients.",
         minimum=1,
         kit_step=True,
     )
     dry_run: bool | None = setting(
         None,
-        "Take the memory of the longest step of a training before its first; null: on a GPU only.",
+        "Run a worst-case step before training, to fail early if memory is short; null: only on a "
+        "GPU.",
         kit_step=True,
     )
 
 
-# Why an adapter is not trained with this setting of TRL
+# Why this setting of TRL is refused
 NO_SYNC = (
-    "trainer.sync_ref_model copies the weights into the reference, and that of an adapter is the "
-    "model without it: leave it out"
+    "trainer.sync_ref_model copies the weights into the reference, but the reference of an adapter "
+    "is the model without it: leave it out"
 )
 _MUST = Rule(resume="must")
 _MAY = Rule(resume="may")
 _BY_DEVICE = Rule(by_device=True)
 _OF_TRL = Rule(trl_step=True)
 _NO_UPLOAD = (
-    "and nothing is uploaded while training: leave it out, and upload the result by rloo-kit "
-    "export RUN --to hub, or by trainer.push_to_hub()"
+    "but nothing is uploaded while training: leave it out, and upload the result with rloo-kit "
+    "export RUN --to hub, or with trainer.push_to_hub()"
 )
 # Fields of TRL and transformers that the kit has a rule for; their types are TRL's
 TRL_RULES: dict[str, Rule] = {
@@ -234,12 +236,12 @@ TRL_RULES: dict[str, Rule] = {
     "bf16": Rule(by_device=True, resume="must"),
     "chat_template_kwargs": _MUST,
     "data_seed": Rule(
-        choices=(None,), instead="and trainer.seed gives the order of prompts: leave it out"
+        choices=(None,), instead="but trainer.seed gives the order of prompts: leave it out"
     ),
     "dataloader_pin_memory": _BY_DEVICE,
     "ds3_gather_for_generation": _OF_TRL,
     "enable_jit_checkpoint": Rule(
-        choices=(False,), instead="and SIGTERM saves a checkpoint anyway: leave it out"
+        choices=(False,), instead="but SIGTERM saves a checkpoint anyway: leave it out"
     ),
     "epsilon": Rule(minimum=0, resume="must"),
     "epsilon_high": _MUST,
@@ -251,7 +253,7 @@ TRL_RULES: dict[str, Rule] = {
     "hub_always_push": Rule(choices=(False,), instead=_NO_UPLOAD),
     "hub_strategy": Rule(choices=("every_save",), instead=_NO_UPLOAD),
     "label_smoothing_factor": Rule(
-        choices=(0,), instead="and RLOO's loss has no labels to smooth: leave it out"
+        choices=(0,), instead="but RLOO's loss has no labels to smooth: leave it out"
     ),
     "learning_rate": Rule(default=1e-5, above=0, maximum=1, resume="may"),
     "logging_steps": Rule(default=1),
@@ -280,7 +282,7 @@ TRL_RULES: dict[str, Rule] = {
     "save_steps": Rule(default=10),
     "save_total_limit": Rule(
         choices=(None,),
-        instead="and checkpoints stay by trainer.keep_last and trainer.keep_best: write those",
+        instead="but trainer.keep_last and trainer.keep_best decide what stays: write those",
     ),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
@@ -290,8 +292,8 @@ TRL_RULES: dict[str, Rule] = {
     "top_p": Rule(above=0, maximum=1, resume="must"),
     "train_sampling_strategy": Rule(
         choices=("random",),
-        instead="and RLOO draws prompts at random, or in their order with "
-        "trainer.shuffle_dataset: false: leave it out",
+        instead="but RLOO draws prompts at random, or with trainer.shuffle_dataset: false in their "
+        "order: leave it out",
     ),
     "use_cpu": _BY_DEVICE,
     "vllm_enable_sleep_mode": Rule(by_device=True),
@@ -305,11 +307,11 @@ RULES: dict[str, Rule] = {
     **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
     **TRL_RULES,
 }
-# What the kit sets in place of TRL's defaults, or repeats so that it can be read without TRL
+# Defaults that differ from TRL's, or repeat TRL's so that they can be read without TRL
 TRL_DEFAULTS: dict[str, Any] = {
     name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
 }
-# Trainer settings where the run file says nothing
+# Trainer settings that the run file does not give
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 OF_KIT_STEP = [name for name, rule in RULES.items() if rule.kit_step]
 OF_TRL_STEP = [name for name, rule in RULES.items() if rule.trl_step]
@@ -317,5 +319,5 @@ BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device
 
 
 def on_resume(rule: Resume) -> list[str]:
-    """Return the settings with that resume rule, sorted."""
+    """Return the settings with this resume rule, sorted."""
     return sorted(name for name, one in RULES.items() if one.resume == rule)

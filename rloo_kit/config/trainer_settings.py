@@ -1,4 +1,4 @@
-"""Trainer settings under TRL's present names: names, values and the batch, checked together.
+"""Checks of trainer settings under TRL's present names: names, values and the batch.
 
 The names and types of TRL's own fields are read from the source of the installed TRL, because
 importing TRL takes ten seconds.
@@ -10,15 +10,14 @@ import math
 import os
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Strict, ValidationError, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
@@ -34,16 +33,7 @@ SOURCES = (
 )
 
 
-def _two_numbers(value: object, check: Callable[[object], object]) -> object:
-    """Return what ``check`` makes of two numbers, for pydantic."""
-    try:
-        return check(value)
-    except ValidationError:
-        message = "Input should be two numbers, such as [-1, 1]"
-        raise PydanticCustomError("two_numbers", message) from None
-
-
-# Types in TRL's source that a value can be checked against; others are left to TRL
+# Types in TRL's source that a value can be checked against; TRL checks the others
 TYPE_NAMES = {
     "bool": bool,
     "dict": dict,
@@ -56,14 +46,12 @@ TYPE_NAMES = {
     "None": type(None),
     "str": str,
     # a list in YAML
-    "tuple[float, float]": Annotated[
-        tuple[float, float], Strict(False), WrapValidator(_two_numbers)
-    ],
+    "tuple[float, float]": Annotated[list[float], Field(min_length=2, max_length=2)],
 }
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
     "fsdp": Any,  # true, or older text
-    # TRL takes None too, for its own default
+    # TRL accepts None too, for its own default
     "max_completion_length": int,
     "num_generations": int,
 }
@@ -76,7 +64,7 @@ def known_trainer_fields() -> frozenset[str]:
 
 @cache
 def _trl_fields() -> dict[str, ast.AnnAssign]:
-    """Return name -> the line of TRL's source that defines the field."""
+    """Return name -> the statement of TRL's source that defines the field."""
     found: dict[str, ast.AnnAssign] = {}
     for source in SOURCES:
         found = _fields_of(*source) | found
@@ -85,12 +73,12 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 
 @cache
 def _trl_types() -> dict[str, Any]:
-    """Return name -> type of TRL's fields; ``Any`` where a type is a class of its libraries."""
+    """Return name -> type of TRL's fields; ``Any`` for a class of its libraries."""
     return {name: _type_of(ast.unparse(node.annotation)) for name, node in _trl_fields().items()}
 
 
 def trl_defaults() -> dict[str, Any]:
-    """Return name -> default of TRL's fields, those whose source has it as a plain value."""
+    """Return name -> default of TRL's fields whose source has it as a plain value."""
     found: dict[str, Any] = {}
     for name, node in _trl_fields().items():
         keywords = {key.arg: key.value for key in getattr(node.value, "keywords", ())}  # of field()
@@ -106,7 +94,7 @@ def grpo_fields() -> frozenset[str]:
 
 
 def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
-    """Return name -> the line of the source of a class that defines the field."""
+    """Return name -> the statement that defines the field in the source of a class."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{package} is not installed: rloo-kit doctor names the version")
@@ -124,10 +112,10 @@ def _type_of(annotation: str) -> Any:
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
-    """Return what is wrong with single trainer settings, under their present names.
+    """Return the errors in trainer settings, under their present names.
 
-    ``all_types`` compares fields of TRL without a rule, too, with the types in its source: for a
-    run file. Python code may give objects that TRL converts.
+    ``all_types`` also checks fields of TRL without a rule, by the types in its source. It is for
+    run files: Python code may give objects that TRL converts.
     """
     errors = []
     hints = {**_trl_types(), **KIT_TYPES}
@@ -140,7 +128,7 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
 
 
 def _check_together(given: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong between settings that are right one by one."""
+    """Return errors in combinations of settings that are each valid."""
     values = {**DEFAULTS, **given}
     budget = values["thinking_budget"]
     longest = values["max_completion_length"]
@@ -148,7 +136,7 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
         "trainer.stop_on needs the doctor, and trainer.doctor is false: remove one": (
             values["stop_on"] and not values["doctor"]
         ),
-        f"trainer.thinking_budget {budget} leaves no space for an answer in "
+        f"trainer.thinking_budget {budget} leaves no room for an answer in "
         f"trainer.max_completion_length {longest}: lower it, or raise the latter": (
             budget and budget >= longest
         ),
@@ -190,16 +178,16 @@ def translate_trainer_arguments(
         values["max_steps"] = _steps_of(values["max_steps"], values)
     renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
     notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
-    for note in notes:  # at a place in the kit: Unsloth hides the warnings of TRL's parser
+    for note in notes:  # from a file of the kit: Unsloth hides warnings of TRL's parser
         warnings.warn(note, FutureWarning, stacklevel=2)
     return values
 
 
 def _instead_of(name: str) -> str:
-    """Return the end of a message about a name that is no setting here."""
+    """Return the end of a message about a name that is not a setting here."""
     if name in MOVED:
         key, in_python = MOVED[name]
-        return f": it is {key} in a run file, and in Python {in_python} takes it"
+        return f": give it as {key} in a run file, or in Python to {in_python}"
     if name in REFUSED or name in grpo_fields():
         return f": {REFUSED.get(name, OF_GRPO)}"
     hint = did_you_mean(name, known_trainer_fields() | set(RENAMED))
@@ -207,7 +195,7 @@ def _instead_of(name: str) -> str:
 
 
 def _rename(old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Put another trainer's setting under its name here; return what is wrong."""
+    """Add another trainer's setting under its name here; return the errors."""
     new = RENAMED[old]
     if new in given or new in values:
         return [f"{old} is {new} here, and both are given: keep {new}"]
@@ -215,15 +203,15 @@ def _rename(old: str, value: Any, values: dict[str, Any], given: Mapping[str, An
         return [f"total_episodes is {format_value(value)}, must be a whole number of completions"]
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
-        # Each mini-batch was an optimizer step of so many slices
+        # Each mini-batch was an optimizer step of this many slices
         value *= accumulation
-    # of multi_objective_aggregation
+    # a value of multi_objective_aggregation
     values[new] = "sum" if value == "sum_then_normalize" else value
     return []
 
 
 def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
-    """Return the optimizer steps in which so many completions are sampled and learned."""
+    """Return the number of optimizer steps that sample and learn this many completions."""
     batch = batch_plan(values)
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     batches = math.ceil(episodes / (batch.num_completions * processes))
@@ -250,9 +238,9 @@ class BatchPlan:
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether no optimizer step comes between sampling and learning.
+        """True if no optimizer step comes between sampling and learning.
 
-        Else a pass without gradient takes the log-probabilities of the policy that sampled.
+        Otherwise a pass without gradient computes the log-probabilities of the policy that sampled.
         """
         return self.steps_per_generation <= self.accumulation
 
@@ -275,14 +263,14 @@ def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
 
 
 def check_batch(trainer: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a batch of checked values: [] or one sentence.
+    """Return the error in a batch of checked values: [] or one sentence.
 
     A generation batch must hold whole slices of ``per_device_train_batch_size`` rows, and whole
     groups of ``num_generations`` completions.
     """
     total = trainer.get("generation_batch_size")
     if total and trainer.get("steps_per_generation"):
-        return ["generation_batch_size and steps_per_generation say the same: give one of them"]
+        return ["generation_batch_size and steps_per_generation set the same: give one of them"]
     plan = batch_plan(trainer)
     rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
     group = plan.num_generations

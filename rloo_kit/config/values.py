@@ -1,6 +1,7 @@
-"""Check of one value against its type hint and its rule; the message names the user's own key."""
+"""Check of one value against its type and its rule; the message names the user's own key."""
 
-import importlib
+import pkgutil
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> list[str]:
-    """Return what is wrong with the value of a key such as ``trainer.beta``: [] or one sentence."""
+    """Return the error in the value of a key such as ``trainer.beta``: [] or one sentence."""
     start = f"{path} is {format_value(value)},"
     bounds = Field(ge=rule.minimum, gt=rule.above, le=rule.maximum, lt=rule.below)
     kind: Any = Annotated[hint, bounds]  # pyright: ignore[reportInvalidTypeForm]  # made here
@@ -22,7 +23,7 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
         TypeAdapter(kind, config=STRICT).validate_python(value)
     except ValidationError as exc:
         found = dict.fromkeys(error["msg"] for error in exc.errors())
-        wanted = " or ".join(found).replace("Input should be", "must be")
+        wanted = re.sub("(Input|List) should", "must", " or ".join(found))
         is_text = isinstance(value, str) and "a valid number" in wanted
         note = " (YAML reads 1e-5 as text: write 1.0e-5)" if is_text else ""
         return [f"{start} {wanted}{note}"]
@@ -37,14 +38,11 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
 
 def _rows_of(table: str) -> tuple[str, ...]:
     """Return the names in a table such as ``package.module:TABLE``; ``""`` has none."""
-    if not table:
-        return ()
-    module, _, name = table.partition(":")
-    return tuple(getattr(importlib.import_module(module), name))
+    return tuple(pkgutil.resolve_name(table)) if table else ()
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest one, or the few there are."""
+    """Return the end of a message about an unknown name: a similar one, or all if they are few."""
     names = sorted(known)
     listed = f"; known are {', '.join(names)}" if len(names) <= 20 else "; drop it"
     return did_you_mean(name, names) or listed

@@ -1,4 +1,4 @@
-"""The end-of-turn token of a chat template."""
+"""End-of-turn token of a chat template."""
 
 from rloo_kit.types import Tokenizer
 
@@ -8,17 +8,18 @@ ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn in the chat template.
 
-    None without a template, or where no token of its own closes the turn.
+    None: there is no template, or no token of its own closes the turn.
     """
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template is a program: it may divide by zero
+    except Exception:  # a template is a program and may raise anything
         return None
     after = text.rpartition(ANSWER)[2].lstrip()
     vocabulary = tokenizer.get_vocab()
-    known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}  # a plain word is no end
+    # a plain word does not end a turn
+    known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     fits = [token for token in known if token in vocabulary and after.startswith(token)]
     return vocabulary[max(fits, key=len)] if fits else None

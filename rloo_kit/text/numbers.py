@@ -1,4 +1,4 @@
-"""Numbers in records, which a damaged file or a user's reward may have spoilt."""
+"""Finite numbers in records, which a damaged file or a user's reward may hold among others."""
 
 from collections.abc import Iterable
 from statistics import fmean
@@ -17,6 +17,6 @@ def finite_numbers(values: Iterable[object]) -> list[float]:
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there is none."""
+    """Return the mean of the values that are not None; None if all are."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

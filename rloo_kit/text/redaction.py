@@ -1,4 +1,4 @@
-"""Mask keys and tokens in text that the kit writes to files or prints.
+"""Masks for keys and tokens in text that the kit writes to files or prints.
 
 Two things are masked, as ``[hidden: NAME]`` or ``[hidden]``: values known to be secrets (variables
 of the environment and of ``.env``, settings whose names say so), and texts with the shape of one
@@ -19,19 +19,19 @@ from urllib.parse import quote, unquote
 MIN_LENGTH = 8
 HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
-# --- which names and values are those of secrets -------------------------------------------------
+# --- names and values of secrets -----------------------------------------------------------------
 
-# Of a name in lower case with `_` between its words: any value is a secret
+# Names, in lower case with `_` between words, whose value is always a secret
 ALWAYS_SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# The last word, and any word of a variable: the value is a secret unless it is plain (`is_plain`)
+# Last word of a name, or any word of a variable, whose value is a secret unless it is plain
 OFTEN_SECRET = "(?<![a-z])(auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token)"
 OFTEN_SECRET_SETTING = re.compile(f"{OFTEN_SECRET}$")
 OFTEN_SECRET_VARIABLE = re.compile(f"{OFTEN_SECRET}(?![a-z])")
-# The value is a fact about a secret, an identifier, or a token of a vocabulary
+# Names whose value is a fact about a secret, an identifier, or a token of a vocabulary
 NOT_THE_VALUE = re.compile(
     "(?<![a-z])(public(?![a-z])|(column|dir|endpoint|env|field|file|format|length|limit|name|path"
     "|size|sock|timeout|type|url)$)"
@@ -39,12 +39,12 @@ NOT_THE_VALUE = re.compile(
 NO_SECRET = re.compile(
     "(?<![a-z])(id$|(bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk)_(.*_)?token(?![a-z]))"
 )
-# No letters, one word, or a path
+# Values without letters, of one word, or paths
 PLAIN = re.compile(r"[\W\d_]*|\D{0,15}|[~.]{0,2}/\D*")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of a variable or setting says that its value is a secret."""
+    """Return whether the name of a variable or setting marks its value as a secret."""
     return _how_secret(name) is not None
 
 
@@ -62,9 +62,9 @@ def _how_secret(name: str) -> str | None:
 
 
 def is_plain(value: str) -> bool:
-    """Return whether a value is too usual to be masked wherever it occurs.
+    """Return whether a value is too common to be masked wherever it occurs.
 
-    That is a short one, a number or date, a word, a path, or an address without a password.
+    Such values are short texts, numbers, dates, words, paths, and addresses without a password.
     """
     text = value.strip()
     if len(text) < MIN_LENGTH or _is_hidden(text):
@@ -76,7 +76,7 @@ def is_plain(value: str) -> bool:
 
 # --- known values --------------------------------------------------------------------------------
 
-# Text -> what replaces it
+# Text -> its replacement
 _known: dict[str, str] = {}
 
 
@@ -85,7 +85,7 @@ def remember_secret(value: str, name: str = "") -> None:
     text = value.strip()
     if text in _known or is_plain(text):
         return
-    # As text, JSON and an address write it
+    # As text, JSON and an address spell it
     forms = {text, repr(text)[1:-1], quote(text), quote(text, safe="")}
     forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
     for form in forms:
@@ -93,7 +93,7 @@ def remember_secret(value: str, name: str = "") -> None:
 
 
 def remember_settings(settings: object, name: str = "") -> None:
-    """Remember every value in nested dicts and lists whose name says that it is a secret."""
+    """Remember every value in nested dicts and lists whose name marks it as a secret."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             remember_settings(value, str(key))
@@ -116,7 +116,7 @@ def remember_arguments(arguments: Iterable[str]) -> None:
 
 def _remember_environment() -> None:
     for name, value in os.environ.items():
-        if name != "PWD":  # the shell's working folder, no password
+        if name != "PWD":  # the shell's working folder, not a password
             remember_settings(value, name)
 
 
@@ -143,7 +143,7 @@ _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
 # Each ends with a `secret`, or a `value` that is one unless it is plain
 SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
     r"(?P<secret>hf_[A-Za-z0-9]{20,})",
-    # not so in "task-"
+    # not in "task-"
     r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt]))(?P<secret>sk-(?=[\w-]{0,64}[0-9])[\w-]{16,})",
     IN_AN_ADDRESS.pattern,
     rf"(?i)[?&](?:[\w.-]{{0,40}}(?:token|api[_-]?key|secret|password)|key)={_VALUE}",
@@ -167,8 +167,7 @@ def _mask_shape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return a text with every secret in it replaced by ``[hidden: NAME]`` or ``[hidden]``.
 
-    Known values are found also as JSON or a percent-encoded address writes them. JSON stays valid
-    JSON.
+    Known values are also found as JSON or a percent-encoded address spells them. JSON stays valid.
     """
     _remember_environment()
     return _redact(text)
@@ -220,11 +219,11 @@ def _is_hidden(value: object) -> bool:
     return isinstance(value, str) and HIDDEN.fullmatch(value) is not None
 
 
-# --- what the kit prints -------------------------------------------------------------------------
+# --- printing and logs ---------------------------------------------------------------------------
 
 
 def redacting(say: Callable[[str], Any]) -> Callable[[str], None]:
-    """Return ``say`` for lines that may hold secrets."""
+    """Return ``say`` that masks secrets in its lines."""
     return lambda line: say(redact(line))
 
 
@@ -235,7 +234,7 @@ class _RedactedRecord(logging.LogRecord):
 
 @contextlib.contextmanager
 def redacted_logs() -> Iterator[None]:
-    """Mask secrets in what any library logs inside the block."""
+    """Mask secrets in the log records of all libraries inside the block."""
     before = logging.getLogRecordFactory()
     logging.setLogRecordFactory(_RedactedRecord)
     try:

@@ -1,4 +1,4 @@
-"""Where the thought of a completion begins and ends, in the marks of its model family.
+"""Beginning and end of the thought in a completion, by the marks of its model family.
 
 Token ids are the model's own. In the text that rewards, records and reports read, the marks of
 every family are written ``<think>`` and ``</think>``.
@@ -16,18 +16,18 @@ from rloo_kit.types import Tokenizer
 
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
-# Name under which a tokenizer's own settings hold marks that were given by hand
+# Name of marks that were given by hand, in a tokenizer's own settings
 GIVEN = "rloo_kit_thinking"
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of a family mark their thoughts."""
+    """Marks of thoughts in a family of models."""
 
     start: str
     end: str
-    sign: str = ""  # what a chat template of the family holds; "": the end itself
-    start_pattern: str = ""  # regular expression of all that opens one; "": the start itself
+    sign: str = ""  # text in the family's chat templates; "": the end itself
+    start_pattern: str = ""  # regular expression for all opening marks; "": the start itself
     end_pattern: str = ""
 
 
@@ -56,7 +56,7 @@ FAMILIES = {
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """Return the id of a token in the tokenizer's vocabulary; None where it is no single one."""
+    """Return the id of a token in the tokenizer's vocabulary; None if it is not a single token."""
     found = tokenizer.convert_tokens_to_ids(token)
     # A token the vocabulary lacks comes back as None or as the id of the unknown token.
     known = isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token
@@ -65,17 +65,17 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 
 @dataclass(frozen=True)
 class Mark:
-    """What opens or what closes a thought."""
+    """Mark that opens or closes a thought."""
 
     text: str  # as the kit writes it
-    pattern: str = ""  # regular expression of all that a model may write
-    token: int | None = None  # its id, where it is one token
+    pattern: str = ""  # regular expression for all that a model may write
+    token: int | None = None  # its id, if it is one token
 
     def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
-        """Return the first token of each such mark, and the one after it.
+        """Return (first token, one after the last token) of each such mark.
 
-        A mark of several tokens is looked for in the text, since its ends may share a token with
-        their neighbours: that token then belongs to the mark.
+        A mark of several tokens is looked for in the text. If its ends share a token with their
+        neighbours, that token belongs to the mark.
         """
         if self.token is not None or tokenizer is None:
             return [(at, at + 1) for at, one in enumerate(ids) if one == self.token]
@@ -99,18 +99,18 @@ class Mark:
 
 @dataclass(frozen=True)
 class ThoughtMarks:
-    """What opens and what closes the thoughts of a model."""
+    """Marks that open and close the thoughts of a model."""
 
     start: Mark
     end: Mark
     tokenizer: Tokenizer | None = None  # None: both are known by their ids
 
     def opened(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return where thoughts are opened: the first token of the mark, the one after it."""
+        """Return (first token, one after the last token) of each opening mark."""
         return self.start.places(ids, self.tokenizer)
 
     def closed(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return where thoughts are closed: the first token of the mark, the one after it."""
+        """Return (first token, one after the last token) of each closing mark."""
         return self.end.places(ids, self.tokenizer)
 
     def is_open(self, ids: Sequence[int]) -> bool:
@@ -118,9 +118,9 @@ class ThoughtMarks:
         return max(self.opened(ids), default=(-1, 0)) > max(self.closed(ids), default=(-1, 0))
 
     def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
-        """Return the tokens before the first closing mark, a leading opening mark left out.
+        """Return the tokens before the first closing mark, without a leading opening mark.
 
-        None means that no thought is closed.
+        None: no thought is closed.
         """
         closed = self.closed(ids)
         if not closed:
@@ -132,7 +132,7 @@ class ThoughtMarks:
 
     @cached_property
     def _hidden(self) -> set[int] | None:
-        """Special tokens that belong to no mark; None: the plain text has the usual marks."""
+        """Special tokens that belong to no mark; None: the plain text shows the usual marks."""
         tokenizer: Any = self.tokenizer
         usual = (self.start.text, self.end.text) == (THOUGHT_BEGINS, THOUGHT_ENDS)
         end = self.end.token
@@ -145,7 +145,7 @@ class ThoughtMarks:
         }
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, its marks as ``<think>`` and ``</think>``."""
+        """Return the text of a completion, with ``<think>`` and ``</think>`` as its marks."""
         tokenizer: Any = self.tokenizer
         if self._hidden is None:
             return tokenizer.decode(ids, skip_special_tokens=True)
@@ -156,16 +156,16 @@ class ThoughtMarks:
         return re.sub(self.end.pattern, THOUGHT_ENDS, text)
 
     def own_text(self, text: str) -> str:
-        """Return a text with ``<think>`` and ``</think>`` in the model's own marks."""
+        """Return a text with the model's own marks in place of ``<think>`` and ``</think>``."""
         text = text.replace(THOUGHT_BEGINS, self.start.text)
         return text.replace(THOUGHT_ENDS, self.end.text)
 
 
 def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
-    """Return how a model marks its thoughts: as given by hand, else as its tokenizer tells.
+    """Return the marks of a model's thoughts, as given by hand or else by its tokenizer.
 
-    A family is known by its closing mark, in the vocabulary and in the chat template. None means
-    that no family's is there. There is no guess: another family's id is an ordinary word.
+    A family is recognised by its closing mark in the vocabulary and in the chat template. None: no
+    family's mark is there. There is no guess, since another family's id is an ordinary word.
     """
     given = tokenizer.init_kwargs.get(GIVEN)
     if given:
@@ -181,18 +181,15 @@ def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
 
 
 def _marks(tokenizer: Tokenizer, family: Family) -> ThoughtMarks:
-    opening, closing = (
-        Mark(text, pattern or re.escape(text), token_id(tokenizer, text))
-        for text, pattern in (
-            (family.start, family.start_pattern),
-            (family.end, family.end_pattern),
-        )
-    )
-    return ThoughtMarks(opening, closing, tokenizer)
+    def mark(text: str, pattern: str) -> Mark:
+        return Mark(text, pattern or re.escape(text), token_id(tokenizer, text))
+
+    opening = mark(family.start, family.start_pattern)
+    return ThoughtMarks(opening, mark(family.end, family.end_pattern), tokenizer)
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
-    """Set the marks of a model's thoughts by hand; None: as the tokenizer tells.
+    """Set the marks of a model's thoughts by hand; with None the tokenizer decides.
 
     The tokenizer keeps them, also when it is saved with an adapter.
     """
@@ -201,15 +198,15 @@ def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None
 
 
 def opens_thought(tokenizer: Tokenizer, text: str) -> bool:
-    """Return whether a prompt ends with an opened thought."""
+    """Return whether a prompt ends with an open thought."""
     marks = thought_marks(tokenizer)
     start = THOUGHT_BEGINS if marks is None else marks.start.pattern
     return re.search(rf"(?:{start})\s*\Z", text) is not None
 
 
 def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) -> list[str]:
-    """Return the texts of B completions, the marks of their thoughts as ``<think>`` and so on."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    """Return the texts of B completions, with ``<think>`` and ``</think>`` as their marks."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the one of a processor
     marks = thought_marks(tokenizer)
     if marks is None:
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -219,10 +216,10 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
 def find_thought(
     marks: ThoughtMarks | None, completion_ids: list[int], completion: Any
 ) -> dict[str, int | None]:
-    """Return what a row of completions.jsonl says about the thought.
+    """Return the fields of a row of completions.jsonl about its thought.
 
-    ``thought_tokens`` are those of the thought, ``answer_at`` the characters up to and including
-    the last closing mark; both are None where no thought was closed.
+    ``tokens`` are all tokens, ``thought_tokens`` those of the thought, ``answer_at`` the characters
+    up to the end of the last closing mark; the last two are None if no thought was closed.
     """
     found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
     thought = marks and marks.thought(completion_ids)

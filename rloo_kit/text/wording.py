@@ -16,12 +16,12 @@ from rloo_kit.text.redaction import redact
 LONGEST_VALUE = 100
 # Characters of another library's error
 LONGEST_REASON = 160
-# Errors of one message, beside the first
+# Errors of one message, after the first
 MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):
-    """``repr`` that looks at a few items of a few levels alone."""
+    """``repr`` that reads only a few items of a few levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = LONGEST_VALUE
 
     def repr_str(self, x: str, level: int) -> str:
-        """Return a text without secrets: half of a secret would not be recognised later."""
+        """Return a text without secrets, since half of a secret is not recognised later."""
         return super().repr_str(redact(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
-        """Return a whole number, or its size where Python refuses to write it out."""
+        """Return a whole number, or its size if it has many digits."""
         return repr(x) if x.bit_length() < 256 else f"a whole number of {x.bit_length()} bits"
 
 
@@ -63,7 +63,7 @@ def first_line(exc: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text on one line, with an escape for what cannot be printed or steers a terminal."""
+    """Return text on one line, with escapes for characters that cannot be printed."""
     if text.isprintable():
         return text
     return "".join(
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def format_errors(errors: Iterable[str]) -> str:
-    """Return several errors as one message: the first ones, and how many are left."""
+    """Return several errors as one message: the first ones, and the number of others."""
     text, *others = errors
     shown = "; ".join([text, *others[:MORE_ERRORS]])
     left = len(others) - MORE_ERRORS
@@ -87,7 +87,7 @@ def did_you_mean(word: object, candidates: Iterable[str]) -> str:
 
 
 def where_missing(name: str, base: Path) -> str:
-    """Return where a path was looked for, here and from ``base``, and the nearest name there."""
+    """Return a clause on where a path is missing, here and from ``base``, with a similar name."""
     path = Path(os.path.expanduser(name))
     places = dict.fromkeys(os.path.abspath((start / path).parent) for start in (Path(), base))
     names = [one for place in places for one in glob.glob("*", root_dir=place)]

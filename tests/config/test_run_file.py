@@ -110,7 +110,7 @@ WRONG = [
     ({"modle": {}}, "unknown key modle; did you mean 'model'?"),
     ({"model": {"nmae": "x"}}, "unknown key model.nmae; did you mean 'name'?"),
     ({"lora": {"rank": 1}}, "lora.rank; known are lora_alpha, lora_dropout, r, target_modules"),
-    ({"model": "tiny"}, "model: holds `key: value` lines, not 'tiny'"),
+    ({"model": "tiny"}, "model: must hold `key: value` lines, not 'tiny'"),
     ({"trainer": "fast"}, "trainer is 'fast', must be a valid dictionary"),
     ({"model": {"name": None}}, "model.name is None, must be a valid string"),
     ({"model": {"max_seq_length": 1.5}}, "max_seq_length is 1.5, must be a valid integer"),
@@ -131,7 +131,7 @@ WRONG = [
     ({"rewards": []}, "rewards: is empty"),
     (
         {"data": {"prompts": "gsm8k:copy"}, "rewards": ["thinking", "accuracy:0.5"]},
-        "rewards: accuracy compares the whole answer, and gsm8k asks for a worked one",
+        "rewards: accuracy compares the whole answer, but gsm8k asks for worked answers",
     ),
     (
         {"data": {"prompts": "dapo-math"}, "rewards": [{"name": "accuracy", "weight": 2.0}]},
@@ -140,7 +140,7 @@ WRONG = [
     ({"lora": {"use_rslor": True}}, "unknown key lora.use_rslor; did you mean 'use_rslora'?"),
     ({"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights is 'pissa', which changes"),
     ({"lora": {"layer_replication": [[0, 2]]}}, "lora.layer_replication is for layers that are"),
-    ({"lora": {"bias": "all"}}, "lora.bias trains the biases of the base"),
+    ({"lora": {"bias": "all"}}, "lora.bias trains biases of the base"),
     ({"lora": {"others": {}}}, "unknown key lora.others"),
     ({"data": {"max_prompt_quantile": 1.0}}, "data.max_prompt_quantile is 1.0, must be less than"),
     (
@@ -148,7 +148,7 @@ WRONG = [
         "data.max_prompt_quantile and data.max_prompt_tokens both limit prompts: give one",
     ),
     ({"thinking": {"start": "<a>"}}, "thinking: needs both start and end"),
-    ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no space"),
+    ({"model": {"max_seq_length": 512}}, "trainer.max_completion_length 512 leaves no room"),
     ({"output_dir": "."}, "output_dir is '.'"),
     (
         {"trainer": {"output_dir": "x"}},
@@ -158,8 +158,8 @@ WRONG = [
         {"trainer": {"trust_remote_code": True}},
         "is model.trust_remote_code in a run file",
     ),
-    ({"trainer": {"reward_clip_range": [-1]}}, "reward_clip_range is [-1], must be two numbers"),
-    ({"trainer": {"reward_clip_range": [-1, 0, 1]}}, "[-1, 0, 1], must be two numbers"),
+    ({"trainer": {"reward_clip_range": [-1]}}, "reward_clip_range is [-1], must have at least 2 items"),
+    ({"trainer": {"reward_clip_range": [-1, 0, 1]}}, "[-1, 0, 1], must have at most 2 items"),
     ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a valid number"),
     ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),
     ({"trainer": {"stop_on": ["reward_hacking"]}}, "set data.held_out_every"),
@@ -188,7 +188,7 @@ def test_all_errors_come_in_one_message():
     }
     message = error_of(content, "nonsense")
     for part in (
-        "--set 'nonsense'", "modle", "model.nmae", "model.max_seq_length", "lora: holds",
+        "--set 'nonsense'", "modle", "model.nmae", "model.max_seq_length", "lora: must hold",
         "rewards is 'accuracy'", "trainer.seed", "trainer.beta", "'num_generation'",
     ):  # fmt: skip
         assert part in message
@@ -240,7 +240,7 @@ def test_settings_without_a_section():
         "max_steps": 3,
         "learning_rate": 1e-3,
     }
-    with pytest.raises(ConfigError, match="'a' is no section"):
+    with pytest.raises(ConfigError, match="'a' is not a section"):
         read_overrides(["a.b=3"])
 
 

@@ -134,7 +134,7 @@ def test_a_setting_without_effect_says_what_to_write_instead(name):
         ({"stop_on": ["kl_explosion"], "doctor": False}, "needs the doctor"),
         (
             {"thinking_budget": 64, "max_completion_length": 64},
-            "thinking_budget 64 leaves no space for an answer in trainer.max_completion_length 64",
+            "thinking_budget 64 leaves no room for an answer in trainer.max_completion_length 64",
         ),
         ({"normalise_reward": True}, "'normalise_reward'; did you mean 'normalize_reward'?"),
         ({"reward_timeout": 3}, "did you mean 'reward_timeout_seconds'?"),
@@ -206,8 +206,8 @@ def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
         ({"scale_rewards": "group"}, "normalize_advantages: true"),
         ({"stop_token": "period"}, "end at the EOS token"),
         ({"stop_token_id": 0}, "end at the EOS token"),
-        ({"sft_model_path": "x"}, "it is model.name in a run file, and in Python rk.load_model"),
-        ({"max_prompt_length": 512}, "it is data.max_prompt_tokens in a run file"),
+        ({"sft_model_path": "x"}, "give it as model.name in a run file, or in Python to rk.load_model"),
+        ({"max_prompt_length": 512}, "give it as data.max_prompt_tokens in a run file"),
         ({"vllm_sampling_params": object()}, "write temperature, top_p"),
     ],
 )
