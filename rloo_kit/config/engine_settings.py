@@ -71,7 +71,7 @@ def requested_engine(args: Any) -> str:
     if args.generation not in ("auto", "server", by_mode):
         raise ConfigError(
             f"use_vllm: true with vllm_mode {args.vllm_mode!r} asks for {ENGINES[by_mode]}, but "
-            f"generation is {args.generation!r}: keep only generation"
+            f"generation is {args.generation!r}: keep generation"
         )
     return by_mode if args.generation == "auto" else args.generation
 

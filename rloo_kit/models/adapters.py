@@ -1,4 +1,4 @@
-"""LoRA adapters: folders in PEFT's layout, and the adapter of a model that TRL takes over."""
+"""LoRA adapters: folders in PEFT's layout, and the adapter of a model in memory."""
 
 import contextlib
 import json
@@ -9,38 +9,54 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.lora import NOT_BY_VLLM
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.text.wording import first_line, format_value, where_missing
 from rloo_kit.types import Model
 
 if TYPE_CHECKING:
     import torch
 
+TO_GIVE = "give a model's folder, a .gguf file or a hub name"
+# File of a run file that ships with the kit -> how to get it
+FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# End of the embedded model's path, wherever the kit is installed
+# End of the embedded model's path in any installation
 EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
 
 
 def adapter_in(name: str | Path) -> Path | None:
-    """Return the folder that a name stands for if it holds an adapter and no whole model."""
+    """Return the folder of that name if it holds an adapter and no whole model, else None."""
     folder = Path(os.path.expanduser(name))
-    # os.path takes names that can be no path
+    # os.path accepts names that cannot be a path
     found = os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")
     return folder if found else None
 
 
 def is_path(name: str) -> bool:
-    """Return whether a model's name can only be a path, and no hub name."""
+    """Return whether a model's name can only be a path, not a hub name."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def check_path(name: str, base: Path = Path()) -> None:
+    """Check that a model's name that can only be a path exists, here or in ``base``.
+
+    Raises:
+        ModelError: It does not.
+    """
+    path = Path(os.path.expanduser(name))
+    exists = os.path.exists(path) or os.path.exists(base / path)
+    if not exists and (is_path(name) or path.suffix == ".gguf"):
+        remedy = FETCHED.get(path.name, TO_GIVE)
+        raise ModelError(f"model {name!r} {where_missing(name, base)}; {remedy}")
 
 
 def base_of(adapter: Path) -> str:
     """Return the base of an adapter: ``tiny-thinker``, a folder, or a hub name.
 
-    A relative path starts from the current folder, as it does in PEFT, or from the adapter's.
+    A relative path starts from the current folder, as in PEFT, or from the adapter's.
 
     Raises:
-        ModelError: The adapter does not say what its base is, or the base is not there.
+        ModelError: The adapter does not name its base, or the base is missing.
     """
     base = str(_config_of(adapter).get("base_model_name_or_path") or "")
     path = Path(base)
@@ -50,37 +66,37 @@ def base_of(adapter: Path) -> str:
     if not base or (found is None and is_path(base)):
         raise ModelError(
             f"the adapter in {format_value(str(adapter))} is for the base {format_value(base)}, "
-            "which is not there: put the path of the base into base_model_name_or_path of its "
+            "which is missing: put the path of the base into base_model_name_or_path of its "
             f"{CONFIG}"
         )
     return base if found is None else str(found)
 
 
 def revision_of(adapter: Path) -> str | None:
-    """Return the revision of its base on the hub that an adapter is for; None: any, or no hub's."""
+    """Return the revision of an adapter's base on the hub; None: not noted, or not on the hub."""
     base = base_of(adapter)
     is_here = base == "tiny-thinker" or os.path.exists(base)
     return None if is_here else _config_of(adapter).get("revision")
 
 
 def base_name(name: str) -> str:
-    """Return the base where a name stands for an adapter, else the name."""
+    """Return the base if the name is an adapter's folder, else the name."""
     adapter = adapter_in(name)
     try:
         return name if adapter is None else base_of(adapter)
-    except ModelError:  # loading it says so
+    except ModelError:  # loading reports it
         return name
 
 
 def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return rank, alpha, dropout and layers of an adapter that is trained further, and the rest.
+    """Return rank, alpha, dropout, layers and other settings of an adapter to train further.
 
-    ``given`` are the user's settings, None where not given; ``section`` is their section of the run
+    ``given`` are the user's settings, None if not given; ``section`` is their section of the run
     file, such as ``lora.``.
 
     Raises:
-        ConfigError: A given setting is not the adapter's.
-        ModelError: It is no LoRA adapter of a language model, or its files cannot be read.
+        ConfigError: A given setting differs from the adapter's.
+        ModelError: It is not a LoRA adapter of a language model, or its files cannot be read.
     """
     config = _config_of(adapter)
     where = format_value(str(adapter))
@@ -88,8 +104,8 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     task = config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise ModelError(
-            f"the adapter in {where} is of the kind {format_value(kind)} for {task}, and training "
-            "continues from LoRA for CAUSAL_LM only: merge it into its base, and give the merged "
+            f"the adapter in {where} is of the kind {format_value(kind)} for {task}, but training "
+            "continues only from LoRA for CAUSAL_LM: merge it into its base, and give the merged "
             "model"
         )
     layers = config.get("target_modules") or []
@@ -106,7 +122,7 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
             is_same = {*([value] if isinstance(value, str) else value)} == {*has[name]}
         if value is not None and not is_same:
             raise ConfigError(
-                f"{section}{name} is {format_value(value)}, and the adapter in {where} has "
+                f"{section}{name} is {format_value(value)}, but the adapter in {where} has "
                 f"{format_value(has.get(name))}: leave {section}{name} out, since an adapter keeps "
                 "its settings"
             )
@@ -131,18 +147,18 @@ def _config_of(adapter: Path) -> dict[str, Any]:
 
 
 def drop_old_reference(model: Model) -> None:
-    """Let a second trainer on the same model take its own copy of the adapter as the reference."""
+    """Delete an earlier trainer's reference, so that TRL copies the adapter anew."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
 
 
 @contextlib.contextmanager
 def without_engine(model: Model) -> Iterator[None]:
-    """Hide the engine that a model carries: Unsloth's class would let TRL sample by it.
+    """Hide the engine of a model from TRL, which would sample with it in Unsloth's class.
 
     TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
     """
-    modules = model.modules() if hasattr(model, "modules") else ()  # a name is none
+    modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
     try:
         yield
@@ -152,7 +168,7 @@ def without_engine(model: Model) -> Iterator[None]:
 
 
 def adapter_tensors(model: Model, name: str = "default") -> "dict[str, torch.Tensor]":
-    """Return the tensors of an adapter under the names that PEFT's files have, not copied."""
+    """Return the tensors of an adapter, not copied, under their names in PEFT's files."""
     from peft import get_peft_model_state_dict
 
     mine = {n: p.detach() for n, p in model.named_parameters() if f".{name}." in f"{n}."}
@@ -160,7 +176,7 @@ def adapter_tensors(model: Model, name: str = "default") -> "dict[str, torch.Ten
 
 
 def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> None:
-    """Write an adapter as PEFT does; ``dtype`` is torch's type of the file, None: the adapter's."""
+    """Write an adapter as PEFT does; ``dtype`` is the type of its tensors, None: unchanged."""
     from safetensors.torch import save_file
 
     tensors = {
@@ -172,12 +188,12 @@ def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> N
 
 
 def trained_parameters(model: Model) -> "dict[str, torch.nn.Parameter]":
-    """Return the parameters of a model that train, by name."""
+    """Return the trained parameters of a model, by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
 def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
-    """Return copies of an adapter's trained parameters; none of a model without adapter."""
+    """Return copies of an adapter's trained parameters; {} for a model without an adapter."""
     if not hasattr(model, "peft_config"):
         return {}
     return {name: one.detach().clone() for name, one in trained_parameters(model).items()}
@@ -186,20 +202,20 @@ def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
 def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
     """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
 
-    With 8 bits of mantissa an update smaller than 1/256 of a weight is lost, and at learning rates
-    of 1e-6 to 1e-5 nearly all are. Whole layers (``modules_to_save``) keep their type: sampling
-    computes with the base's.
+    bf16 has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost, as nearly all
+    are at learning rates of 1e-6 to 1e-5. Whole layers (``modules_to_save``) keep their type, since
+    sampling computes in the base's.
     """
     import torch
 
     for name, parameter in model.named_parameters():
         is_lora = parameter.requires_grad and "lora_" in name
-        if name in adapter or is_lora:  # one that TRL has made of `peft_config` is not in adapter
+        if name in adapter or is_lora:  # an adapter that TRL made of `peft_config` is not in it
             values: Any = adapter.get(name, parameter.data)
             parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
 
 
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
-    """Return whether a new LoRA adapter adds nothing yet, so that off and its copy are the same."""
+    """Return whether a new LoRA adapter adds nothing yet, so that the base equals the policy."""
     others = {name: values for name, values in adapter.items() if "lora_A" not in name}
     return bool(others) and all("lora_B" in name and not v.any() for name, v in others.items())

@@ -1,7 +1,7 @@
 """Memory of a vLLM engine in this process: weights, activations, CUDA graphs and KV cache.
 
-One computation serves the plan, the load of a model whose weights Unsloth shares with vLLM, and an
-engine with its own copy of the weights. vLLM calls the result ``gpu_memory_utilization``.
+The plan, the load of a model whose weights Unsloth shares with vLLM, and an engine with its own
+copy of the weights use the same computation. vLLM calls the result ``gpu_memory_utilization``.
 """
 
 import math
@@ -14,45 +14,45 @@ from rloo_kit.models.shape import ModelShape, weight_bytes
 MIB = 1024**2
 # Ranks that vLLM reserves buffers for
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Completions that vLLM samples at a time, at most. Unsloth takes exactly 256 for "not given".
+# Most completions that vLLM samples at a time. Unsloth reads exactly 256 as "not given".
 MAX_SEQUENCES = 255
-# Prompt tokens that vLLM reads in one pass; longer prompts are read in several
+# Prompt tokens that vLLM reads in one pass; longer prompts need several
 BATCHED_TOKENS = 4096
 SMALLEST_CACHE = 64 * MIB
-# What vLLM counts as its own and no formula here names: its process group, small buffers
+# Memory of vLLM that no formula here names: its process group, small buffers
 UNMEASURED = 128 * MIB
-# With less not even a tiny model starts: kernels that are loaded count, and every CUDA graph takes
-# a block of 2 MiB at least. Seen on an H100.
+# With less not even a tiny model starts, since loaded kernels count and every CUDA graph needs a
+# block of at least 2 MiB. Seen on an H100.
 SMALLEST_TOTAL = GIB
-# Part of the card that stays free while an engine starts: one of so many
+# One part in this many of the card stays free while an engine starts
 SPARE = 20
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """What an engine needs for one model and one batch; memory in bytes."""
+    """Needs of an engine for one model and one batch; memory in bytes."""
 
-    weights: int  # of the base model: the engine's own copy, or the one shared with the trainer
+    weights: int  # the base model's: the engine's own copy, or the one shared with the trainer
     trained: int  # parameters of the adapter, not bytes
     working: int  # activations, logits and LoRA buffers of the largest pass
     graphs: int  # CUDA graphs; they stay when the engine sleeps
-    starting: int  # over all that, while the engine starts
+    starting: int  # in addition, while the engine starts
     full_cache: int  # keys and values of all completions at full length
-    smallest_cache: int  # of one of them: with less vLLM does not start, or cuts the length
+    smallest_cache: int  # for one completion: with less vLLM does not start, or cuts the length
 
     @property
     def fixed(self) -> int:
-        """All that it takes but the KV cache."""
+        """All of it except the KV cache."""
         return self.weights + self.working + self.graphs + UNMEASURED
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine takes of the card; memory in bytes."""
+    """Memory of the card that an engine uses, in bytes."""
 
     size: EngineSize
     cache: int  # keys and values
-    refusal: str | None = None  # why vLLM would not start, in a plan
+    refusal: str | None = None  # in a plan: why vLLM would not start
 
     @property
     def total(self) -> int:
@@ -60,7 +60,7 @@ class EngineMemory:
         return max(self.size.fixed + self.cache, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
-        """Return vLLM's ``gpu_memory_utilization`` of a card with so many bytes."""
+        """Return vLLM's ``gpu_memory_utilization`` for a card of ``card`` bytes."""
         return min(1.0, math.ceil(1000 * self.total / card) / 1000)
 
 
@@ -75,11 +75,17 @@ def engine_size(  # noqa: PLR0913
     batched_tokens: int = BATCHED_TOKENS,
     draft_tokens: int = 0,
 ) -> EngineSize:
-    """Return what an engine needs for so many completions at one time.
+    """Return the needs of an engine that samples ``num_sequences`` completions at a time.
 
-    ``max_length`` is of prompt plus completion, ``batched_tokens`` of the prompt tokens that it
-    reads in one pass, ``draft_tokens`` are guessed for a completion in one pass, ``value_bytes`` of
-    an activation.
+    Args:
+        shape: The base model.
+        in_4bit: Its weights are NF4.
+        max_rank: LoRA rank that vLLM reserves buffers for.
+        num_sequences: Completions at a time.
+        max_length: Longest prompt plus completion, in tokens.
+        value_bytes: Bytes of an activation.
+        batched_tokens: Prompt tokens that it reads in one pass.
+        draft_tokens: Tokens that it guesses for a completion in one pass.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     weights = weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes)
@@ -90,7 +96,7 @@ def engine_size(  # noqa: PLR0913
     activations = batched_tokens * (2 * shape.intermediate_size + 4 * shape.hidden_size)
     # keys and values, 2 bytes each
     sequence = 2 * 2 * shape.num_layers * shape.kv_size * max_length
-    # in float32, their softmax, and what sampling keeps
+    # in float32: logits, their softmax, and a copy for sampling
     logits = 12 * rows * (1 + draft_tokens) * shape.vocab_size
     working = value_bytes * (activations + trained) + logits
     # Unsloth's estimate (approximate_vllm_memory_usage): 172 graphs of a float32 hidden state for
@@ -101,8 +107,8 @@ def engine_size(  # noqa: PLR0913
         trained=trained,
         working=working,
         graphs=graphs,
-        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): what the
-        # profiling run leaves in torch's cache, and the packed weights once more
+        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): the rest of the
+        # profiling run in torch's cache, and the packed weights once more
         starting=packed + working + graphs + UNMEASURED,
         full_cache=sequence * rows,
         smallest_cache=max(SMALLEST_CACHE, sequence),
@@ -112,16 +118,21 @@ def engine_size(  # noqa: PLR0913
 def engine_memory(
     size: EngineSize, free: int, *, sleeps: bool, card: int, share: float | None = None
 ) -> EngineMemory:
-    """Return what an engine takes on a GPU that also trains.
+    """Return the memory of an engine on a GPU that also trains.
 
-    The KV cache holds all completions at full length where that fits. An engine that sleeps while
-    the model learns may take nine tenths of what is free, one that stays awake half of it; both
-    leave room for what an engine holds only while it starts.
-    ``free`` bytes are so before the engine starts, or before weights that it shares are loaded;
-    ``share`` of the card is as the user set it, None: computed.
+    The KV cache holds all completions at full length if they fit. An engine that sleeps while the
+    model learns may use nine tenths of the free memory, one that stays awake half of it. Both leave
+    room for the memory that an engine holds only while it starts.
+
+    Args:
+        size: Needs of the engine.
+        free: Free bytes before the engine starts, or before weights that it shares are loaded.
+        sleeps: The engine sleeps while the model learns.
+        card: Bytes of the card.
+        share: Share of the card as the user set it; None: computed.
 
     Raises:
-        GenerationError: Less would be left than the keys and values of one completion take.
+        GenerationError: The keys and values of one completion do not fit.
     """
     if share is not None:
         cache = int(share * card) - size.fixed
@@ -134,12 +145,12 @@ def engine_memory(
         )
     if cache < size.smallest_cache:
         taken = f"{free / GIB:.1f} GiB free"
-        remedy = "lower model.max_seq_length (of a loaded model, trainer.vllm_max_model_length)"
+        remedy = "lower model.max_seq_length (or trainer.vllm_max_model_length of a loaded model)"
         if share is not None:
             taken = f"{share:g} of the card"
             remedy = "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(
-            f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs take "
+            f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs need "
             f"{size.fixed / GIB:.1f} GiB, and a completion's keys and values "
             f"{size.smallest_cache / GIB:.1f} GiB; {remedy}, or set trainer.generation: "
             f"transformers"
@@ -148,7 +159,7 @@ def engine_memory(
 
 
 def cpu_cache(size: EngineSize, free: int) -> int:
-    """Return the size of the KV cache on a CPU: what is needed, or a quarter of what is free."""
+    """Return the size of the KV cache on a CPU, in bytes: at most a quarter of the free memory."""
     left = (free - size.weights - 16 * size.trained) // 4
     return max(SMALLEST_CACHE, min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, left))
 

@@ -1,6 +1,6 @@
-"""GGUF files: convert one into an ordinary Hugging Face folder that can be trained.
+"""Conversion of GGUF files into ordinary Hugging Face folders that can be trained.
 
-transformers reads the file and dequantizes its weights to bf16, 2 bytes per parameter; the folder
+transformers reads the file and dequantizes its weights to bf16, 2 bytes per parameter. The folder
 is cached.
 """
 
@@ -20,19 +20,19 @@ from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
 
 MAGIC = b"GGUF"
-CONVERSION = 2  # counts changes of what a file is converted into
+CONVERSION = 2  # version of the conversion
 # Values of `tokenizer.ggml.token_type`
 CONTROL = 3
 USER_DEFINED = 4
-# Tokens to pad with where the file's own would end a completion
+# Padding tokens, if the file's own would end a completion
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
 
 def convert(path: Path, cache_dir: Path | None = None) -> Path:
-    """Return a Hugging Face folder with the model of a GGUF file, converting it only once.
+    """Return a Hugging Face folder with the model of a GGUF file, which is converted only once.
 
     The end-of-text token becomes the one that ends an assistant's turn in the chat template. The
-    folder is in ``cache_dir``, or in the kit's cache folder; its name holds the file's name and a
+    folder is in ``cache_dir`` or in the kit's cache folder; its name holds the file's name and a
     hash of its path, size and modification time.
 
     Raises:
@@ -46,7 +46,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     with _reading(path):
         model, tokenizer, missing = _read(path)
         _repair_tokens(model, tokenizer)
-    if missing:  # transformers would start them at random
+    if missing:  # transformers would initialise them randomly
         raise ModelError(
             f"{format_value(str(path))} lacks {len(missing)} weights of its model, {missing[0]!r} "
             "first: join the parts of a split file with llama.cpp's `llama-gguf-split --merge`, or "
@@ -66,7 +66,7 @@ def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
     """Return the tokenizer of a GGUF file, without its weights.
 
     Raises:
-        ModelError: As ``convert`` does.
+        ModelError: The file cannot be read (``convert``).
     """
     from transformers import AutoTokenizer
 
@@ -92,8 +92,8 @@ def _tokenizer_of(path: Path) -> Any:
 def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
     """Keep control and user-defined tokens whole, such as Qwen3's ``</think>``.
 
-    The converters of transformers 5.17 register three names for Qwen and none for Gemma; all others
-    would be split into pieces wherever a prompt has them.
+    The converters of transformers 5.17 register three of them for Qwen and none for Gemma; the
+    others would be split into pieces in a prompt.
     """
     from tokenizers import AddedToken
 
@@ -110,10 +110,10 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 
 def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
-    """Return a tokenizer by transformers' fast reader; None where it has no converter.
+    """Return a tokenizer by transformers' fast reader; None if it has no converter.
 
-    AutoTokenizer takes that reader for one architecture only (transformers 5.17); its other one
-    needs 4 s for 49,000 tokens, and runs twice.
+    AutoTokenizer uses that reader for one architecture only (transformers 5.17); its other reader
+    needs 4 s for 49,000 tokens and runs twice.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations import ggml
@@ -138,12 +138,12 @@ def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise what transformers raises while it reads a GGUF file as a ModelError."""
+    """Turn any error of transformers while it reads a GGUF file into a ModelError."""
     if installed_version("gguf") is None:
-        raise ModelError("reading a .gguf file needs the package gguf; pip install gguf")
+        raise ModelError("reading a .gguf file needs the package gguf: pip install gguf")
     try:
         yield
-    except Exception as exc:  # every architecture has readers of its own
+    except Exception as exc:  # every architecture has its own readers
         raise ModelError(
             f"transformers cannot read {format_value(str(path))} ({first_line(exc)}): it is "
             "damaged, or of an architecture that transformers does not know; download it again, or "
@@ -155,12 +155,12 @@ def _source(path: Path) -> dict[str, Any]:
     return {
         "pretrained_model_name_or_path": str(path.parent),
         "gguf_file": path.name,
-        "trust_remote_code": False,  # of files in the same folder
+        "trust_remote_code": False,  # code in the same folder
     }
 
 
 def _goal(path: Path, cache_dir: Path | None) -> Path:
-    """Check the magic bytes; return the folder that the file is converted into, there or not."""
+    """Check the magic bytes; return the folder for the converted file, which may not exist."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -181,7 +181,7 @@ def _goal(path: Path, cache_dir: Path | None) -> Path:
 
 
 def _read(path: Path) -> tuple[Any, Any, list[str]]:
-    """Return the file's bf16 model, its tokenizer, and the weights that it lacks."""
+    """Return the file's model in bf16, its tokenizer, and the names of missing weights."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -197,16 +197,16 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
-    """Set end, beginning and padding tokens, alike in tokenizer, config and generation config.
+    """Set the same end, beginning and padding tokens in tokenizer, config and generation config.
 
-    The tokenizer that transformers 5.17 makes for Llama takes its end of text from the file's
-    *beginning* of text (integrations/ggml.py, ``GGUFLlamaConverter``): no answer would ever end.
+    The tokenizer that transformers 5.17 makes for Llama uses the file's *beginning* of text as its
+    end of text (integrations/ggml.py, ``GGUFLlamaConverter``), so that no answer would ever end.
     """
     config = model.config
     settings = model.generation_config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [end for end in given if end is not None]
-    if ends:  # before the template is rendered: it may name its tokens through the tokenizer
+    if ends:  # before the template is rendered, which may read the tokenizer's tokens
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     if tokenizer.bos_token is not None and config.bos_token_id is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
@@ -228,7 +228,7 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _write(model: Model, tokenizer: Tokenizer, goal: Path) -> None:
-    """Write the folder under another name and rename it: complete or absent."""
+    """Write the folder under another name and rename it, so that it is complete or absent."""
     goal.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=goal.parent) as work:
         folder = Path(work) / goal.name
@@ -237,5 +237,5 @@ def _write(model: Model, tokenizer: Tokenizer, goal: Path) -> None:
         try:
             os.rename(folder, goal)
         except OSError:
-            if not goal.is_dir():  # else another process finished first, with the same content
+            if not goal.is_dir():  # another process may have finished first, with the same content
                 raise

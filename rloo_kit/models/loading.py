@@ -1,4 +1,4 @@
-"""Load a model, attach a LoRA adapter, save it: the only module that constructs models."""
+"""Loading of models, LoRA adapters and their saving; the only module that constructs models."""
 
 import contextlib
 import functools
@@ -20,10 +20,11 @@ from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.models.adapters import (
+    TO_GIVE,
     WEIGHTS,
     adapter_in,
     base_of,
-    is_path,
+    check_path,
     lora_settings,
     revision_of,
 )
@@ -32,13 +33,10 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER, auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import first_line, format_errors, format_value, where_missing
+from rloo_kit.text.wording import first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
 
-TO_GIVE = "give a model's folder, a .gguf file or a hub name"
-# File of a run file that ships with the kit -> how to get it
-FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
-# Of a model on the hub, what is not loaded
+# Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
@@ -60,29 +58,31 @@ def load_model(
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Return a model and its tokenizer, or with ``images`` its processor, for ``attach_lora``.
+    """Load a model and its tokenizer, or with ``images`` its processor, for ``attach_lora``.
 
     Args:
         name: A hub name, a folder, a .gguf file, ``tiny-thinker``, or an adapter to train further.
-        max_seq_length: Longest prompt plus completion, tokens.
-        load_in_4bit: NF4 weights (bitsandbytes), double quantisation.
-        backend: ``auto`` (Unsloth where it starts), ``unsloth`` or ``transformers``.
+        max_seq_length: Longest prompt plus completion, in tokens.
+        load_in_4bit: Load NF4 weights (bitsandbytes) with double quantisation.
+        backend: ``auto`` (Unsloth if it can start), ``unsloth`` or ``transformers``.
         precision: ``bf16``, ``fp16``, ``fp32``, or ``auto``: the first that the device computes.
-        fast_inference: On a GPU with Unsloth and vLLM, one copy of the base for training and vLLM;
-            ``auto``: where Unsloth cannot share it, load without vLLM. Ignored elsewhere.
+        fast_inference: On a GPU with Unsloth and vLLM, share one copy of the base between training
+            and vLLM; ``auto``: load without vLLM if Unsloth cannot share it. Ignored elsewhere.
         images: Load a vision model and its processor, for prompts with images.
-        max_lora_rank: Largest LoRA rank of this shared engine.
-        num_sequences: Completions that it samples at a time.
-        trust_remote_code: Run code that comes with the model: only for a source you trust.
+        max_lora_rank: Largest LoRA rank of the shared engine.
+        num_sequences: Completions that the shared engine samples at a time.
+        trust_remote_code: Run code that comes with the model; only for a source you trust.
         revision: Branch, tag or commit of a hub name.
-        chat_template: A file with the chat template (Jinja) to use in place of the model's own.
-        vllm: Further ``EngineArgs`` of vLLM, where it has a copy of the weights of its own.
-        **kwargs: For ``from_pretrained`` of Unsloth or transformers, and for the shared engine
-            ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
+        chat_template: A file with a chat template (Jinja) to use in place of the model's own.
+        vllm: Further ``EngineArgs`` of a vLLM with its own copy of the weights.
+        **kwargs: Arguments of ``from_pretrained`` of Unsloth or transformers, and for the shared
+            engine ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
-        ModelError: Not found, no model, too large, no safetensors, needs own code, no vision model.
-        ConfigError, GenerationError: A setting cannot be obeyed here.
+        ModelError: It is missing, not a model or not a vision model, too large, without
+            safetensors, or needs code of its own.
+        ConfigError: A setting cannot be obeyed here.
+        GenerationError: The shared engine cannot start.
     """
     environment = setup(backend)
     source, adapter, hub = _source_of(name, revision)
@@ -123,7 +123,7 @@ def load_model(
 def _source_of(
     name: str | Path, revision: str | None
 ) -> tuple[str, Path | None, tuple[str, str] | None]:
-    """Return the base as ``find_model`` does, the adapter on it, and its name and revision."""
+    """Return the base (``find_model``), the adapter, and the base's hub name and revision."""
     source = find_model(name, revision)
     adapter = adapter_in(source)
     if adapter is not None:
@@ -133,7 +133,7 @@ def _source_of(
 
 
 def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
-    """Let a tokenizer, and the processor that it is a part of, use the chat template in a file."""
+    """Set the chat template in a file for a tokenizer and its processor."""
     if file is None:
         return
     try:
@@ -154,7 +154,7 @@ def load_tokenizer(
     revision: str | None = None,
     chat_template: str | Path | None = None,
 ) -> Any:
-    """Return the tokenizer of a model as ``load_model`` takes its name, without the weights.
+    """Load the tokenizer of a model without its weights; arguments are those of ``load_model``.
 
     Raises:
         ModelError: As ``load_model`` does.
@@ -183,16 +183,16 @@ def _has_tokenizer(folder: Path) -> bool:
 def _taken_from(
     kwargs: dict[str, Any], fast_inference: bool | str, why_not_shared: str | None
 ) -> dict[str, Any]:
-    """Take what is for a shared engine alone out of ``kwargs``; return it by its fields."""
+    """Move arguments of a shared engine out of ``kwargs``; return fields of ``EngineSettings``."""
     if kwargs.get("load_in_8bit"):
         raise ConfigError(
-            "load_in_8bit is true, and a base is in 4 or 16 bit here: leave it out, and set "
+            "load_in_8bit is true, but a base is in 4 or 16 bit here: leave it out, and set "
             "load_in_4bit"
         )
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     if extra and why_not_shared:
         raise ConfigError(
-            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, and "
+            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, but "
             f"{why_not_shared}: leave it out"
         )
     return {
@@ -206,13 +206,13 @@ def _taken_from(
 def _why_not_shared(
     environment: Environment, fast_inference: bool | str, images: bool
 ) -> str | None:
-    """Return why the weights are not shared with vLLM, or None where Unsloth is asked to."""
+    """Return why the weights are not shared with vLLM; None if Unsloth shall share them."""
     if environment.hardware.device == "cpu":
         return "this machine has no GPU"
     if environment.backend != "unsloth":
         return f"transformers loads the model ({environment.why_not_unsloth})"
     if not fast_inference:
-        return "vLLM was not asked for (trainer.generation, fast_inference)"
+        return "vLLM was not requested (trainer.generation, fast_inference)"
     return "the prompts have images" if images else why_not_vllm()
 
 
@@ -232,20 +232,20 @@ def attach_lora(
     A model that was loaded from an adapter's folder keeps that adapter and its settings.
 
     Args:
-        model: As ``load_model`` returned it.
+        model: The result of ``load_model``.
         r: Rank; None: 16.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
-        lora_dropout: In [0, 1); None: 0.
-        target_modules: Names of linear layers, or a regular expression of whole names; None: of
-            the attention and of the MLP; ``all-linear``: all that PEFT finds, but for the LM head.
+        lora_dropout: Dropout on the adapter's input, in [0, 1); None: 0.
+        target_modules: Names of linear layers, or a regular expression of whole names; None: those
+            of the attention and of the MLP; ``all-linear``: all that PEFT finds except the LM head.
         use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
-            time and memory is plenty.
-        seed: Of a fresh adapter's random start.
+            time and memory is plentiful.
+        seed: Seed of a fresh adapter.
         **others: Further fields of PEFT's ``LoraConfig``.
 
     Raises:
-        ConfigError: None of ``target_modules`` is in the model, the model's adapter has other
-            settings, or a field is unknown or cannot be followed.
+        ConfigError: No ``target_modules`` are in the model, the model's adapter has other settings,
+            or a field is unknown or not supported.
     """
     given = {
         "r": r,
@@ -255,15 +255,15 @@ def attach_lora(
         **others,
     }
     check_lora_config(given)
-    folder = notes_of(model).adapter
+    notes = notes_of(model)
     if use_gradient_checkpointing is not None:
-        notes_of(model).gradient_checkpointing = use_gradient_checkpointing
-    if folder is not None and hasattr(model, "peft_config"):
-        lora_settings(Path(folder), given)
+        notes.gradient_checkpointing = use_gradient_checkpointing
+    if notes.adapter is not None and hasattr(model, "peft_config"):
+        lora_settings(Path(notes.adapter), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
         return model
-    # what is not given is as in a run file's `lora:`
+    # defaults are those of a run file's `lora:`
     asked = {name: value for name, value in given.items() if value is not None}
     settings = LoraSection().as_dict() | asked
     settings["target_modules"] = _there(model, settings["target_modules"])
@@ -271,10 +271,10 @@ def attach_lora(
 
 
 def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
-    """Refuse fields of ``LoraConfig`` that PEFT does not take, or that cannot be followed here.
+    """Check that PEFT accepts fields of ``LoraConfig``, and that the kit can follow them.
 
     Raises:
-        ConfigError: With the field.
+        ConfigError: A field is unknown, or has a value that is refused.
     """
     from peft import LoraConfig
 
@@ -291,10 +291,10 @@ def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
 
 
 def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
-    """Return the names that are layers of the model; a pattern as it is.
+    """Return the names that are layers of the model; a pattern is returned as it is.
 
     Raises:
-        ConfigError: None of them is.
+        ConfigError: No layer has one of the names.
     """
     if target_modules == "all-linear":  # PEFT finds these itself
         return "all-linear"
@@ -302,8 +302,8 @@ def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str
     if isinstance(target_modules, str):
         if not any(re.fullmatch(target_modules, name) for name in names):
             raise ConfigError(
-                f"target_modules {format_value(target_modules)} matches no layer of this model, "
-                f"whose first is {names[0]}: it must match whole names"
+                f"target_modules {format_value(target_modules)} matches no layer of this model: it "
+                f"must match whole names such as {names[0]}"
             )
         return target_modules
     outside = re.compile(_outside_language(model) or "(?!)")
@@ -320,7 +320,7 @@ def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str
 def _new_adapter(
     model: Any, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
 ) -> Any:
-    """Return the model with an adapter made of these settings of ``LoraConfig``."""
+    """Return the model with a new adapter with these settings of ``LoraConfig``."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -337,16 +337,16 @@ def _new_adapter(
         settings = {"exclude_modules": _outside_language(model)} | settings
         peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
-    if hub := notes_of(model).hub:  # it was loaded from a copy of this revision
+    if hub := notes_of(model).hub:  # the base was loaded from a copy of this revision
         config = peft_model.peft_config["default"]
         config.base_model_name_or_path, config.revision = hub
     return peft_model
 
 
 def _outside_language(model: Model) -> str | None:
-    """Return a pattern of a vision model's layers that are not its language model's.
+    """Return a pattern of the layers of a vision model outside of its language model.
 
-    PEFT matches it with whole names. Unsloth's default is the language model too.
+    PEFT matches it with whole names. Unsloth adapts only the language model by default, too.
     """
     if model.config.get_text_config() is model.config:
         return None
@@ -371,8 +371,8 @@ def _with_adapter(model: Model, folder: Path) -> Any:
     from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    # A fresh adapter gets the folder's weights, so that Unsloth patches its layers and its config
-    # names the base that is loaded.
+    # The folder's weights go into a fresh adapter, so that Unsloth patches its layers and its
+    # config names the loaded base
     try:
         config: Any = LoraConfig.from_pretrained(str(folder))
         defaults = vars(LoraConfig())
@@ -389,11 +389,11 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
         if wrong := [*found.unexpected_keys, *lost]:
-            raise ValueError(f"{wrong[0]} is only in one of them")
-    except Exception as exc:  # missing layers, other shapes, unknown settings: each its own
+            raise ValueError(f"only one of them has {wrong[0]}")
+    except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
-            f"further ({type(exc).__name__}: {first_line(exc)}): see that it was trained on this "
+            f"further ({type(exc).__name__}: {first_line(exc)}): check that it was trained on this "
             "model, or try backend: transformers"
         ) from exc
     notes_of(peft_model).adapter = str(folder)
@@ -406,26 +406,26 @@ def save_adapter(
     folder: str | Path,
     state: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the trained adapter and the tokenizer as PEFT reads them; the write is atomic.
+    """Write the trained adapter and the tokenizer in PEFT's format, atomically.
 
-    A crash leaves the old weights or the new ones, whole. Where the settings of LoRA have changed,
-    the old adapter waits as ``.NAME.old`` beside the folder until the new one is in place. TRL's
-    frozen copy of the adapter (``ref``) is left out.
+    A crash leaves the complete old weights or the complete new ones. If the settings of LoRA have
+    changed, the old adapter is kept as ``.NAME.old`` next to the folder until the new one is in
+    place. TRL's frozen copy of the adapter (``ref``) is not written.
 
     Args:
-        model: With its adapter.
-        tokenizer: Written to the same folder.
-        folder: Of an adapter, or one that does not exist yet.
-        state: The model's tensors by name, where the model itself holds a part of them.
+        model: The model with its adapter.
+        tokenizer: Its tokenizer, written to the same folder.
+        folder: An adapter's folder, or a new one.
+        state: The model's tensors by name, if the model itself holds only a part of them.
 
     Raises:
-        ModelError: The disk refused, or the folder holds something else than an adapter.
+        ModelError: The disk refused, or the folder holds something other than an adapter.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{str(folder)!r} holds other files than an adapter's: give a folder of its own, such "
-            f"as {str(folder / 'adapter')!r}"
+            f"{str(folder)!r} holds other files than an adapter's: give a new folder, such as "
+            f"{str(folder / 'adapter')!r}"
         )
     partial = folder.with_name(f".{folder.name}.partial")
     try:
@@ -443,13 +443,13 @@ def save_adapter(
 
 
 def _replace_adapter(folder: Path, partial: Path) -> None:
-    """Put a folder in the place of another one, whose adapter is whole at any moment."""
+    """Replace an adapter's folder so that a complete adapter exists at any moment."""
     from peft import PeftConfig
 
     old = folder.with_name(f".{folder.name}.old")
     config_in = PeftConfig.from_pretrained
     if (folder / WEIGHTS).is_file() and config_in(str(folder)) == config_in(str(partial)):
-        for file in sorted(partial.iterdir()):  # of the adapter's own files, one has changed
+        for file in sorted(partial.iterdir()):  # only one of the adapter's files has changed
             file.replace(folder / file.name)
         partial.rmdir()
         return
@@ -461,7 +461,7 @@ def _replace_adapter(folder: Path, partial: Path) -> None:
 
 
 def keep_trainable_layout(model: Model) -> None:
-    """Keep bitsandbytes' 4-bit layers in the layout whose backward is right."""
+    """Keep bitsandbytes' 4-bit layers in the layout whose backward pass is correct."""
     # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit at the first forward in eval
     # mode, and every later backward uses a kernel without autograd.
     for layer in model.modules():
@@ -473,20 +473,20 @@ def keep_trainable_layout(model: Model) -> None:
 
 
 def find_model(name: str | Path, revision: str | None = None) -> str:
-    """Return the hub name, or the folder, that a model's name stands for; .gguf is converted.
+    """Return the hub name or folder of a model; a .gguf file is converted first.
 
-    With a ``revision`` it is the folder of the hub's copy: Unsloth and vLLM load a name from its
-    main branch.
+    With a ``revision`` it is the folder of a downloaded copy, since Unsloth and vLLM load a name
+    from its main branch.
 
     Raises:
         ModelError: There is no such model.
-        ConfigError: A revision is given, and the name is not on the hub.
+        ConfigError: A revision is given for a model that is not on the hub.
     """
     if revision is not None and (
         name == "tiny-thinker" or os.path.exists(os.path.expanduser(name))
     ):
         raise ConfigError(
-            f"revision is {format_value(revision)}, and {format_value(str(name))} is on this "
+            f"revision is {format_value(revision)}, but {format_value(str(name))} is on this "
             "machine: leave it out, or give a hub name"
         )
     if name == "tiny-thinker":
@@ -498,36 +498,22 @@ def find_model(name: str | Path, revision: str | None = None) -> str:
         from rloo_kit.models.gguf import convert
 
         return str(convert(path))
-    if os.path.isdir(path):
-        if not (path / "config.json").exists() and adapter_in(path) is None:
-            raise ModelError(
-                f"folder {name!r} holds no config.json, so it is not a model: give the folder that "
-                f"save_pretrained wrote"
-            )
+    if os.path.isfile(path / "config.json") or adapter_in(path) is not None:
         return str(path)
-    if os.path.isfile(path):
-        raise ModelError(f"model {name!r} is a file: {TO_GIVE}")
+    if os.path.exists(path):
+        raise ModelError(f"{name!r} holds no config.json, so it is not a model: {TO_GIVE}")
     return _ask_hub(name, revision)
 
 
-def check_path(name: str, base: Path = Path()) -> None:
-    """Raise ModelError where a name can only be a path, and is neither here nor in ``base``."""
-    path = Path(os.path.expanduser(name))
-    is_there = os.path.exists(path) or os.path.exists(base / path)
-    if not is_there and (is_path(name) or path.suffix == ".gguf"):
-        remedy = FETCHED.get(path.name, TO_GIVE)
-        raise ModelError(f"model {name!r} {where_missing(name, base)}; {remedy}")
-
-
 def _ask_hub(name: str, revision: str | None) -> str:
-    """Return the name, or the folder of a revision's copy, which is downloaded.
+    """Check a hub name by one short request; return it, or the folder of a downloaded revision.
 
     Raises:
-        ModelError: Now, in one short request, where loading would retry for minutes.
+        ModelError: It cannot be loaded. Loading would retry for minutes before it failed.
     """
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    # the first that fits: a gated model is a kind of one that is not found
+    # the first match counts, since GatedRepoError is a kind of RepositoryNotFoundError
     reasons: dict[type[Exception], str] = {
         errors.GatedRepoError: "is gated: accept its licence on its page and put HF_TOKEN into "
         ".env",
@@ -553,12 +539,12 @@ def _ask_hub(name: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _as_model_errors(name: str) -> Iterator[None]:
-    """Raise what transformers, Unsloth or torch raise while a model loads as a ModelError."""
+    """Turn any error of transformers, Unsloth or torch while a model loads into a ModelError."""
     try:
         yield
     except KitError:
         raise
-    except Exception as exc:  # what is raised differs by library and version
+    except Exception as exc:  # the classes differ by library and version
         if "trust_remote_code" in str(exc):
             reason = (
                 "needs code of its own, which is not run: allow it with model.trust_remote_code: "
@@ -566,8 +552,8 @@ def _as_model_errors(name: str) -> Iterator[None]:
             )
         elif "use_safetensors=True" in str(exc):
             reason = (
-                "has no safetensors: where you trust it, load it with transformers and "
-                "save_pretrained it again"
+                "has no safetensors: if you trust it, load it with transformers and save it again "
+                "with save_pretrained"
             )
         elif is_out_of_memory(exc):
             reason = (
@@ -586,7 +572,7 @@ def _as_model_errors(name: str) -> Iterator[None]:
 
 
 def _dtype(precision: str, environment: Environment) -> Any:
-    """Return torch's type of a precision; None, where Unsloth shall choose."""
+    """Return torch's type of a precision; None if Unsloth shall choose."""
     import torch
 
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -596,29 +582,29 @@ def _dtype(precision: str, environment: Environment) -> Any:
         return kinds.get(environment.hardware.mixed_precision, torch.float32)
     if precision not in kinds:
         known = ", ".join(["auto", *kinds])
-        raise ConfigError(f"precision {format_value(precision)} is none of {known}: name one")
+        raise ConfigError(f"precision is {format_value(precision)}, must be one of {known}")
     return kinds[precision]
 
 
 def _choose_class(
     environment: Environment, source: str, images: bool, trust_remote_code: bool
 ) -> tuple[Any, Environment]:
-    """Return transformers' class for a model, and the environment with what loads this model.
+    """Return transformers' class for a model, and the environment with the backend for it.
 
     Raises:
-        ModelError: It is to read images, and reads text alone.
+        ModelError: ``images`` is true, but the model reads only text.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if images and config.get_text_config() is config:
         raise ModelError(
-            f"model {source!r} reads no images, and the prompts have some: take a vision model, "
+            f"model {source!r} reads no images, but the prompts have some: use a vision model, "
             "such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     model_class = auto_class(config, images=images)
     if model_class is AutoModelForImageTextToText and environment.hardware.device == "cpu":
-        environment = replace(environment, backend="transformers")  # Unsloth's has none on a CPU
+        environment = replace(environment, backend="transformers")  # Unsloth's needs a GPU
     return model_class, environment
 
 
@@ -647,11 +633,11 @@ def _load_transformers(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_storage=dtype if _is_divided() else None,  # one type for all that is cut
+            bnb_4bit_quant_storage=dtype if _is_divided() else None,  # FSDP needs one type
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
     model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
-    model.config.use_cache = False  # training forwards keep no KV cache; generate asks for its own
+    model.config.use_cache = False  # training needs no KV cache; generate asks for its own
     loader = AutoProcessor if images else AutoTokenizer
     return model, loader.from_pretrained(
         tokenizer_name,
@@ -661,14 +647,14 @@ def _load_transformers(
 
 
 def _is_divided() -> bool:
-    """Return whether each process keeps a part of the weights."""
+    """Return whether each process holds only a part of the weights."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     return uses_fsdp() or is_deepspeed_zero3_enabled()
 
 
 def _place() -> dict[str, Any] | None:
-    """Return where the whole model goes; None where DeepSpeed or FSDP divides it."""
+    """Return the device of the whole model; None if DeepSpeed or FSDP divides it."""
     if _is_divided():
         return None
     if num_processes() == 1:
@@ -680,7 +666,7 @@ def _place() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _progress_bars(*, shown: bool) -> Iterator[None]:
-    """Show transformers' bars for a download, and not for a second of reading the disk."""
+    """Show transformers' progress bars for a download, but not for reading the disk."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()
@@ -694,17 +680,14 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def set_padding(model: Model, tokenizer: Tokenizer) -> None:
-    """Pad with the end token where no padding token is set, or the embedding has no row for it."""
+    """Pad with the end token if the padding token is missing or has no row in the embedding."""
     size = model.config.get_text_config().vocab_size
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
         tokenizer.pad_token = tokenizer.eos_token
 
 
 def _prepare(model: Model, processor: Any) -> Tokenizer:
-    """Pad on the left with a token that is set; stop at every end-of-turn token.
-
-    Return the tokenizer, which is a part of a processor.
-    """
+    """Set padding, on the left, and the tokens that end a completion; return the tokenizer."""
     tokenizer = getattr(processor, "tokenizer", processor)
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
@@ -712,11 +695,11 @@ def _prepare(model: Model, processor: Any) -> Tokenizer:
     settings = model.generation_config
     given = settings.eos_token_id
     ends = given if isinstance(given, list) else [given]
-    # a chat model's turn may end with another token than its text
+    # a turn may end with another token than a text
     ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
     settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
     settings.pad_token_id = tokenizer.pad_token_id
     image_token = getattr(model.config, "image_token_id", None)
-    if image_token is not None:  # sampled, it would stand for an image that is not there
+    if image_token is not None:  # if sampled, it would stand for a missing image
         settings.suppress_tokens = [image_token]
     return tokenizer

@@ -1,4 +1,4 @@
-"""What the kit remembers of a model that it loaded."""
+"""Notes of the kit on a model that it loaded."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 
 @dataclass
 class ModelNotes:
-    """What the kit remembers of a model that it loaded."""
+    """Facts about a loaded model that the kit needs later."""
 
     backend: str | None = None  # "unsloth" or "transformers"
     max_seq_length: int | None = None  # longest prompt plus completion, tokens
     gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
-    hub: tuple[str, str] | None = None  # name and revision on the hub, where one was asked for
+    hub: tuple[str, str] | None = None  # name and revision on the hub, if one was requested
     adapter: str | None = None  # the folder that the model's adapter was loaded from
-    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of vLLM's own copy
+    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of a vLLM of its own
     trust_remote_code: bool = False
     shared_engine: Any = None  # `EngineSettings` of the engine that shares the weights
     why_not_shared: str | None = None

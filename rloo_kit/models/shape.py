@@ -1,8 +1,8 @@
-"""The shape of a model from its config alone: its layers and numbers of parameters.
+"""Shape of a model from its config alone: layers and numbers of parameters.
 
-transformers builds the model on torch's meta device, where tensors have shapes and no memory. So
-any architecture is counted as it is, and no weights are opened or downloaded. The configs of the
-models in examples/ are in a table here, so that a plan of them needs no network.
+transformers builds the model on torch's meta device, where tensors have shapes but no memory, so
+that any architecture is counted and no weights are opened or downloaded. The shapes of the models
+in examples/ are in a table here, so that a plan of them needs no network.
 """
 
 import copy
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.adapters import adapter_in, base_of, is_path
+from rloo_kit.models.adapters import adapter_in, base_of, check_path
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
 
-# Of the config.json that Qwen publishes with each model: hidden and intermediate size, layers,
+# From the config.json that Qwen publishes with each model: hidden and intermediate size, layers,
 # heads, and whether the LM head is the embedding
 PUBLISHED = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
@@ -32,16 +32,16 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, False),
     "qwen3-14b": (5120, 17408, 40, 40, False),
 }
-# All of them have so many heads of keys and values, of this size, and so many tokens.
+# Heads of keys and values, size of a head, and tokens of all of them
 QWEN3_KV_HEADS = 8
 QWEN3_HEAD = 128
 QWEN3_VOCABULARY = 151_936
 
-# The longest wait for an answer of the hub
+# Longest wait for an answer of the hub
 HUB_SECONDS = 10.0
 
 # Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-# bit, where their config is not available: which layers stay differs by model
+# bit, for models whose config is not available; it differs by model
 DYNAMIC_SHARE = 0.1
 
 
@@ -53,8 +53,8 @@ class Linear:
     rows: int  # output features
     columns: int  # input features
     count: int
-    quantised: bool  # whether bitsandbytes packs it where the model is loaded in 4 bit
-    is_expert: bool = False  # of experts that are one parameter, which Unsloth alone packs
+    quantised: bool  # bitsandbytes packs it if the model is loaded in 4 bit
+    is_expert: bool = False  # one of the experts in one parameter, which only Unsloth packs
 
     @property
     def size(self) -> int:
@@ -64,68 +64,64 @@ class Linear:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model is made of."""
+    """Layers and sizes of a model."""
 
     name: str
-    source: str  # where its config was found, in words
+    source: str  # place of its config, in words
     hidden_size: int
-    intermediate_size: int  # of the MLP; of all experts that a token uses together
+    intermediate_size: int  # of the MLP, or of all experts that a token uses together
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     linears: tuple[Linear, ...]
-    others: int  # parameters of embeddings, norms, biases; what is tied counts once
-    qk_norm: bool = False  # whether queries and keys are normalised
-    packed: bool = False  # whether the checkpoint holds 4-bit weights already
+    others: int  # parameters of embeddings, norms and biases; tied ones count once
+    qk_norm: bool = False  # queries and keys are normalised
+    packed: bool = False  # the checkpoint holds 4-bit weights
     in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
-        """All of them, each once."""
+        """All parameters, tied ones once."""
         return self.others + sum(linear.size * linear.count for linear in self.linears)
 
     @property
     def with_packed_experts(self) -> "ModelShape":
-        """The shape as Unsloth loads it in 4 bit, which packs experts too."""
+        """The shape as loaded by Unsloth in 4 bit, which packs experts too."""
         linears = (replace(one, quantised=one.quantised or one.is_expert) for one in self.linears)
         return replace(self, linears=tuple(linears))
 
     @property
     def query_size(self) -> int:
-        """Values of all queries of a token, in one layer."""
+        """Elements of all queries of a token in one layer."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Values of all keys of a token, in one layer; as many again are values."""
+        """Elements of all keys of a token in one layer; its values have as many."""
         return self.num_kv_heads * self.head_dim
 
 
 def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     """Return the shape of a model; only its config is read.
 
-    A config on this machine comes first, then the kit's own table, then the hub. ``name`` is as for
-    ``load_model``; of an adapter it is the shape of the base.
+    A config on this machine comes first, then the kit's table, then the hub. ``name`` is as for
+    ``load_model``; for an adapter the shape of its base is returned.
 
     Raises:
-        ModelError: There is no config, or transformers knows no such model.
+        ModelError: There is no config, or transformers does not know the model.
     """
     folder = adapter_in(name)
     found = name if folder is None else base_of(folder)
-    if not Path(found).expanduser().exists() and is_path(found):
-        raise ModelError(
-            f"model {format_value(name)} does not exist: give a model's folder, a .gguf file or a "
-            "hub name"
-        )
+    check_path(found)
     try:
         published = None if _is_here(found) else _published_shape(found)
         if published is not None:
             return replace(published, name=name)
         config, source = _read_config(found, trust_remote_code)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
-    except Exception as exc:  # what is raised differs by library, version and network
+    except Exception as exc:  # the classes differ by library, version and network
         raise ModelError(
             f"the config of model {format_value(name)} cannot be read ({type(exc).__name__}: "
             f"{first_line(exc)}): check the name and the network, or give a folder that holds its "
@@ -134,13 +130,13 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return transformers' config of a model, and where it is from."""
+    """Return transformers' config of a model, and its place in words."""
     path = TINY_THINKER if name == "tiny-thinker" else Path(name).expanduser()
     source = "the hub's copy"
     if not path.exists() and not _is_here(name):
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-        # once: without a network transformers would try for half a minute
+        # one request: without a network transformers would retry for half a minute
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
         source = "the hub"
     from transformers import AutoConfig
@@ -155,7 +151,7 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _is_here(name: str) -> bool:
-    """Return whether the config is in a folder or in the hub's cache."""
+    """Return whether the config is in a folder or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     return Path(name).expanduser().exists() or isinstance(
@@ -166,7 +162,7 @@ def _is_here(name: str) -> bool:
 def _published_shape(name: str) -> ModelShape | None:
     """Return the shape of a Qwen3 model in the kit's table, by a part of its name, or None.
 
-    Neither torch nor transformers is imported for it.
+    It imports neither torch nor transformers.
     """
     # not Qwen3-30B-A3B, a mixture of experts
     match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
@@ -186,7 +182,7 @@ def _published_shape(name: str) -> ModelShape | None:
         "down_proj": (hidden, inner),
     }
     embeddings = QWEN3_VOCABULARY * hidden * (1 if tied else 2)
-    norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden  # of both blocks, queries, keys; the last
+    norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden  # both blocks, queries and keys; the last
     return ModelShape(
         name=name,
         source="rloo-kit's table",
@@ -212,7 +208,7 @@ def shape_of_config(
     *,
     trust_remote_code: bool = False,
 ) -> ModelShape:
-    """Return the shape of the model that transformers makes of a config, which is not changed."""
+    """Return the shape of the model that transformers builds from a config; it is not changed."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     settings = config.to_dict().get("quantization_config") or {}
@@ -244,7 +240,7 @@ def shape_of_config(
 def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """Return the class of transformers that loads a model.
 
-    It is AutoModelForImageTextToText for ``images``, and where the model has no class for text
+    It is AutoModelForImageTextToText with ``images``, and for a model without a class for text
     alone.
     """
     import transformers
@@ -257,10 +253,10 @@ def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
 
 
 def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
-    """Return the model without any memory."""
+    """Return the model on torch's meta device, without memory."""
     import torch
 
-    vars(config).pop("quantization_config", None)  # as the layers are before they are packed
+    vars(config).pop("quantization_config", None)  # build the layers before they are packed
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
@@ -268,7 +264,7 @@ def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
 
 
 def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
-    """Return the linear layers without the head; 4 bit skips names with a part in ``skipped``."""
+    """Return the linear layers without the LM head; 4 bit skips names that contain ``skipped``."""
     import torch
 
     head = model.get_output_embeddings()
@@ -287,7 +283,7 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
 
 
 def _experts(model: Model) -> Iterator[Linear]:
-    """Yield the experts that are one parameter of three dimensions for all experts of a layer."""
+    """Yield experts whose layer holds all of them in one parameter of three dimensions."""
     found = Counter(
         (name.rpartition(".")[2], *parameter.shape)
         for name, parameter in model.named_parameters()
@@ -298,7 +294,7 @@ def _experts(model: Model) -> Iterator[Linear]:
 
 
 def _intermediate(text: Any) -> int:
-    """Return the width of what a token's MLP computes."""
+    """Return the width of the MLP for a token."""
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     expert = getattr(text, "moe_intermediate_size", None)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -308,7 +304,7 @@ def _intermediate(text: Any) -> int:
 def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
     """Return the bytes of a model's weights as they are loaded.
 
-    ``in_4bit`` is NF4 with double quantisation; embeddings, norms and LM head stay as they are.
+    ``in_4bit`` is NF4 with double quantisation; embeddings, norms and LM head are not packed.
     """
     total: float = shape.others * value_bytes
     for linear in shape.linears:
@@ -321,8 +317,8 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
 
 
 def nf4_bytes(rows: int, columns: int) -> int:
-    """Return what bitsandbytes 0.50 stores for a packed layer, double quantisation included."""
-    # two weights in a byte; of 64 weights the largest in 8 bit; of 256 of those the largest in
+    """Return the bytes that bitsandbytes 0.50 stores for a packed layer, doubly quantised."""
+    # two weights in a byte; the largest of 64 weights in 8 bit; the largest of 256 of those in
     # float32; their mean, and two code tables (functional.py: quantize_4bit)
     weights = rows * columns
     blocks = -(-weights // 64)

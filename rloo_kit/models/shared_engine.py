@@ -1,7 +1,7 @@
-"""Load a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
+"""Loading of a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
-A model that Unsloth cannot share is loaded without vLLM; its config shows that before the load, or
-the load itself fails.
+A model that Unsloth cannot share is loaded without vLLM. Its config shows that before the load, or
+the load fails.
 """
 
 import gc
@@ -23,29 +23,29 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
-# Whether Unsloth's engine can sleep. Its default in the kit is 1 (`environment`).
+# Variable that lets Unsloth's engine sleep. Its default in the kit is 1 (`environment`).
 STANDBY = "UNSLOTH_VLLM_STANDBY"
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-# Linear layers of the models whose weights Unsloth can read out of vLLM
+# Linear layers of models whose weights Unsloth can read from vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How a shared engine is started."""
+    """Settings of a shared engine."""
 
     max_seq_length: int  # longest prompt plus completion, tokens
     load_in_4bit: bool
     max_lora_rank: int
-    num_sequences: int  # completions at one time
+    num_sequences: int  # completions at a time
     share: float | None = None  # of the card; None: computed
-    sleeps: bool = True  # whether it frees its KV cache while the model learns
-    required: bool = False  # whether it is an error that the engine cannot start
-    extra: dict[str, Any] = field(default_factory=dict)  # of Unsloth's load_vllm
-    not_shared: tuple[str, ...] = ()  # settings of an engine with its own copy: an error if shared
+    sleeps: bool = True  # frees its KV cache while the model learns
+    required: bool = False  # raise an error if the engine cannot start
+    extra: dict[str, Any] = field(default_factory=dict)  # arguments of Unsloth's load_vllm
+    not_shared: tuple[str, ...] = ()  # settings under `vllm:`, which are an error if shared
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
-        """Return Unsloth's ``from_pretrained`` arguments; ``free`` bytes before the load.
+        """Return Unsloth's ``from_pretrained`` arguments; ``free`` are the bytes before the load.
 
         Raises:
             GenerationError: The card is too small.
@@ -63,7 +63,7 @@ class EngineSettings:
         return {
             "fast_inference": True,
             "max_lora_rank": self.max_lora_rank,
-            # Unsloth multiplies it with the free memory, vLLM with the whole card.
+            # Unsloth multiplies it by the free memory, vLLM by the whole card
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
             "max_num_batched_tokens": BATCHED_TOKENS,
@@ -77,13 +77,13 @@ def load_shared(
     engine: EngineSettings,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
-    """Return (model, tokenizer); the model carries the engine where Unsloth can share its weights.
+    """Return (model, tokenizer); the model has the engine if Unsloth can share its weights.
 
-    ``load`` is Unsloth's ``from_pretrained``, the arguments of the engine missing. Where Unsloth
-    cannot share them, ``notes_of(model).why_not_shared`` holds the reason in one line.
+    ``load`` is Unsloth's ``from_pretrained`` without the arguments of the engine. If Unsloth cannot
+    share the weights, ``notes_of(model).why_not_shared`` holds the reason in one line.
 
     Raises:
-        GenerationError: ``engine.required``, and it cannot start.
+        GenerationError: The engine is required and cannot start.
         ConfigError: ``engine.not_shared`` has settings.
     """
     import torch
@@ -100,10 +100,10 @@ def load_shared(
                 model, tokenizer = load(**arguments)
         except GenerationError as exc:
             reason = str(exc)
-        except Exception as exc:  # Unsloth refuses by errors of many kinds
+        except Exception as exc:  # Unsloth raises errors of many classes
             reason = f"Unsloth: {why_no_start(exc)}"
         else:
-            # Unsloth may load without vLLM, and then only prints why
+            # Unsloth may load without vLLM and only print the reason
             if getattr(model, "vllm_engine", None) is not None:
                 notes_of(model).shared_engine = engine
             else:
@@ -111,7 +111,7 @@ def load_shared(
             return model, tokenizer
     if engine.required:
         raise GenerationError(reason)
-    gc.collect()  # what the failed load holds
+    gc.collect()  # memory of the failed load
     torch.cuda.empty_cache()
     model, tokenizer = load()
     notes_of(model).why_not_shared = reason
@@ -126,34 +126,34 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
     if names >= SPLIT or names >= JOINED:
         return None
     return (
-        f"Unsloth shares weights with vLLM for dense models with Llama's layers, and this model "
+        f"Unsloth shares weights with vLLM for dense models with Llama's layers, but this model "
         f"has {', '.join(sorted(names)[:6])}"
     )
 
 
 def _checked(engine: EngineSettings) -> EngineSettings:
-    """Return the settings, without sleep where an earlier engine left memory in vLLM's pool.
+    """Return the settings, without sleep if an earlier engine left memory in vLLM's pool.
 
     Raises:
-        ConfigError: There are settings under ``vllm:``, and Unsloth starts this engine.
+        ConfigError: There are settings under ``vllm:``, but Unsloth starts this engine.
     """
     for name in engine.not_shared:
         raise ConfigError(
-            f"vllm.{name} is for an engine with a copy of the weights of its own, and Unsloth "
-            f"shares them with vLLM here: write it under `unsloth:` if Unsloth has it, or set "
+            f"vllm.{name} is for an engine with its own copy of the weights, but Unsloth shares "
+            f"them with vLLM here: write it under `unsloth:` if Unsloth has it, or set "
             f"model.backend to transformers"
         )
     return replace(engine, sleeps=False) if engine.sleeps and not may_sleep() else engine
 
 
 def why_no_start(exc: Exception) -> str:
-    """Return one sentence for what vLLM raised while it started."""
-    reason = str(exc).partition("Value error, ")[2]  # pydantic's, in a later line
+    """Return one sentence for an error of vLLM at its start."""
+    reason = str(exc).partition("Value error, ")[2]  # in a later line, by pydantic
     text = first_line(ValueError(reason) if reason else exc)
     low = text.lower()
     remedy = "set trainer.generation: transformers"
     if "expandable" in low:
-        remedy = "take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF and restart"
+        remedy = "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF and restart"
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError

@@ -190,7 +190,7 @@ def slow(completions, **_):
 
 MODELS = {
     "missing folder": ("./models/mine", "give a model's folder"),
-    "folder without a model": ("empty", "give the folder that save_pretrained wrote"),
+    "folder without a model": ("empty", "holds no config.json, so it is not a model"),
     "not a GGUF file": ("broken.gguf", "give the path of a .gguf file"),
     "cannot be fetched": ("someone/something-4B", "check the name and the network"),
     "damaged config": ("damaged", "download it again"),

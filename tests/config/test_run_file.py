@@ -158,7 +158,10 @@ WRONG = [
         {"trainer": {"trust_remote_code": True}},
         "is model.trust_remote_code in a run file",
     ),
-    ({"trainer": {"reward_clip_range": [-1]}}, "reward_clip_range is [-1], must have at least 2 items"),
+    (
+        {"trainer": {"reward_clip_range": [-1]}},
+        "reward_clip_range is [-1], must have at least 2 items",
+    ),
     ({"trainer": {"reward_clip_range": [-1, 0, 1]}}, "[-1, 0, 1], must have at most 2 items"),
     ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a valid number"),
     ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),

@@ -120,7 +120,7 @@ def test_every_kind_of_lora_computes_what_plain_peft_does(tmp_path, kind):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"r": 16}, r"r is 16, and the adapter in .* has 4: leave r out"),
+        ({"r": 16}, r"r is 16, but the adapter in .* has 4: leave r out"),
         ({"target_modules": ["q_proj"]}, r"target_modules is \['q_proj'\], .* leave target_"),
     ],
 )
@@ -195,11 +195,11 @@ def without_weights(adapter, folder):
     [
         (
             ia3,
-            "of the kind 'IA3' for CAUSAL_LM, and training continues from LoRA",
+            "of the kind 'IA3' for CAUSAL_LM, but training continues only from LoRA",
         ),
         (
             lambda adapter, folder: rewritten(adapter, folder, base_model_name_or_path="/no/base"),
-            "is for the base '/no/base', which is not there: put the path of the base into",
+            "is for the base '/no/base', which is missing: put the path of the base into",
         ),
         (without_weights, "cannot be put on its base to train further"),
     ],

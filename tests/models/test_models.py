@@ -57,7 +57,7 @@ def test_an_adapter_is_saved_whole_and_loads_again(loaded, tmp_path):
 def test_a_folder_of_other_files_is_not_replaced(tmp_path):
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(rk.ModelError, match="give a folder of its own"):
+    with pytest.raises(rk.ModelError, match="give a new folder"):
         rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -223,6 +223,6 @@ def generate(model, **_): pass
 
 def test_8_bit_is_refused_before_the_weights_are_read():
     with pytest.raises(
-        rk.ConfigError, match=r"^load_in_8bit is true, and a base is in 4 or 16 bit"
+        rk.ConfigError, match=r"^load_in_8bit is true, but a base is in 4 or 16 bit"
     ):
         rk.load_model("tiny-thinker", load_in_8bit=True)

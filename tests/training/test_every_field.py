@@ -207,7 +207,10 @@ REFUSED = {
     "push_to_hub": (True, "export RUN --to hub"),
     "hub_strategy": ("end", "export RUN --to hub"),
     "hub_always_push": (True, "export RUN --to hub"),
-    "save_total_limit": (3, "trainer.keep_last and trainer.keep_best: write those"),
+    "save_total_limit": (
+        3,
+        "trainer.keep_last and trainer.keep_best decide what stays: write those",
+    ),
     "label_smoothing_factor": (0.1, "no labels to smooth: leave it out"),
     "data_seed": (3, "trainer.seed gives the order of prompts: leave it out"),
     "train_sampling_strategy": ("sequential", "trainer.shuffle_dataset: false"),
