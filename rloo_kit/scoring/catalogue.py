@@ -1,4 +1,4 @@
-"""Catalogue of rewards, their docstrings and parameters: the text of ``rloo-kit rewards``."""
+"""Catalogue of rewards with docstrings and parameters, for ``rloo-kit rewards``."""
 
 import ast
 import inspect
@@ -17,13 +17,13 @@ class Parameter:
     """One parameter of a reward, as a table in a run file gives it."""
 
     name: str
-    default: str  # as Python writes it; "" where there is none
+    default: str  # as Python writes it; "" without one
     text: str
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One reward that has a short name."""
+    """One reward with a short name."""
 
     name: str
     summary: str  # first line of its docstring
@@ -44,7 +44,7 @@ def describe_reward(name: str) -> Entry:
 
 
 def entry_text(entry: Entry) -> str:
-    """Return what ``rloo-kit rewards show`` prints."""
+    """Return the text that ``rloo-kit rewards show`` prints."""
     lines = [entry.name, "", entry.text, "", "Parameters:"]
     for parameter in entry.parameters:
         default = f" = {parameter.default}" if parameter.default else " (must be given)"
@@ -60,7 +60,7 @@ def entry_text(entry: Entry) -> str:
 
 
 def _parameters(target: Reward) -> list[Parameter]:
-    """Return the arguments of a class, or of a factory of several classes."""
+    """Return the parameters of a class, or of a function that makes several classes."""
     is_class = inspect.isclass(target)
     kinds = [target] if is_class else typing.get_args(typing.get_type_hints(target)["return"])
     texts: dict[str, str] = {}

@@ -1,10 +1,10 @@
-"""Rewards made of rewards: gated, routed, rescaled, and weights that change over training.
+"""Rewards composed of rewards: gated, routed, rescaled; weights that change over training.
 
     reward_funcs=[gated(Accuracy(), by=ThinkingFormat()), routed(Math(), task="math")]
 
-Each function takes rewards and returns one that is called, checked, bound and released like any
-other; in a run file the keys ``only_if``, ``only_for``, ``scaled_by`` and ``clipped_to`` do the
-same, and ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
+Each function returns a reward that is called, checked, bound and released like any other. In a run
+file the keys ``only_if``, ``only_for``, ``scaled_by`` and ``clipped_to`` do the same, and
+``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
 """
 
 import math
@@ -25,7 +25,7 @@ def gated(
     at_least: float = 1.0,
     otherwise: float = 0.0,
 ) -> "Composed":
-    """Return the reward, called only for the rows that ``by`` scores with ``at_least``.
+    """Return the reward for the rows that ``by`` scores with at least ``at_least``.
 
     The other rows, also those for which ``by`` is None, score ``otherwise``.
     """
@@ -36,7 +36,7 @@ def gated(
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
     """Return the reward for the rows whose columns hold the given values; None elsewhere.
 
-    ``only_for`` is column -> the value, or a list of values, that its rows hold.
+    ``only_for`` is column -> its value, or a list of allowed values.
 
     Raises:
         ValueError: No column is named.
@@ -59,7 +59,7 @@ def rescaled(
     """Return the reward times ``scale``, then cut to the range ``clip`` (low, high).
 
     Raises:
-        ValueError: ``clip`` is no range.
+        ValueError: ``clip`` is not a range.
     """
     low, high = clip or (-math.inf, math.inf)
     if not low < high:
@@ -72,7 +72,7 @@ def rescaled(
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """A weight that changes over training: straight lines between (progress, weight) points.
+    """A weight that changes over training, linearly between (progress, weight) points.
 
     >>> schedule = WeightSchedule.of({0: 1.0, 0.5: 0.0})
     >>> [schedule.at(progress) for progress in (0, 0.25, 0.9)]
@@ -83,20 +83,24 @@ class WeightSchedule:
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
-        """Return the schedule of a mapping; ValueError where it holds anything else."""
+        """Return the schedule of a mapping.
+
+        Raises:
+            ValueError: The mapping holds anything else than progress and weights.
+        """
         try:
             pairs = sorted((float(progress), float(weight)) for progress, weight in points.items())
         except (TypeError, ValueError, OverflowError):
             pairs = []
         if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
             raise ValueError(
-                f"weight {format_value(dict(points))} is no schedule; give progress (0 to 1): "
+                f"weight {format_value(dict(points))} is not a schedule; give progress (0 to 1): "
                 f"weight, such as {{0: 1.0, 0.5: 0.2}}"
             )
         return cls(tuple(pairs))
 
     def at(self, progress: float) -> float:
-        """Return the weight at a share of the training; before and after the points it is flat."""
+        """Return the weight at a share of the training; it is constant outside of the points."""
         import numpy as np
 
         places, weights = zip(*self.points, strict=True)
@@ -108,10 +112,10 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class Composed:
-    """A reward that calls other rewards; async if one of them is."""
+    """A reward that calls other rewards; it is async if one of them is."""
 
-    parts: tuple[CheckedReward, ...]  # the first one scores, and names the whole
-    scores: Callable[..., Coroutine[Any, Any, list[Score]]]  # of columns, parts and settings
+    parts: tuple[CheckedReward, ...]  # the first one scores, and gives its name
+    scores: Callable[..., Coroutine[Any, Any, list[Score]]]  # called with columns, parts, settings
     settings: dict[str, Any]
 
     @property
@@ -120,7 +124,7 @@ class Composed:
 
     @property
     def is_async(self) -> bool:
-        """Whether a call returns a coroutine."""
+        """True if a call returns a coroutine."""
         return any(isinstance(part, AsyncCheckedReward) for part in self.parts)
 
     def bind(self, tokenizer: Tokenizer) -> "Composed":
@@ -128,14 +132,18 @@ class Composed:
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Raise RewardContractError where a dataset lacks a column that a part reads."""
+        """Check that a dataset has the columns that the parts read.
+
+        Raises:
+            RewardContractError: A column is missing.
+        """
         for part in self.parts:
             part.check_columns(names)
         for column in set(self.settings.get("only_for", ())) - set(names):
             raise _without_routing(self.parts[0], column)
 
     def release(self) -> None:
-        """Release what the parts hold."""
+        """Release the memory of the parts."""
         for part in self.parts:
             part.release()
 
@@ -144,8 +152,8 @@ class Composed:
         coroutine = self.scores(columns, *self.parts, **self.settings)
         if self.is_async:
             return coroutine
-        # No part is async, so the coroutine ends at its first step; in a notebook's running loop
-        # asyncio.run() would fail.
+        # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in the
+        # running loop of a notebook
         try:
             coroutine.send(None)
         except StopIteration as done:
@@ -183,7 +191,7 @@ async def _routed(
 
 def _without_routing(reward: CheckedReward, column: str) -> RewardContractError:
     return RewardContractError(
-        f"reward {reward.name!r} is only for rows with some {format_name(column)}, and the "
+        f"reward {reward.name!r} is only for rows with some {format_name(column)}, but the "
         f"dataset has no column {format_value(column)}; add it, or drop only_for"
     )
 

@@ -1,4 +1,4 @@
-"""Checked reward: called with the keywords it takes, under a time limit, its scores verified."""
+"""Checked rewards: called with the keywords they accept, in a time limit, with valid scores."""
 
 import asyncio
 import functools
@@ -25,13 +25,13 @@ T = TypeVar("T")
 MAX_SCORE = 3.4028234663852886e38
 
 
-# Columns of a dataset that rewards get under other names, or made anew
+# Columns of a dataset that are not passed to rewards under these names
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
-# What a trainer gives to a reward, where there is none
+# Arguments of a reward that a trainer gives, without a trainer
 OUTSIDE_OF_TRAINING = {
     "trainer_state": None,  # of transformers
-    "log_extra": lambda column, values: None,  # takes a column for the table of completions
-    "log_metric": lambda name, value: None,  # takes a metric of the reward
+    "log_extra": lambda column, values: None,  # adds a column to the table of completions
+    "log_metric": lambda name, value: None,  # logs a metric of the reward
 }
 
 
@@ -41,13 +41,13 @@ def reward_columns(
     completion_ids: list[list[int]] | None,
     **of_trainer: object,
 ) -> dict[str, Any]:
-    """Return the keywords of a reward, as TRL calls it: whole columns of B rows.
+    """Return the keywords with which TRL calls a reward: whole columns of B rows.
 
     Args:
-        rows: Of the dataset, with ``prompt``; None stands for a column that a row lacks.
-        completions: Texts, or conversations.
-        completion_ids: Their tokens; None: they are not known.
-        **of_trainer: In place of ``OUTSIDE_OF_TRAINING``.
+        rows: Rows of the dataset, with ``prompt``; a column that a row lacks is None there.
+        completions: Texts or conversations.
+        completion_ids: Their tokens; None if unknown.
+        **of_trainer: Values in place of ``OUTSIDE_OF_TRAINING``.
     """
     names = sorted({name for row in rows for name in row} - set(RESERVED))
     known = {} if completion_ids is None else {"completion_ids": completion_ids}
@@ -63,9 +63,9 @@ def reward_columns(
 
 @dataclass(frozen=True)
 class CheckedReward:
-    """A reward called with the keywords it accepts, whose scores are verified at every call."""
+    """A reward that gets the keywords it accepts, and whose scores are verified at every call."""
 
-    reward: Any  # a callable; it may have the methods ``bind(tokenizer)`` and ``release()``
+    reward: Any  # a callable, which may have the methods ``bind(tokenizer)`` and ``release()``
     name: str
     timeout: float | None = None  # seconds a call may take; None: no limit
     on_error: str = "stop"
@@ -81,16 +81,16 @@ class CheckedReward:
         """Return B scores, each a finite float or None.
 
         Raises:
-            RewardContractError: The reward raised, took too long, lacks a column, or broke the
-                contract.
+            RewardContractError: The reward raised, took too long, lacks a column, or returned
+                something else than B scores.
         """
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))
         except (KitError, *_PASSED_ON):
-            # A KitError already says what to change.
+            # A KitError already names the remedy
             raise
         except BaseException as exc:
-            # A sys.exit() in a reward must not end a run silently.
+            # A sys.exit() in a reward must not end a run silently
             return self._raised(exc, columns)
         return self._scores(output, columns)
 
@@ -105,12 +105,12 @@ class CheckedReward:
         self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
-        """Release what the reward holds, such as a reward model's memory."""
+        """Release the reward's memory, such as that of a reward model."""
         if callable(getattr(self.reward, "release", None)):
             self.reward.release()
 
     def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
-        """Return this reward with what it wraps bound to a tokenizer, where it can be."""
+        """Return this reward with the wrapped one bound to a tokenizer, if it has ``bind``."""
         if not callable(getattr(self.reward, "bind", None)):
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
@@ -126,7 +126,7 @@ class CheckedReward:
             )
         chosen = {name: value for name, value in columns.items() if takes_any or name in accepted}
         if callable(log := chosen.get("log_metric")):
-            # Trackers and checkpoints keep the names.
+            # Trackers and checkpoints keep the names
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
         return chosen
 
@@ -159,7 +159,7 @@ class CheckedReward:
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions = columns["completions"]
         got = ""
-        # A tensor or an array has tolist().
+        # A tensor or an array has tolist()
         values = output.tolist() if hasattr(output, "tolist") else output
         if not isinstance(values, list | tuple):
             got = f"a {type(output).__name__}"
@@ -182,7 +182,7 @@ class CheckedReward:
 
 
 class AsyncCheckedReward(CheckedReward):
-    """A checked reward whose call is awaited; TRL runs all of these at the same time."""
+    """A checked reward whose call is awaited; TRL runs all of them at the same time."""
 
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - awaited, see above
         self, **columns: Any
@@ -197,7 +197,7 @@ class AsyncCheckedReward(CheckedReward):
         except BaseException as exc:
             task = asyncio.current_task()
             if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
-                # Cancelled from outside.
+                # Cancelled from outside
                 raise
             is_overdue = isinstance(exc, TimeoutError) and limit.expired()
             return self._raised(OverdueError() if is_overdue else exc, columns)
@@ -205,10 +205,10 @@ class AsyncCheckedReward(CheckedReward):
 
 
 def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
-    """Return the reward wrapped so that its call and its scores are verified.
+    """Return the reward in a wrapper that verifies its call and its scores.
 
-    The wrapper has the reward's name, awaits an async reward, passes only the keywords the reward
-    accepts (``def f(completions, prompts=None)`` works), and pickles if the reward does.
+    The wrapper has the reward's name, awaits an async reward, passes only the keywords that the
+    reward accepts (``def f(completions, prompts=None)`` works), and pickles if the reward does.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
@@ -217,14 +217,14 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
 
 
 def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
-    """Return a checked reward with a time limit; a torch module, which TRL calls, as it is."""
+    """Return a checked reward with a time limit; a torch module is returned unchanged."""
     if not isinstance(reward, CheckedReward):
         return reward
     return replace(reward, timeout=timeout, on_error=on_error)
 
 
 def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score]:
-    """Return the scores of one call, awaited where the reward is async."""
+    """Return the scores of one call, which is awaited if the reward is async."""
     found: Any = func(**columns)
     if not inspect.iscoroutine(found):
         return found
@@ -237,7 +237,7 @@ def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score
 
 
 def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of some rows; what is no column stays as it is."""
+    """Return the columns of some rows; other values are returned unchanged."""
     count = len(columns["completions"])
     return {
         name: [values[row] for row in rows]
@@ -252,7 +252,7 @@ def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
-        # Some callables of C extensions have no signature.
+        # Some callables of C extensions have no signature
         return [], True, []
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [p.name for p in named if p.default is p.empty]
@@ -287,13 +287,13 @@ def _number(value: Any) -> Score:
         number = value.item() if getattr(value, "ndim", None) == 0 else value
         score = float(number) if isinstance(number, int | float) else math.nan
     except OverflowError:
-        # A whole number too large for a float.
+        # A whole number too large for a float
         return math.nan
     return score if abs(score) <= MAX_SCORE else math.nan
 
 
 def _place_of(exc: BaseException) -> str:
-    """Return the last line of the reward's own file that an error came through, as text."""
+    """Return the last line of the reward's own file in an error's traceback, as text."""
     frames = traceback.extract_tb(exc.__traceback__)
     frames = [one for one in frames if Path(one.filename).parent != Path(__file__).parent]
     own = [one for one in frames if one.filename == frames[0].filename]
@@ -304,26 +304,26 @@ def _place_of(exc: BaseException) -> str:
 
 
 class OverdueError(TimeoutError):
-    """A call exceeded its limit; a TimeoutError raised by the call itself is another class."""
+    """A call exceeded its time limit; a TimeoutError of the call itself has another class."""
 
 
 class _Alarm(BaseException):
     """Raised inside a call by its alarm; no ``except Exception`` in the call catches it."""
 
 
-# Passes through a reward unchanged: not the reward's own, unlike SystemExit
+# Errors that a wrapper passes on, since they are not the reward's own, unlike SystemExit
 _PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
     """Return ``call()``, or raise OverdueError if it takes longer than ``seconds``.
 
-    SIGALRM interrupts it, even in a regular expression that backtracks. C code that never looks at
-    signals, such as ``sum(range(10**12))``, is reported when it returns. Outside of the main thread
-    and of Unix there is no limit.
+    SIGALRM interrupts it, even in a regular expression that backtracks. C code that never checks
+    signals, such as ``sum(range(10**12))``, is reported when it returns. There is no limit outside
+    of the main thread and of Unix.
 
     Raises:
-        OverdueError: With the file and line it was at.
+        OverdueError: The call took too long; its text names the file and line.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if seconds is None or not on_main or not hasattr(signal, "setitimer"):
@@ -334,7 +334,7 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     def ring(_number: int, frame: FrameType | None) -> None:
         nonlocal place
         if not has_ended:
-            # A late alarm must not leave this function.
+            # A late alarm must not leave this function
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
             raise _Alarm
 

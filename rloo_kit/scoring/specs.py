@@ -1,4 +1,4 @@
-"""Reward specs made into checked reward functions: built in, from a file, from a package.
+"""Loading of rewards from specs: built in, from a file, from a package.
 
 A spec is one of
 
@@ -43,7 +43,7 @@ Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
 Weight: TypeAlias = float | WeightSchedule
 
-# Keys of a table that say how its reward counts; they are no parameters of the reward
+# Keys of a table that say how its reward counts; they are not parameters of the reward
 COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -52,9 +52,9 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A checked reward, the name of its metric, and its weight in the score."""
+    """A checked reward with the name of its metric and its weight in the score."""
 
-    func: Any  # a ``CheckedReward``; a sequence-classification model is handed to TRL as it is
+    func: Any  # a ``CheckedReward``, or a sequence-classification model that TRL calls itself
     name: str
     weight: Weight = 1.0
 
@@ -66,7 +66,7 @@ class LoadedReward:
 def with_weights(
     rewards: list[LoadedReward], weights: Sequence[float] | None
 ) -> list[LoadedReward]:
-    """Return the rewards with the weights of ``trainer.reward_weights``, where it is set."""
+    """Return the rewards with the weights of ``trainer.reward_weights``, if it is set."""
     if not weights:
         return rewards
     return [
@@ -85,11 +85,14 @@ def load_rewards(
     """Return one loaded reward per spec, in order, with distinct names (``polite``, ``polite_2``).
 
     Args:
-        specs: See the module's text.
+        specs: As the docstring of this module describes.
         tokenizer: The policy's; rewards with a ``bind`` method are bound to it.
         base_dir: Folder that relative paths start from; None: the working directory.
-        chat_template_kwargs: Of the policy's chat template; may decide who opens the thought.
-        say: Called with a line that names code which is not the kit's, before it is imported.
+        chat_template_kwargs: Arguments of the policy's chat template, which may open the thought.
+        say: Called with a line that names foreign code before it is imported.
+
+    Raises:
+        RewardLoadError: A reward cannot be found, imported or made.
     """
     if tokenizer is not None and chat_template_kwargs:
         with_settings: Any = copy.copy(tokenizer)
@@ -122,14 +125,14 @@ def load_reward(
     if isinstance(spec, LoadedReward):
         return spec
     if hasattr(spec, "forward") and hasattr(spec, "state_dict"):
-        # A torch module: TRL scores with it itself.
+        # A torch module, which TRL calls itself
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
         return LoadedReward(spec, Path(name).name)
     func: Any = spec
     weight = 1.0
     if isinstance(spec, str | Mapping):
-        finder = _Finder(Path(base_dir or ""), say)
-        func, weight = finder.reward_and_weight({"name": spec} if isinstance(spec, str) else spec)
+        table = {"name": spec} if isinstance(spec, str) else spec
+        func, weight = _reward_and_weight(table, Path(base_dir or ""), say)
     elif hasattr(spec, "get_rewards"):
         # An object with get_rewards(prompts, completions), as older notebooks have it
         func = checked(func.get_rewards, type(spec).__name__)
@@ -141,10 +144,10 @@ def load_reward(
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
-    """Return the rewards, TRL's ``reward_processing_classes`` given to the kit's reward models.
+    """Return the rewards, with TRL's ``reward_processing_classes`` in the kit's reward models.
 
     Raises:
-        ConfigError: There are not as many as rewards, or a composed reward is given one.
+        ConfigError: Their number differs from that of the rewards, or a composed reward gets one.
     """
     if given is None:
         return rewards
@@ -152,7 +155,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
     if len(listed) != len(rewards):
         raise ConfigError(
             f"reward_processing_classes holds {len(listed)} and must match reward_funcs, which "
-            f"holds {len(rewards)}: give one for each reward, None for those without"
+            f"holds {len(rewards)}: give one for each reward, or None"
         )
     return list(map(_with_tokenizer, rewards, listed))
 
@@ -162,7 +165,7 @@ def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
     if isinstance(inner, Composed) and tokenizer is not None:
         raise ConfigError(
             f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed: "
-            "give None there, and the tokenizer to the reward model that it is made of"
+            "give None there, and give the tokenizer to the reward model in it"
         )
     if tokenizer is None or not isinstance(inner, RewardModel):
         return reward
@@ -183,107 +186,102 @@ def reward_behind(name: str) -> Any:
 # --- a spec in parts ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Finder:
-    base: Path  # folder that relative paths start from
-    say: Say | None = None  # called before code that is not the kit's is imported
+def _reward_and_weight(table: Mapping[str, Any], base: Path, say: Say | None) -> tuple[Any, Weight]:
+    """Return the reward of a table, and its weight."""
+    parameters = dict(table)
+    name = parameters.pop("name", None)
+    if name is None:
+        raise RewardLoadError(
+            f"the reward table {format_value(dict(table))} has no name; add 'name', such as "
+            "name: thinking"
+        )
+    composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
+    given = parameters.pop("weight", None)
+    weight = 1.0
+    target = name
+    target_name = name_of(name)
+    if isinstance(name, str):
+        target_name, weight = _split_weight(name)
+        model = parameters.get("model")
+        if target_name == "reward_model" and isinstance(model, str):
+            # A folder, unless it is a hub name
+            path = _path(model, base)
+            parameters["model"] = str(path) if path.is_dir() else model
+        target = _target(target_name, base, say)
+    reward = _with_parameters(target, parameters, target_name)
+    reward = _composed(reward, composing, target_name, base, say)
+    return reward, _checked_weight(weight if given is None else given, target_name)
 
-    def reward_and_weight(self, table: Mapping[str, Any]) -> tuple[Any, Weight]:
-        """Return the reward of a table, and its weight."""
-        parameters = dict(table)
-        name = parameters.pop("name", None)
-        if name is None:
+
+def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: Say | None) -> Any:
+    """Return a reward with the composing keys of its table applied."""
+    _refuse_non_reward(reward, name)
+    try:
+        if "scaled_by" in keys or "clipped_to" in keys:
+            reward = rescaled(reward, scale=keys.get("scaled_by", 1.0), clip=keys.get("clipped_to"))
+        if "only_if" in keys:
+            gate = keys["only_if"]
+            gate = dict(gate) if isinstance(gate, Mapping) else {"name": gate}
+            limits = {key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate}
+            reward = gated(reward, load_reward(gate, base_dir=base, say=say).func, **limits)
+        if "only_for" in keys:
+            reward = routed(reward, **keys["only_for"])
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise RewardLoadError(
+            f"reward {format_value(name)} cannot be composed from {format_value(keys)} "
+            f"({first_line(exc)}); write only_if: NAME, only_for: {{column: value}}, "
+            "scaled_by: NUMBER, clipped_to: [low, high]"
+        ) from exc
+    return reward
+
+
+def _target(name: str, base: Path, say: Say | None) -> Any:
+    """Return the object that a text names; for a built-in, the class or function behind it."""
+    if name in BUILTIN:
+        return BUILTIN[name]
+    path = _path(name, base)
+    if name and any((path / file).is_file() for file in _MODEL_FILES):
+        return RewardModel(str(path))
+    home, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        home = name
+        attribute = ""
+    elif _HUB_NAME.fullmatch(name) and not path.exists():
+        return RewardModel(name)
+    if home.endswith(".py"):
+        path = _path(home, base)
+        if not path.is_file():
             raise RewardLoadError(
-                f"the reward table {format_value(dict(table))} has no name; add 'name', such as "
-                "name: thinking"
+                f"reward file {format_value(str(path))} does not exist; give its path relative "
+                "to the run file, or an absolute one"
             )
-        composing = {key: parameters.pop(key) for key in COMPOSING if key in parameters}
-        given = parameters.pop("weight", None)
-        weight = 1.0
-        target = name
-        target_name = name_of(name)
-        if isinstance(name, str):
-            target_name, weight = _split_weight(name)
-            model = parameters.get("model")
-            if target_name == "reward_model" and isinstance(model, str):
-                # A folder, unless it is a hub name.
-                path = self._path(model)
-                parameters["model"] = str(path) if path.is_dir() else model
-            target = self.target(target_name)
-        reward = _with_parameters(target, parameters, target_name)
-        reward = self._composed(reward, composing, target_name)
-        return reward, _checked_weight(weight if given is None else given, target_name)
+        here = Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        _announce(str(shown), attribute, say)
+        return _attribute(_load_file(path), attribute, name)
+    if not colon:
+        raise RewardLoadError(_unknown(name))
+    _announce(f"the installed module {home}", attribute, say)
+    return _attribute(_import(home, name), attribute, name)
 
-    def _composed(self, reward: Reward, keys: dict[str, Any], name: str) -> Any:
-        """Return a reward as the composing keys of its table say."""
-        _refuse_non_reward(reward, name)
-        try:
-            if "scaled_by" in keys or "clipped_to" in keys:
-                scale = keys.get("scaled_by", 1.0)
-                clip = keys.get("clipped_to")
-                reward = rescaled(reward, scale=scale, clip=clip)
-            if "only_if" in keys:
-                gate = keys["only_if"]
-                gate = dict(gate) if isinstance(gate, Mapping) else {"name": gate}
-                limits = {key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate}
-                by = load_reward(gate, base_dir=self.base, say=self.say).func
-                reward = gated(reward, by, **limits)
-            if "only_for" in keys:
-                reward = routed(reward, **keys["only_for"])
-        except (TypeError, ValueError, OverflowError) as exc:
-            raise RewardLoadError(
-                f"reward {format_value(name)} cannot be composed from {format_value(keys)} "
-                f"({first_line(exc)}); write only_if: NAME, only_for: {{column: value}}, "
-                "scaled_by: NUMBER, clipped_to: [low, high]"
-            ) from exc
-        return reward
 
-    # --- where a reward is -----------------------------------------------------------------------
+def _announce(place: str, attribute: str, say: Say | None) -> None:
+    if say is not None:
+        function = printable(attribute) or "no function named"
+        say(f"running code of {printable(place)} ({function})")
 
-    def target(self, name: str) -> Any:
-        """Return the object that a text names; of a built-in, the class or factory behind it."""
-        if name in BUILTIN:
-            return reward_behind(name)
-        if name and any((self._path(name) / file).is_file() for file in _MODEL_FILES):
-            return RewardModel(str(self._path(name)))
-        home, colon, attribute = name.rpartition(":")
-        if name.endswith(".py"):
-            home = name
-            attribute = ""
-        elif _HUB_NAME.fullmatch(name) and not self._path(name).exists():
-            return RewardModel(name)
-        if home.endswith(".py"):
-            path = self._path(home)
-            here = Path.cwd()
-            if not path.is_file():
-                raise RewardLoadError(
-                    f"reward file {format_value(str(path))} does not exist; give its path relative "
-                    "to the run file, or an absolute one"
-                )
-            seen = path.relative_to(here) if path.is_relative_to(here) else path
-            self._announce(str(seen), attribute)
-            return _attribute(_load_file(path), attribute, name)
-        if not colon:
-            raise RewardLoadError(_unknown(name))
-        self._announce(f"the installed module {home}", attribute)
-        return _attribute(_import(home, name), attribute, name)
 
-    def _announce(self, whose: str, attribute: str) -> None:
-        if self.say is not None:
-            function = printable(attribute) or "no function named"
-            self.say(f"running code of {printable(whose)} ({function})")
-
-    def _path(self, text: str) -> Path:
-        try:
-            path = (self.base / Path(text).expanduser()).resolve()
-            path.exists()
-        except (OSError, ValueError, RuntimeError):  # too long, or bytes that no path has
-            raise RewardLoadError(_unknown(text)) from None
-        return path
+def _path(text: str, base: Path) -> Path:
+    try:
+        path = (base / Path(text).expanduser()).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long, or with bytes that no path has
+        raise RewardLoadError(_unknown(text)) from None
+    return path
 
 
 def _split_weight(spec: str) -> tuple[str, str | float]:
-    """Return (spec without its weight, weight); 1.0 if the last part is no number."""
+    """Return (spec without its weight, weight); 1.0 if the last part is not a number."""
     head, _, tail = spec.rpartition(":")
     try:
         float(tail)
@@ -317,9 +315,10 @@ def _checked_weight(value: Any, name: str) -> Weight:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Return the module of a file, run once per process and content under a name of its own.
+    """Return the module of a file, which runs once per process and content.
 
-    ``sys.path`` is left alone: a file named like a package must not replace it.
+    Its name is unique, and ``sys.path`` does not change: a file that is named like a package must
+    not replace it.
     """
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"_rloo_kit_reward_{path.stem}_{digest}"
@@ -328,7 +327,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends with .py
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, as dataclasses and pickle look it up there.
+    # Before it runs, since dataclasses and pickle look it up there
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -383,7 +382,7 @@ def _unknown(name: str) -> str:
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
-    """Return a reward: a class or built-in factory called, an instance or function filled in."""
+    """Return a reward: call a class or built-in function; fill parameters into anything else."""
     is_instance = hasattr(target, "__dataclass_fields__") and not inspect.isclass(target)
     known, takes_any, _ = keywords_of(type(target) if is_instance else target)
     for parameter in parameters:
