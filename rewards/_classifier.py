@@ -13,7 +13,7 @@ from typing import Any
 from rloo_kit.errors import KitError, ModelError
 from rloo_kit.text.thoughts import completion_texts
 from rloo_kit.text.wording import content_text, first_line
-from rloo_kit.types import Completion
+from rloo_kit.types import Completion, Model, Tokenizer
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, text_after_thought
 
@@ -295,7 +295,7 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
-def set_up_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
+def set_up_tokenizer(model: Model, tokenizer: Tokenizer, name: str) -> None:
     """Set a pad token, right padding, and one limit that cuts from the left.
 
     Raises:
@@ -320,7 +320,7 @@ def set_up_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
 
 
 def token_ids(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: Completion,
     completion: Completion,
     *,
@@ -363,7 +363,7 @@ def token_ids(
 
 
 def _own_ids(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: Completion,
     completion: Completion,
     completion_ids: list[int],
@@ -384,7 +384,7 @@ def _own_ids(
     return [*ids, *completion_ids][-(max_length or tokenizer.model_max_length) :]
 
 
-def _rendered(tokenizer: Any, prompt: list[Any], answer: str, *, keep_thought: bool) -> str:
+def _rendered(tokenizer: Tokenizer, prompt: list[Any], answer: str, *, keep_thought: bool) -> str:
     """Return the conversation as the tokenizer's chat template writes it.
 
     Many templates remove thoughts. If the thought is to be read, the answer then follows the prompt
@@ -399,7 +399,7 @@ def _rendered(tokenizer: Any, prompt: list[Any], answer: str, *, keep_thought: b
     return opened + answer + (tokenizer.eos_token or "")
 
 
-def _drops_thoughts(tokenizer: Any) -> bool:
+def _drops_thoughts(tokenizer: Tokenizer) -> bool:
     """Return whether the chat template removes the thought of the last answer."""
     thought = "a thought to look for"
     turn = [
@@ -427,7 +427,7 @@ def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
 
 
 def logits(
-    model: Any,
+    model: Model,
     pad_token_id: int,
     rows: Sequence[list[int]],
     tokens_per_batch: int,

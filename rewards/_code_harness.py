@@ -44,7 +44,7 @@ def canonical(value: Any) -> Any:
     return ["number", f"{numerator:x}/{denominator:x}"]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(canonical(value))
 
 

@@ -209,7 +209,7 @@ def _as_rows(table: dict[str, Any]) -> Any:
     return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
 
 
-def _joined(text: Any) -> str:
+def _joined(text: object) -> str:
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 

@@ -108,7 +108,7 @@ class Countdown(AnswerReward):
             for row, given, wanted in zip(rows, numbers, target, strict=True)
         ]
 
-    def _score(self, text: str, opened: bool, numbers: Any, target: Any) -> Score:
+    def _score(self, text: str, opened: bool, numbers: object, target: Any) -> Score:
         if numbers is None or is_missing(target):
             return None
         available = _whole_numbers(numbers)
@@ -133,7 +133,7 @@ def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
     return found if stated is not None and stated[0] == found[0] else None
 
 
-def _whole_numbers(numbers: Any) -> Counter:
+def _whole_numbers(numbers: object) -> Counter:
     if isinstance(numbers, list | tuple) and all(
         isinstance(number, int | float) and number == number // 1 for number in numbers
     ):
@@ -148,7 +148,7 @@ def _fraction(target: Any) -> Fraction:
         raise _unfit("target", target, "a finite number") from None
 
 
-def _unfit(column: str, value: Any, wanted: str) -> RewardContractError:
+def _unfit(column: str, value: object, wanted: str) -> RewardContractError:
     return RewardContractError(
         f"reward 'countdown' got {value!r} in the column {column!r}; write {wanted} there"
     )

@@ -247,7 +247,7 @@ def _validator(schema: str) -> Any:
     return timed(loaded, registry=referencing.jsonschema.EMPTY_REGISTRY)
 
 
-def _check_pattern(_validator: Any, pattern: str, instance: Any, _schema: Any) -> Any:
+def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:
     """Yield an error for a string in which a schema's ``pattern`` is not found."""
     import jsonschema
 

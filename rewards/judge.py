@@ -180,7 +180,7 @@ class Judge(TemplateAware):
     # --- questions and scores --------------------------------------------------------------------
 
     def _questions(
-        self, prompt: Completion, completion: Completion, reference: Any
+        self, prompt: Completion, completion: Completion, reference: object
     ) -> tuple[str, ...]:
         """Return the questions about a row: one, one for each order, or none."""
         question = _prompt_text(prompt)
@@ -276,7 +276,7 @@ def _prompt_text(prompt: Completion) -> str:
     return "\n\n".join(f"{role}: {text}" for role, text in turns)
 
 
-def _reference_text(reference: Any, *, keep_thought: bool) -> str:
+def _reference_text(reference: object, *, keep_thought: bool) -> str:
     if is_missing(reference):
         return ""
     text = completion_text(reference) if isinstance(reference, str | list) else str(reference)

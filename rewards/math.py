@@ -207,7 +207,7 @@ def last_boxed(text: str) -> str:
     return ""
 
 
-def _expected(answer: Any) -> str | None:
+def _expected(answer: object) -> str | None:
     """Return the expected answer as text; None if it is missing (None, NaN or blank)."""
     return None if is_missing(answer) else str(answer).strip() or None
 

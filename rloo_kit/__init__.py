@@ -1,8 +1,7 @@
 """rloo-kit: RLOO fine-tuning of thinking models on one consumer GPU.
 
-Importing it imports nothing heavy and changes nothing; the names below load what they need when
-they are first used. The trainer's two names call ``setup()`` first, so that Unsloth comes before
-TRL.
+Importing it imports nothing heavy and changes nothing; a name loads its module at its first use.
+The two names of the trainer call ``setup()`` first, so that Unsloth is imported before TRL.
 """
 
 import importlib
@@ -59,7 +58,11 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used (PEP 562)."""
+    """Load a public name at its first use (PEP 562).
+
+    Raises:
+        AttributeError: There is no such name.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'rloo_kit' has no attribute {name!r}")
     if _HOMES[name].startswith("training."):
@@ -72,5 +75,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the lazy names too."""
+    """Return the names of the module, with those that load at their first use."""
     return sorted({*globals(), *_HOMES})

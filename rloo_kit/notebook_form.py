@@ -1,6 +1,6 @@
 """Form for a notebook: the fields of a run file, and buttons for the commands that read it.
 
-A command is a process of its own, so that the kernel loads no library and takes no memory of a GPU.
+A command is a process of its own, so that the kernel loads no library and uses no GPU memory.
 """
 
 import base64
@@ -43,10 +43,10 @@ COMMANDS = {
     "train": ["train"],
     "resume": ["train", "--resume"],
 }
-# Exit code -> what it says
+# Exit code -> its meaning
 ENDED = {0: "done", 130: "stopped", 143: "stopped"}
 PARTS = ("status", "figure", "log", "report")
-# A kernel ignores Ctrl-C between cells, and a process that it starts then would too.
+# A kernel ignores Ctrl-C between cells, and a process that it starts then inherits that
 RLOO_KIT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,11 +56,11 @@ sys.exit(main())
 
 
 def form(path: str | Path = "form.yaml") -> Any:
-    """Return a form for a notebook: it writes a run file, shows its plan, and trains.
+    """Return a form for a notebook, which writes a run file, shows its plan, and trains.
 
     Args:
-        path: The run file. The form begins with it where it exists, else with ``quickstart``, and
-            writes it before a command, without comments.
+        path: The run file. The form begins with it if it exists, otherwise with ``quickstart``, and
+            writes it before each command, without comments.
 
     Raises:
         SetupError: ipywidgets is not installed.
@@ -72,7 +72,7 @@ def form(path: str | Path = "form.yaml") -> Any:
 
 
 class Form:
-    """The widgets of a form and what they do; ``page`` holds them all."""
+    """Widgets of a form and their actions; ``page`` holds all of them."""
 
     def __init__(self, path: str | Path) -> None:
         import ipywidgets as widgets
@@ -106,7 +106,7 @@ class Form:
         self._begin_with(self.path if self.path.exists() else "quickstart")
 
     def _begin_with(self, source: str | Path) -> None:
-        """Fill the fields from a run file; "" leaves them."""
+        """Fill the fields from a run file; "" does nothing."""
         if not source:
             return
         config = read_run_file(source)
@@ -125,7 +125,7 @@ class Form:
             self.fields[name].value = value
 
     def _write(self) -> RunConfig:
-        """Write the run file, and return what it says.
+        """Write the run file, and return its settings.
 
         Raises:
             ConfigError: A field is wrong; nothing is written.
@@ -148,8 +148,8 @@ class Form:
         return config
 
     def run(self, name: str) -> None:
-        """Write the run file and start the command of a button; its lines appear in the log."""
-        if self.buttons[name].disabled:  # the second click of a double click
+        """Write the run file, and start the command of a button; its output appears in the log."""
+        if self.buttons[name].disabled:  # a second click
             return
         words = [*COMMANDS[name], str(self.path)]
         if name == "plan":
@@ -178,12 +178,12 @@ class Form:
         ).start()
 
     def stop(self) -> None:
-        """Let the run finish its step and save; asked again, or on Windows, it ends at once."""
+        """Let the run finish its step and save; a second call, or any on Windows, kills it."""
         if self.process is not None:
             self.process.terminate()
 
     def _follow(self, process: subprocess.Popen[str], name: str, folder: Path) -> None:
-        """Show what a command prints, and a figure and the report of its run."""
+        """Show the output of a command, and a figure and the report of its run."""
         lines: deque[str] = deque(maxlen=LOG_LINES)
         due = 0.0
         assert process.stdout is not None
@@ -208,7 +208,7 @@ class Form:
         self._set_running(False)
 
     def _draw(self, folder: Path) -> None:
-        """Draw the figure of the run, if it has begun; an error in it ends nothing."""
+        """Draw the figure of the run, if it has begun; errors are ignored."""
         with contextlib.suppress(Exception):
             progress = progress_of(read_run(folder))
             if progress.metrics.rows:

@@ -103,14 +103,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
     """Write a JSON file atomically, NaN and infinities as null."""
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
 
 
-def without_nan(value: Any) -> Any:
+def without_nan(value: object) -> Any:
     """Return nested dicts and lists with NaN and infinities as None: JSON has neither."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}

@@ -1,4 +1,4 @@
-"""Aliases and protocols shared by every package; no behaviour.
+"""Type aliases and protocols for every package, without behaviour.
 
 Legend used in docstrings: P prompts, G generations per prompt (the group), B = P*G completions,
 T completion tokens.
@@ -11,21 +11,21 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
-# One prompt, written the same way
+# One prompt, in the same form
 Prompt: TypeAlias = str | list[Message]
 
-# One row of a dataset: `prompt` and whatever columns the rewards ask for
+# One row of a dataset: `prompt`, and the columns that the rewards read
 Row: TypeAlias = dict[str, Any]
 
-# One reward; None means the function does not apply to the row (it leaves the baseline alone)
+# One reward; None if the reward does not apply to the row, which then does not affect the baseline
 Score: TypeAlias = float | None
 
-# A reward as TRL calls it: columns by keyword in, a list of B scores out
+# A reward in TRL's form: called with columns by keyword, returns a list of B scores
 Reward: TypeAlias = Callable[..., Any]
 
 
 class Tokenizer(Protocol):
-    """A tokenizer of transformers: the members that the kit uses."""
+    """Members of transformers' tokenizers that the kit uses."""
 
     chat_template: Any  # a Jinja template, or None for a base model
     eos_token: Any
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model of transformers, alone or in PEFT's wrapper: the members all have.
+    """Members of transformers' causal language models, alone or in PEFT's wrapper.
 
     PEFT and Unsloth add attributes of their own, so any other attribute is `Any`.
     """

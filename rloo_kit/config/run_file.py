@@ -417,7 +417,7 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
     return kind(**good)
 
 
-def _is_plain_accuracy(reward: Any) -> bool:
+def _is_plain_accuracy(reward: object) -> bool:
     if isinstance(reward, dict):
         return reward.get("name") == "accuracy" and reward.keys() <= {"name", "weight"}
     return isinstance(reward, str) and reward.partition(":")[0] == "accuracy"

@@ -194,7 +194,7 @@ def _instead_of(name: str) -> str:
     return hint or "; docs/reference/run_file.md lists them"
 
 
-def _rename(old: str, value: Any, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Add another trainer's setting under its name here; return the errors."""
     new = RENAMED[old]
     if new in given or new in values:

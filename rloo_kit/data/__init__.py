@@ -1,4 +1,4 @@
 """Prompts: built-in tasks, files, hub datasets, reasoning-gym.
 
-Returns plain datasets; knows nothing of rewards or the trainer.
+``rk.load_prompts`` (prompts) returns a dataset. The package knows nothing of rewards or training.
 """

@@ -1,8 +1,8 @@
-"""Files, folders and hub datasets, read with the kit's names of columns, their prompts checked.
+"""Reading of files, folders and hub datasets, with the kit's column names and checked prompts.
 
 A text file is read as rows, so that an error names its line and a prompt may be text in one row and
-messages in the next. A table (Parquet, the hub) is read as a Dataset, so that images stay as they
-are. Neither writes a copy into a cache.
+messages in the next. A table (Parquet, the hub) is read as a Dataset, so that images stay encoded.
+Neither writes a copy into a cache.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
 # Rows that are Python objects at a time
 CHUNK = 10_000
-# A row's file and line, as errors show it, and the row
+# A row's file and line, as shown in errors, and the row
 PlacedRow = tuple[str, Row]
 
 
@@ -41,9 +41,14 @@ def read_source(  # noqa: PLR0913
 ) -> "Dataset":
     """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
 
-    ``place`` is the configuration and the split of a hub dataset, ``columns`` name in the kit ->
-    name in the source; an error lists the tasks ``builtin``. ``skip_empty`` leaves empty prompts
-    out, with a warning that counts them.
+    Args:
+        name: A file, a folder, or a name on the hub.
+        place: Configuration and split of a hub dataset.
+        num: Rows to read; None: all.
+        columns: Name in the kit -> name in the source.
+        builtin: Names of tasks, for an error.
+        change: Called with each prompt; returns the prompt to use.
+        skip_empty: Leave out empty prompts, with a warning that counts them.
 
     Raises:
         DataError: No such source, a bad row, or ``columns`` that do not fit.
@@ -81,13 +86,13 @@ def read_source(  # noqa: PLR0913
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name is taken for a file's: a path, or with an ending and no owner."""
+    """Return whether a name is treated as a file: a path, or a name with an ending and no owner."""
     is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
     return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
 
 
 def local_path(name: str) -> Path:
-    """Return the path of a file, ``~`` resolved."""
+    """Return the path of a file, with ``~`` expanded."""
     return Path(os.path.expanduser(name))
 
 
@@ -95,7 +100,7 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
     """Return every row of a file or of a list, each with its place.
 
     Raises:
-        DataError: There are none, or one of ``columns`` is neither text nor chat messages.
+        DataError: There are no rows, or one of ``columns`` is neither text nor chat messages.
     """
     if isinstance(source, str | Path):
         rows = list(read_rows(local_path(str(source))))
@@ -116,7 +121,7 @@ def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Data
     """Return rows as a Dataset; a column that some rows lack is None there.
 
     Raises:
-        DataError: A column has values of two types, or such that cannot be stored.
+        DataError: A column has values of two types, or values that cannot be stored.
     """
     import pyarrow
 
@@ -139,7 +144,7 @@ def _storing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        # From pyarrow: mixed types, values or names that it cannot hold.
+        # pyarrow: mixed types, or values or names that it cannot hold
         raise DataError(
             f"{what} cannot be stored ({first_line(exc)}): give it values of one type, text in "
             "valid Unicode and numbers of at most 64 bits"
@@ -149,13 +154,13 @@ def _storing(what: str) -> Iterator[None]:
 def _dataset(table: Any, features: "Features | None" = None) -> "Dataset":
     import datasets
 
-    # Without a fingerprint datasets would pickle the whole table for a name of its content
+    # Without a fingerprint datasets would pickle the whole table to compute one
     info = datasets.DatasetInfo(features=features)
     return datasets.Dataset(table, info, fingerprint=uuid.uuid4().hex)
 
 
 def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
-    """Yield each row as it is stored, with its place; an image in one is its bytes or path."""
+    """Yield each stored row with its place; an image is its bytes or path."""
     tables = dataset.with_format("arrow").iter(CHUNK)
     rows = (row for table in tables for row in table.to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
     for number, row in enumerate(rows, 1):
@@ -163,7 +168,7 @@ def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
 
 
 def iter_column(dataset: "Dataset", name: str) -> Iterator[Any]:
-    """Return the values of one column as they are stored, one by one."""
+    """Return an iterator over the stored values of one column."""
     return (row[name] for _, row in number_rows(dataset.select_columns(name), ""))
 
 
@@ -180,8 +185,8 @@ def read_rows(path: Path) -> Iterator[PlacedRow]:
     kind = path.suffix.lower()
     if kind not in FILE_TYPES:
         raise DataError(
-            f"data file {format_value(str(path))} is none of {', '.join(FILE_TYPES)}: convert it "
-            "to .jsonl"
+            f"data file {format_value(str(path))} is not one of {', '.join(FILE_TYPES)}: convert "
+            "it to .jsonl"
         )
     if kind == ".parquet":
         yield from number_rows(_read_parquet(path), printable(str(path)))
@@ -201,7 +206,7 @@ def _check_file(path: Path) -> None:
 
 
 def missing_file(name: str, base: Path = Path()) -> DataError:
-    """Return the error for a file of rows that is neither here nor in the folder ``base``."""
+    """Return the error for a data file that is neither here nor in the folder ``base``."""
     what = "is a folder" if os.path.isdir(name) else where_missing(name, base)
     return DataError(
         f"data file {format_value(name)} {what}; give the path of a .jsonl, .csv or .parquet file"
@@ -254,7 +259,7 @@ def _read_parquet(path: Path) -> "Dataset":
     try:
         return _dataset(pyarrow.parquet.read_table(path))
     except Exception as exc:
-        # Errors of pyarrow and of datasets.
+        # Errors of pyarrow and of datasets
         raise DataError(
             f"data file {format_value(str(path))} cannot be read as Parquet ({first_line(exc)}): "
             "write it again"
@@ -267,7 +272,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
     try:
         return datasets.load_dataset(name, config, split=split)
     except Exception as exc:
-        # Hub, network, script and split errors have no common base.
+        # Hub, network, script and split errors have no common base
         raise DataError(
             f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
             f"nor a folder or hub dataset that can be loaded now ({type(exc).__name__}: "
@@ -282,7 +287,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
 def _changed_rows(
     placed: Iterable[PlacedRow], key: str, checked: Callable[[str, Any], Any]
 ) -> Iterator[Row]:
-    """Yield rows with their prompts, in the column ``key``, checked and changed."""
+    """Yield rows whose prompts, in the column ``key``, are checked and changed."""
     for place, row in placed:
         if key not in row:
             raise _without_prompt(place, key, row)
@@ -292,7 +297,7 @@ def _changed_rows(
 def _changed_table(
     dataset: "Dataset", name: str, num: int | None, key: str, checked: Callable[[str, Any], Any]
 ) -> "Dataset":
-    """Return the first ``num`` rows; messages keep their type, for there may be images."""
+    """Return the first ``num`` rows; messages keep their type, since they may hold images."""
     import datasets
 
     if key not in dataset.column_names:
@@ -316,14 +321,14 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
     for new, old in columns.items():
         if old not in there:
             raise DataError(
-                f"columns names {format_value(old)} as the source of {format_value(new)}, and "
+                f"columns names {format_value(old)} as the source of {format_value(new)}, but "
                 f"there are only {format_value(sorted(there))}: name one of these"
             )
         if new in there and new not in columns.values():
-            raise DataError(f"columns makes {format_value(new)}, which exists already: rename that")
+            raise DataError(f"columns makes {format_value(new)}, which exists already: rename it")
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
-        raise DataError("columns gives the prompts another name: name their column with prompt")
+        raise DataError("columns gives the prompts another name: name their column prompt")
     return renamed
 
 
@@ -335,10 +340,10 @@ def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
 
 
 def check_messages(messages: object, name: str, place: str) -> None:
-    """Refuse what is no list of chat messages that a chat template can render.
+    """Check that a value is a list of chat messages that a chat template can render.
 
     Raises:
-        DataError: With the place, and the name of the column.
+        DataError: It is not; the message has the place and the name of the column.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(
@@ -349,7 +354,7 @@ def check_messages(messages: object, name: str, place: str) -> None:
             raise DataError(f"{place}: every message of {name} needs `role` and `content`")
         role = message["role"]
         content = message["content"]
-        # A tool call has no content.
+        # A tool call has no content
         fits = isinstance(content, str | list) or (content is None and len(message) > 2)
         if not fits or not isinstance(role, str):
             raise DataError(

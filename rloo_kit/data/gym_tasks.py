@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym as prompts; ``rewards/gym.py`` scores their answers."""
+"""Prompts from tasks of the package reasoning-gym; ``rewards/gym.py`` scores the answers."""
 
 import contextlib
 import importlib
@@ -32,7 +32,7 @@ def make_gym_rows(
     A quarter of all questions is held out, by their text. Rows hold ``prompt``, ``task``, ``entry``
     (the whole entry and the settings as JSON, for the verifier), and ``answer`` if there is one.
     ``level``, one or several in equal parts and in turn, is a level of the task's curriculum,
-    counted from 1; ``settings`` go before its own. Rows have it then too.
+    counted from 1, which rows then hold too; ``settings`` override its settings.
     """
     if level is None:
         return _make_rows(name, num, split, seed, settings or {})
@@ -46,7 +46,7 @@ def make_gym_rows(
 
 
 def count_gym_levels(name: str) -> int:
-    """Return how many levels the curriculum of a task has; 0: it has none."""
+    """Return the number of levels in the curriculum of a task; 0: it has none."""
     task = name.removeprefix(PREFIX)
     curriculum = _factory(task).CURRICULA.get(task)
     attributes = curriculum().attributes.values() if curriculum else ()
@@ -54,7 +54,7 @@ def count_gym_levels(name: str) -> int:
 
 
 def _level_settings(name: str, level: int) -> dict[str, Any]:
-    """Return the settings of one level: each attribute at this level, or at its last."""
+    """Return the settings of one level; an attribute with fewer levels has its last."""
     last = count_gym_levels(name)
     task = name.removeprefix(PREFIX)
     if type(level) is not int or not 1 <= level <= last:
@@ -89,7 +89,7 @@ def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, A
             break
     if found:
         warnings.warn(
-            f"{name} has only {len(found)} different prompts of the {num} asked for: other "
+            f"{name} has only {len(found)} different prompts of the {num} requested: other "
             "data.settings may give more",
             UserWarning,
             stacklevel=4,
@@ -112,14 +112,14 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     where = format_name(f"{PREFIX}{task}")
     for key in {"seed", "size"} & set(settings):
-        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts in its place")
+        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts instead")
     create = _factory(task).create_dataset
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             dataset = create(task, size=_CHUNK, seed=seed, **settings)
             return [dataset[index] for index in range(_CHUNK)]
     except Exception as exc:
-        # Each task checks in its own way, most by assert.
+        # Each task checks in its own way, most by assert
         raise DataError(
             f"{where} makes no problems with the settings {format_value(settings)} "
             f"({first_line(exc)}): change data.settings, the level or the seed"
@@ -127,10 +127,10 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, A
 
 
 def _factory(task: str) -> Any:
-    """Return the module ``reasoning_gym.factory`` if there is such a task."""
+    """Return the module ``reasoning_gym.factory``, if it has the task."""
     try:
         with warnings.catch_warnings():
-            # A library of it has invalid escapes.
+            # One of its libraries has invalid escapes
             warnings.simplefilter("ignore")
             importlib.import_module("reasoning_gym")
             factory = importlib.import_module("reasoning_gym.factory")
@@ -139,7 +139,7 @@ def _factory(task: str) -> Any:
             f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
             "pip install reasoning-gym"
         ) from exc
-    # A mixture: its entries name other tasks.
+    # A mixture, whose entries name other tasks
     names = set(factory.DATASETS) - {"composite"}
     if task not in names:
         raise DataError(
@@ -152,7 +152,7 @@ def _factory(task: str) -> Any:
 
 
 def _tagged(value: object) -> Any:
-    # Some verifiers compare tuples or look up numbers as keys, which JSON lacks.
+    # Some verifiers compare tuples or use numbers as keys, which JSON lacks
     if isinstance(value, tuple):
         return {"__tuple__": [_tagged(item) for item in value]}
     if isinstance(value, list):

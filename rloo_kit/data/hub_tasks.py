@@ -1,4 +1,4 @@
-"""Math datasets under short names: their place on the hub, their splits, their columns.
+"""Math datasets with short names: place on the hub, splits and columns.
 
 ``gsm8k`` is the hub's dataset at a fixed commit; ``gsm8k:PATH`` reads the same columns from a file,
 or from a folder such as a download of the dataset.
@@ -15,9 +15,9 @@ from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Row
 
-# Of the model cards of Qwen2.5-Math and Qwen3; where `data.system` says nothing else
+# From the model cards of Qwen2.5-Math and Qwen3; used unless `data.system` is set
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
-# What DAPO puts around each problem
+# Text of DAPO around each problem
 _INSTRUCTION = re.compile(
     r"\A\s*Solve the following math problem step by step\..*?\n\n"
     r"|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z",
@@ -27,13 +27,13 @@ _INSTRUCTION = re.compile(
 
 @dataclass(frozen=True)
 class HubTask:
-    """A dataset of questions with one right answer each."""
+    """A dataset of questions with one correct answer each."""
 
     repository: str
     revision: str  # commit, so that a run means the same next year
-    subset: str | None  # what datasets calls a config
-    train: str | None  # its split to train on; None: it is for evaluation only
-    held_out: str | None  # None: the last rows of the other
+    subset: str | None  # `config` in datasets
+    train: str | None  # the split to train on; None: for evaluation only
+    held_out: str | None  # None: the last rows of the train split
     needs: str  # columns
     convert: Callable[[Row], Row]  # a row of the dataset -> prompt, answer, ...
 
@@ -77,12 +77,12 @@ HUB_TASKS = {
 
 
 def hub_task(name: str) -> HubTask | None:
-    """Return the dataset that ``NAME`` or ``NAME:PATH`` means; None: it is another source."""
+    """Return the dataset of ``NAME`` or ``NAME:PATH``; None for another source."""
     return HUB_TASKS.get(name.partition(":")[0])
 
 
 def has_held_out_split(name: str) -> bool:
-    """Return whether a dataset has two splits: on the hub or in a folder, not in one file."""
+    """Return whether a dataset has two splits, as on the hub or in a folder, not in one file."""
     task = hub_task(name)
     path = name.partition(":")[2]
     has_both = task is not None and None not in (task.train, task.held_out)
@@ -93,7 +93,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     """Return the rows of ``train`` or ``held_out``, or of a whole file, each question once.
 
     Raises:
-        DataError: It cannot be loaded, or a row has other columns.
+        DataError: The dataset cannot be loaded, or a row has other columns.
     """
     short, _, path = name.partition(":")
     task = HUB_TASKS[short]
@@ -102,7 +102,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     whole_file = path and not local_path(path).is_dir()
     own = task.held_out if split == "held_out" else task.train or task.held_out
     if own is None or (whole_file and split == "held_out"):
-        raise DataError(f"{short} has no held-out split: data.held_out takes its last rows")
+        raise DataError(f"{short} has no held-out split: set data.held_out to use its last rows")
     placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
     rows: dict[str, Row] = {}
     for place, row in placed:
@@ -110,7 +110,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
             converted = task.convert(row)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as exc:
             raise DataError(
-                f"{place}: is no row of {short}, which has {task.needs} "
+                f"{place}: is not a row of {short}, which has {task.needs} "
                 f"({type(exc).__name__}: {first_line(exc)}): fix it, or name the columns with "
                 "data.columns and the file without the task"
             ) from exc
@@ -138,7 +138,7 @@ def _read_hub(short: str, task: HubTask, split: str) -> Iterator[PlacedRow]:
     try:
         rows = datasets.load_dataset(name, task.subset, split=split, revision=task.revision)
     except Exception as exc:
-        # Hub, network and split errors have no common base.
+        # Hub, network and split errors have no common base
         raise DataError(
             f"{short} cannot be loaded from the hub now ({type(exc).__name__}: {first_line(exc)}): "
             f"check the network, or give a copy of {name} as {short}:PATH"

@@ -1,7 +1,7 @@
-"""Images of prompts: found, checked, and stored as ``datasets.Image``, which decodes when read.
+"""Images of prompts: finding, checks, and storage as ``datasets.Image``, which decodes on reading.
 
-TRL takes them from a column ``image`` or ``images``. Its step in 1.15 does not pass images that are
-inside messages to the learning step, so those move into a column.
+TRL reads them from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages
+to the learning step, so those are moved into a column.
 """
 
 import hashlib
@@ -30,31 +30,31 @@ def has_images(dataset: Any) -> bool:
     """Return whether prompts have images: in a column ``image`` or ``images``, or as parts.
 
     Args:
-        dataset: Of ``datasets``, or anything that yields rows. Only its features are read, or its
-            first row where it has none.
+        dataset: A ``datasets.Dataset``, or anything that yields rows. Only its features are read,
+            or its first row if it has none.
     """
     row = _features(dataset)
     return any(name in row for name in IMAGE_COLUMNS) or _has_image_part(row.get("prompt"))
 
 
 def check_images(dataset: Any, processing_class: Any) -> None:
-    """Check that TRL's step can take the images of prompts.
+    """Check that TRL's step can use the images of prompts.
 
     Args:
-        dataset: Whose prompts have images (``has_images``).
-        processing_class: As it is given to a trainer; None: TRL loads it.
+        dataset: A dataset with images (``has_images``).
+        processing_class: The trainer's argument; None: TRL loads it.
 
     Raises:
         DataError: There is no processor, or images are inside messages.
     """
     if processing_class is not None and not hasattr(processing_class, "image_processor"):
         raise DataError(
-            "the prompts have images, and processing_class is a tokenizer: load a vision model and "
+            "the prompts have images, but processing_class is a tokenizer: load a vision model and "
             "its processor with load_model(..., images=True)"
         )
     if _has_image_part(_features(dataset).get("prompt")):
         raise DataError(
-            "images are inside the messages of the prompts, and TRL reads them from a column: put "
+            "images are inside the messages of the prompts, but TRL reads them from a column: put "
             'them into the column images, and leave {"type": "image"} in the messages, as '
             "load_prompts does for a file"
         )
@@ -65,7 +65,7 @@ def _features(dataset: Any) -> Mapping[str, Any]:
 
 
 def _has_image_part(node: Any) -> bool:
-    """Search messages, or the features of messages, for a part with an image."""
+    """Return whether messages, or the features of messages, have a part with an image."""
     if isinstance(node, Mapping):
         return any(key in node for key in PART_KEYS) or _has_image_part(node.get("content"))
     if isinstance(node, list | tuple):
@@ -77,7 +77,7 @@ def _has_image_part(node: Any) -> bool:
 
 
 def text_as_parts(messages: Any) -> Any:
-    """Return messages with each text as a part where one has parts: a column holds one type."""
+    """Return messages with each text as a part if one has parts, since a column has one type."""
     if not any(isinstance(message["content"], list) for message in messages):
         return messages
     return [
@@ -91,16 +91,16 @@ def text_as_parts(messages: Any) -> Any:
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
     """Return prompts with their images in a column of ``datasets.Image``.
 
-    A column that is so already stays as it is. Other images are opened once, not decoded.
+    A column of that type is not changed. Other images are opened once, but not decoded.
 
     Args:
-        dataset: Whose images are paths, bytes, or dicts of both.
-        folder: That paths start from.
-        name: Of the prompts, for errors.
+        dataset: Prompts whose images are paths, bytes, or dicts of both.
+        folder: Folder that paths start from.
+        name: Name of the prompts, for errors.
 
     Raises:
-        DataError: An image is missing or is none, with its row; images are in two places; or the
-            prompts are plain text.
+        DataError: An image is missing or cannot be read; images are in two places; or the prompts
+            are plain text.
     """
     import datasets
 
@@ -124,7 +124,7 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
             for number, values in enumerate(iter_column(dataset, column), 1)
         ]
         is_single = column == "image" and all(len(images) == 1 for images in stored)
-        # TRL takes rows without an image in the column of lists alone
+        # TRL accepts rows without an image only in the column of lists
         new = "image" if is_single else "images"
         kind = datasets.Image() if is_single else datasets.List(datasets.Image())
         rows = ({new: images[0] if is_single else images} for images in stored)
@@ -134,7 +134,7 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
 
 
 def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
-    """Move images from messages to the column ``images``; a part without its image stays there."""
+    """Move images from messages to the column ``images``; parts without their image stay there."""
     import datasets
 
     if not _has_image_part(dataset.features["prompt"]):
@@ -158,7 +158,7 @@ def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
 
 
 def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
-    """Return an image as ``datasets.Image`` stores it, after a look at its header."""
+    """Return an image as ``datasets.Image`` stores it, after reading its header."""
     from PIL import Image
 
     key = "bytes" if isinstance(value, bytes) else "path"
@@ -167,7 +167,7 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     path = stored.get("path") or ""
     if not content and "://" in str(path):
         raise DataError(
-            f"{place}: the image {format_value(path)} is on the network, and nothing is "
+            f"{place}: the image {format_value(path)} is on the network, but nothing is "
             "downloaded: save it and give its path"
         )
     try:
@@ -183,13 +183,13 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     return {"bytes": content, "path": path or None}
 
 
-# --- what the record of a run keeps --------------------------------------------------------------
+# --- thumbnails in the record of a run -----------------------------------------------------------
 
 
 def save_thumbnails(value: Any, folder: Path) -> Any:
     """Return nested dicts and lists with the name of a thumbnail in place of each PIL image.
 
-    Each distinct thumbnail is written once, as ``folder/images/DIGEST.jpg`` of a few kB.
+    Each different thumbnail is written once, as ``folder/images/DIGEST.jpg`` of a few kB.
     """
     if isinstance(value, Mapping):
         return {key: save_thumbnails(item, folder) for key, item in value.items()}

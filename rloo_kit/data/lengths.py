@@ -1,6 +1,6 @@
-"""How many tokens prompts have: counted where their bytes leave it open.
+"""Lengths of prompts in tokens, bounded by their bytes and counted if necessary.
 
-A token covers a byte of its text at least, so most prompts of a large file need no tokenizer.
+A token covers at least one byte of its text, so most prompts of a large file need no tokenizer.
 """
 
 import heapq
@@ -16,9 +16,9 @@ from rloo_kit.types import Prompt, Tokenizer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Bytes that a tokenizer's normalisation (NFKC) makes of one, at most; ASCII stays as it is
+# Most bytes that a tokenizer's normalisation (NFKC) makes of one; ASCII does not change
 EXPANSION = 11
-# Prompts among which the longest is looked for
+# Candidates for the longest prompt that are counted
 COUNTED = 1000
 KEYS = {"role", "content"}
 
@@ -28,12 +28,12 @@ def tokenize_prompts(
     prompts: Sequence[str] | Sequence[list[dict[str, Any]]],
     settings: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of prompts as the policy sees them.
+    """Return the tokens of prompts as the policy reads them.
 
     Args:
         processing_class: The tokenizer, or a processor that has one.
         prompts: Texts, or conversations, for which the chat template is used.
-        settings: Of the chat template.
+        settings: Arguments of the chat template.
 
     Raises:
         DataError: The chat template cannot render a prompt.
@@ -46,7 +46,7 @@ def tokenize_prompts(
             **(settings or {}),
         )["input_ids"]  # fmt: skip
     except Exception as exc:
-        # A template is a program of its own: it may divide by zero.
+        # A template is a program and may raise anything
         raise DataError(
             f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
             "false for a model without one, or change roles and data.system"
@@ -63,7 +63,7 @@ def prompt_ids(
 def longer_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> dict[int, int]:
-    """Return row -> number of tokens, images aside, of the prompts of more than ``limit``."""
+    """Return row -> number of tokens, without images, for prompts of more than ``limit``."""
     lengths = (
         (row, len(prompt_ids(tokenizer, prompt, settings)))
         for row, prompt, most in _bounded(dataset, tokenizer, settings)
@@ -75,7 +75,7 @@ def longer_prompts(
 def longest_prompt(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the tokens of the longest prompt: of the ``COUNTED`` that may be longest."""
+    """Return the tokens of the longest prompt among the ``COUNTED`` longest candidates."""
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
     return max((prompt_ids(tokenizer, prompt, settings) for _, prompt, _ in candidates), key=len)
@@ -84,7 +84,7 @@ def longest_prompt(
 def quantile_of_lengths(
     dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
 ) -> int:
-    """Return the fewest tokens that so large a share of the prompts, in (0, 1), keep to."""
+    """Return the number of tokens that a share of the prompts, in (0, 1), does not exceed."""
     prompts = iter_column(dataset, "prompt")
     lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
     return lengths[math.ceil(share * len(lengths)) - 1]
@@ -93,14 +93,18 @@ def quantile_of_lengths(
 def drop_long_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> "tuple[Dataset, int]":
-    """Return the prompts of at most ``limit`` tokens, and how many were left out."""
+    """Return the prompts of at most ``limit`` tokens, and the number of those left out.
+
+    Raises:
+        DataError: No prompt is left.
+    """
     longer = longer_prompts(dataset, tokenizer, limit, settings)
     if not longer:
         return dataset, 0
     if len(longer) == len(dataset):
         raise DataError(
-            f"max_prompt_tokens {limit} leaves none of the {len(longer)} prompts: raise it, the "
-            f"shortest has {min(longer.values())} tokens"
+            f"max_prompt_tokens {limit} leaves no prompt of {len(longer)}: raise it, the shortest "
+            f"has {min(longer.values())} tokens"
         )
     kept = [row for row in range(len(dataset)) if row not in longer]
     return dataset.select(kept), len(longer)
@@ -109,11 +113,11 @@ def drop_long_prompts(
 def _bounded(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None
 ) -> Iterator[tuple[int, Any, float]]:
-    """Yield row, prompt, and how many tokens it has at most."""
+    """Yield row, prompt, and an upper bound of its tokens."""
     template: dict[tuple[str, ...], int] = {}  # roles -> tokens of the first prompt with these
     for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        # what a message lacks, a table holds as None
+        # a table holds None for keys that a message lacks
         if any({key for key in one if one[key] is not None} != KEYS for one in messages):
             yield row, prompt, float("inf")
             continue
@@ -137,17 +141,17 @@ def check_lengths(
     *,
     before: int = 0,
 ) -> None:
-    """Refuse prompts that with their completion are longer than the model was loaded with.
+    """Check that prompts and their completions fit into the model's longest sequence.
 
     Args:
-        dataset: With ``prompt``.
-        tokenizer: Counts the tokens.
+        dataset: Rows with ``prompt``.
+        tokenizer: The tokenizer that counts.
         args: The trainer's settings.
         longest: The model's ``max_seq_length``.
-        before: Rows that come before these, for the number in the message.
+        before: Number of rows before these, for the number in the message.
 
     Raises:
-        DataError: With the number of the first such prompt, and what to set.
+        DataError: A prompt is too long; the message has its number and the remedy.
     """
     completion = args.max_completion_length
     multiple = args.pad_to_multiple_of or 1

@@ -42,28 +42,29 @@ def load_prompts(  # noqa: PLR0913
     settings: dict[str, Any] | None = None,
     skip_empty: bool = False,
 ) -> "Dataset":
-    """Return prompts as a Dataset with a ``prompt`` column and whatever else the source has.
+    """Return prompts as a Dataset with a ``prompt`` column and all other columns of the source.
 
     Args:
         name: A built-in task, ``reasoning_gym:TASK``, a dataset of ``hub_tasks.py`` (``gsm8k``, or
             ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, a dataset's
             folder, or a hub dataset.
-        split: Of a hub dataset; ``train`` or ``held_out`` of a task.
-        config: Of a hub dataset: the name of its configuration; None: the only one.
-        num_prompts: Keep the first so many (a task makes 1,024 when None).
-        system: A system message put before every prompt; None: that of ``gsm8k`` and its like, or
-            none.
+        split: Split of a hub dataset; ``train`` or ``held_out`` of a task.
+        config: Configuration of a hub dataset; None: the only one.
+        num_prompts: Keep the first N prompts; None: all (a task makes 1,024).
+        system: A system message put before every prompt; None: that of ``gsm8k`` or ``dapo-math``,
+            or none.
         chat: Make a plain string a user message, so that the model's chat template is applied.
-        seed: Order and choice of a task's problems.
+        seed: Seed for the order and choice of a task's problems.
         columns: Names in the kit -> names in the file or hub dataset, such as
             ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
         level: Difficulty of a built-in or reasoning-gym task, one or several in equal parts; None:
-            the first, or what ``settings`` say.
-        settings: Of a reasoning-gym task, under its own names.
+            the first, or that of ``settings``.
+        settings: Settings of a reasoning-gym task, under its own names.
         skip_empty: Leave out the empty prompts of a file or dataset; False: they are an error.
 
     Raises:
-        DataError: No such source, no ``prompt``, no rows, a bad line, or a needless argument.
+        DataError: No such source, no ``prompt``, no rows, a bad line, or an argument without
+        effect.
     """
     name = str(name)
     is_made = name in BUILTIN or name.startswith(PREFIX)
@@ -105,7 +106,7 @@ def is_task(name: str) -> bool:
 
 
 def count_levels(name: str) -> int:
-    """Return how many levels a task has; 0: it has none, or the prompts are no task."""
+    """Return the number of levels of a task; 0: it has none, or the prompts are not a task."""
     if name.startswith(PREFIX):
         return count_gym_levels(name)
     return LEVELS if name in BUILTIN else 0
@@ -114,14 +115,17 @@ def count_levels(name: str) -> int:
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
     """Return (train, held-out): the last rows are kept out of training.
 
-    ``held_out`` is how many; None: an eighth, at most 256; 0: none.
+    ``held_out`` is their number; None: an eighth, at most 256; 0: none, and held-out is None.
+
+    Raises:
+        DataError: No prompt is left to train on.
     """
     size = len(dataset)
     kept = min(size // 8, MAX_HELD_OUT) if held_out is None else held_out
     if kept >= size:
         raise DataError(
-            f"data.held_out {kept} leaves none of the {size} prompts to train on: lower it to at "
-            f"most {size - 1}"
+            f"data.held_out {kept} leaves no prompt of {size} to train on: lower it to at most "
+            f"{size - 1}"
         )
     if kept == 0:
         return dataset, None
@@ -141,8 +145,8 @@ def _make_task(
 ) -> list[Row]:
     if num > MAX_MADE:
         raise DataError(
-            f"{num:,} prompts of {format_name(name)} are asked for, and at most {MAX_MADE:,} are "
-            "made: lower data.num_prompts or data.held_out"
+            f"{num:,} prompts of {format_name(name)} are requested, but at most {MAX_MADE:,} can "
+            "be made: lower data.num_prompts or data.held_out"
         )
     if split not in SPLITS:
         raise DataError(
@@ -155,7 +159,11 @@ def _make_task(
 
 
 def as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
-    """Return a prompt as a run has it: with ``chat`` as messages, the system message first."""
+    """Return a prompt as a run uses it: with ``chat`` as messages, the system message first.
+
+    Raises:
+        DataError: There is a system message, but the prompt is plain text.
+    """
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Built-in tasks: prompts made on the spot, in levels, each with a fixed held-out split."""
+"""Built-in tasks: generated prompts in levels, with a fixed held-out split."""
 
 import hashlib
 import operator
@@ -12,10 +12,11 @@ from rloo_kit.types import Row
 
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 8
-# Of every task; 1 is the easiest
+# Levels of every task; 1 is the easiest
 LEVELS = 5
 
-# Takes a level, counted from 1; returns the columns of one problem, and whether it is held out
+# Function of a level, counted from 1, that returns the columns of one problem, and whether it is
+# held out
 Maker = Callable[[random.Random, int], tuple[Row, bool]]
 
 
@@ -27,10 +28,10 @@ def make_rows(
     seed: int = 42,
     level: int | list[int] | None = None,
 ) -> list[Row]:
-    """Return ``num`` problems of a built-in task, the levels (None: the first) in turn.
+    """Return ``num`` problems of a built-in task, alternating between levels (None: the first).
 
     No prompt is in both splits, whatever the seeds. Rows hold ``prompt``, ``task``, ``level``, and
-    ``answer`` where there is one right text.
+    ``answer`` if there is one correct text.
     """
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(stream) for stream in cycle(streams)), num))
@@ -47,7 +48,7 @@ def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
 
 
 def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
-    # The embedded model's prompts: they stay as they were before there were other tasks.
+    # The embedded model was trained on these prompts, so their seed must not change
     first = name == "arithmetic" and level == 1
     rng = random.Random(f"{seed} {split}" if first else f"{seed} {split} {name} {level}")
     while True:
@@ -57,7 +58,7 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
 
 
 def is_kept_by_hash(text: str, one_in: int) -> bool:
-    """Return whether a problem is held out: by a hash that is the same on every machine."""
+    """Return whether a problem is held out, by a hash that is the same on every machine."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
@@ -70,7 +71,7 @@ def _is_kept(*key: object) -> bool:
 
 
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
-    """Sum of 2 or 3 numbers of 3 digits; sum or difference of 5 digits; product; brackets."""
+    """Make a sum of 2 or 3 numbers of 3 digits, one of 5 digits, a product, or brackets."""
     if level == 1:
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
@@ -99,18 +100,18 @@ def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether the sum ``a + b`` is kept for evaluation (1 in 16); no stage trains on it."""
+    """Return whether the sum ``a + b`` is held out (1 in 16); no stage trains on it."""
     return (a * 1009 + b * 2003) % 16 == 7
 
 
 def arithmetic_prompt(a: int, b: int) -> str:
-    """Return the question the embedded model was trained on."""
+    """Return the question in the form that the embedded model was trained on."""
     return f"What is {a} + {b}?"
 
 
 # --- countdown -----------------------------------------------------------------------------------
 
-# Level -> how many numbers, the largest, the operators of the solution that it is made from
+# Level -> number of numbers, the largest, operators of the solution
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 _LARGE = (25, 50, 75, 100)
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -145,7 +146,7 @@ def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, s
 
 
 def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[int, str]:
-    """Join two of what is left until one is; no step comes to 0 or below, or to a fraction."""
+    """Join two numbers until one is left; no step gives 0, a negative number or a fraction."""
     left = [(number, str(number)) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Score a model on prompts it never trained on."""
+"""Scores of a model on prompts that it was not trained on."""
 
 import contextlib
 import functools
@@ -31,15 +31,16 @@ REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in
 class Evaluation:
     """n held-out prompts, ``num_samples`` completions of each, and their scores."""
 
-    rewards: dict[str, float | None]  # means; None where a reward applies to no row
+    rewards: dict[str, float | None]  # means; None if a reward applies to no row
     num_prompts: int
     mean_length: float  # completion tokens
     temperature: float  # 0 for greedy
     samples: list[dict[str, Any]]
-    """Every prompt, completion, its scores and token counts; the completions of a prompt together,
-    the prompts in order."""
+    """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
-    judged_by: str | None = None  # says right or wrong; "": none does; None: by the scores
+    judged_by: str | None = (
+        None  # reward that says right or wrong; "": none; None: see `correct_by`
+    )
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the statistics of the samples."""
@@ -59,13 +60,13 @@ class Evaluation:
         """Return what ``as_dict`` returned.
 
         Raises:
-            TypeError: It is of another shape.
+            TypeError: A field is missing.
         """
         return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
 
     @property
     def drawn(self) -> str:
-        """How the completions were drawn."""
+        """Way of sampling, in words."""
         return f"sampled at {self.temperature:g}" if self.temperature else "greedy"
 
     @property
@@ -75,17 +76,17 @@ class Evaluation:
         return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
 
     def values(self, name: str) -> list[float | None]:
-        """Return the mean score of each prompt; None where the reward applies to none of it."""
+        """Return the mean score of each prompt; None if all of its completions have no score."""
         return [mean_or_none([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
-        """Return the mean of a reward over prompts, and its interval; None without any score."""
+        """Return the mean of a reward over prompts with its interval; None without a score."""
         scored = [value for value in self.values(name) if value is not None]
         return estimate(scored) if scored else None
 
     @functools.cached_property
     def correct_by(self) -> str | None:
-        """The first reward whose scores are all 0 or 1; None: there is none."""
+        """The first reward whose scores are all 0 or 1; None without one."""
         if self.judged_by is not None:
             return self.judged_by or None
         return next(filter(self.says_right_or_wrong, self.rewards), None)
@@ -96,7 +97,7 @@ class Evaluation:
 
     @functools.cached_property
     def pass_at(self) -> dict[int, Estimate]:
-        """pass@k over the prompts that ``correct_by`` applies to; k is n, or a power of two."""
+        """pass@k over the prompts that ``correct_by`` scores; k is n, or a power of two."""
         name = self.correct_by
         scores = [[s["rewards"][name] for s in one] for one in self.by_prompt] if name else []
         rows = [one for one in scores if None not in one]
@@ -110,12 +111,12 @@ class Evaluation:
 
     @property
     def thinking_length(self) -> float | None:
-        """Mean tokens of the thoughts that were closed; None where none was."""
+        """Mean tokens of the closed thoughts; None without one."""
         return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
 
     @property
     def cut_off(self) -> float | None:
-        """Share of completions that reached the limit; None where it is not known."""
+        """Share of completions that reached the limit; None if unknown."""
         return mean_or_none([sample.get("cut_off") for sample in self.samples])
 
 
@@ -136,32 +137,32 @@ def evaluate(
     thinking_budget: int | None = None,
     sample: "Callable[[list[Any]], Completions] | None" = None,
 ) -> Evaluation:
-    """Complete every prompt and score the completions; random states are left as they were.
+    """Sample a completion of every prompt and score it; random states are restored.
 
     Args:
         model: A causal language model, with or without an adapter.
         tokenizer: Its tokenizer, or a processor that has one.
         dataset: A ``datasets.Dataset`` or a list of dicts with ``prompt`` (text or chat messages)
-            and the columns the rewards ask for; n rows.
-        rewards: As ``load_rewards`` returned them, each of another name.
-        max_completion_length: Tokens.
-        temperature: Of sampling; 0 is greedy.
+            and the columns that the rewards read; n rows.
+        rewards: The result of ``load_rewards``, with different names.
+        max_completion_length: Longest completion, in tokens.
+        temperature: Sampling temperature; 0 is greedy.
         sampling: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; None: TRL's defaults.
-        chat_template_kwargs: Passed to the chat template, such as ``enable_thinking``.
-        batch_size: Completions at one time.
-        seed: Of sampling.
-        engine: Samples instead of ``model.generate``; it is sent the adapter first.
+        chat_template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
+        batch_size: Completions at a time.
+        seed: Seed of sampling.
+        engine: Engine that samples instead of ``model.generate``; it gets the adapter first.
         num_samples: Completions of each prompt, for pass@k.
         thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
-        sample: Samples a completion of each row in place of all of the above; None: they do.
+        sample: Function that samples a completion of each row instead of all of the above.
 
     Raises:
-        ConfigError: Several greedy completions of a prompt: they would all be the same. Or a
-            thinking budget, and a model without tokens for a thought.
+        ConfigError: Several greedy completions of a prompt, which would all be the same, or a
+            thinking budget for a model without marks of a thought.
         DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight is NaN or Inf.
-        MemoryRanOutError: Not even a single completion fits; until then fewer are drawn at a time.
-        RewardContractError: From a reward.
+        MemoryRanOutError: Not even a single completion fits.
+        RewardContractError: A reward raised, or returned something else than scores.
     """
     rows = _repeated(dataset, num_samples, temperature)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -185,7 +186,7 @@ def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
-            f"temperature above 0, or take one"
+            f"temperature above 0, or use one"
         )
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
@@ -219,7 +220,7 @@ def _samples(
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return keywords of ``evaluate`` that draw as a run's ``LeaveOneOutConfig`` says."""
+    """Return keywords of ``evaluate`` that sample like a run with these settings."""
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
         "max_completion_length": args.max_completion_length,
@@ -245,7 +246,7 @@ def make_completer(
     engine: "Engine | None",
     rewards: "Sequence[LoadedReward]" = (),
 ) -> "Completer":
-    """Return what samples completions from a model that does not train, and scores them."""
+    """Return a completer that samples from a model that is not trained, and scores."""
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
@@ -255,7 +256,7 @@ def make_completer(
         "top_k": how.top_k,
         "min_p": how.min_p or None,
     }
-    # the settings of the model's own generation_config are not the run's
+    # these settings override the model's own generation_config
     of_piece = functools.partial(
         complete,
         model,
@@ -274,7 +275,7 @@ def make_completer(
         if engine is not None:
             engine.sync(model)
             drawn = draw_from(engine, prompt_ids, how, seed)
-            engine.sleep()  # rewards on the GPU need its memory
+            engine.sleep()  # rewards on the GPU need the memory
             return drawn.completion_ids, None
         with _inference(model, seed), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
@@ -290,7 +291,7 @@ def make_completer(
 
 @contextlib.contextmanager
 def _inference(model: Model, seed: int) -> Iterator[None]:
-    """Put the model into eval mode under a seed of its own, then restore mode and random states."""
+    """Put the model into eval mode with a seed, then restore mode and random states."""
     import torch
 
     was_training = model.training

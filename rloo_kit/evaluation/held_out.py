@@ -1,4 +1,4 @@
-"""The same held-out prompts, sent to several models in the same way."""
+"""Held-out prompts for several models, all sampled and scored in the same way."""
 
 import contextlib
 import copy
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
 Say = Callable[[str], None]
-# On a CPU, of the prompts and completions that are drawn together; on a GPU the run's batch is
-# what is known to fit
+# Tokens of prompts and completions that are sampled together on a CPU; on a GPU only the run's
+# batch is known to fit
 BATCH_TOKENS = 1 << 16
-# That vLLM completes at one time
+# Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
 
 
@@ -40,11 +40,11 @@ NUM_SEQUENCES = 256
 class HeldOut:
     """Prompts, rewards and sampling that are the same for every model."""
 
-    job: PreparedJob  # whose model is not used
+    job: PreparedJob  # settings and rewards; its model is not used
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
-    source: str  # where they come from
-    batch_size: int | None = None  # completions at one time; None: as many as are known to fit
-    why_not: str | None = None  # why vLLM cannot sample for all of the models
+    source: str  # file, task or dataset of the prompts
+    batch_size: int | None = None  # completions at a time; None: as many as are known to fit
+    why_not: str | None = None  # reason why vLLM cannot sample for all of the models
 
     @property
     def args(self) -> "LeaveOneOutConfig":
@@ -54,7 +54,7 @@ class HeldOut:
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return what judges held-out prompts; or the rewards of these specs of a run file."""
+        """Return the rewards that score held-out prompts, or those of ``specs``."""
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         if specs is None:
@@ -71,11 +71,11 @@ class HeldOut:
     def engine(
         self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
     ) -> Iterator[Engine | None]:
-        """Load the adapters on one base, and run the engine that samples; None: transformers.
+        """Load the adapters on one base, and yield the sampling engine; None for transformers.
 
         Raises:
             DataError: A prompt leaves no room for its completion.
-            GenerationError: vLLM was requested by name and cannot sample here, or does not start.
+            GenerationError: vLLM was requested by name but cannot sample here, or does not start.
         """
         prompts = self.prompts["prompt"][:]
         template = self.args.chat_template_kwargs
@@ -84,12 +84,12 @@ class HeldOut:
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise DataError(
-                f"prompt and completion may have {length} tokens, and the model takes {limit}: "
-                "lower trainer.max_completion_length, or leave long prompts out"
+                f"prompt and completion may have {length} tokens, but the model is limited to "
+                f"{limit}: lower trainer.max_completion_length, or leave long prompts out"
             )
         for trained in models:
             base.load(trained)
-        # nothing trains next to the engine: it never sleeps, and takes as many rows as it can
+        # nothing trains next to the engine, so it never sleeps and gets as many rows as it can hold
         args = copy.copy(self.args)
         args.vllm_max_model_length = length
         args.vllm_enable_sleep_mode = False
@@ -128,11 +128,15 @@ def read_held_out(
     num_prompts: int | None = None,
     batch_size: int | None = None,
 ) -> HeldOut:
-    """Return the prompts for some models, by the run file of the first that is a run.
+    """Return the prompts for several models, by the run file of the first run among them.
 
-    Where none is a run, the kit's defaults are used. Arguments are those of ``evaluate_models``.
-    Prompts that the run leaves out for their length are counted in tokens of the first model, so
-    that all models get the same ones.
+    Without a run, the kit's defaults are used. Arguments are those of ``evaluate_models``. Prompts
+    that are too long for the run are counted in tokens of the first model, so that all models get
+    the same prompts.
+
+    Raises:
+        ConfigError: An argument is out of range, or an override changes the model.
+        DataError: There are no held-out prompts.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -140,13 +144,13 @@ def read_held_out(
     for override in overrides:
         if override.lstrip().startswith(("model.", "lora.", "model=", "lora=")):
             raise ConfigError(
-                f"--set {format_value(override)} cannot change a model that is trained: leave it "
-                "out, or name another model"
+                f"--set {format_value(override)} cannot change a trained model: leave it out, or "
+                "name another model"
             )
     config = next((one.config for one in models if one.config is not None), RunConfig())
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
-    job = PreparedJob(config, EXAMPLES)  # the paths of a run are whole
+    job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
     args = job.args
     given = read_overrides(overrides)
     choose_engine(args, given.get("trainer") or {})
@@ -168,23 +172,23 @@ def read_held_out(
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
-    """Set the engine that evaluates in ``args``, by the settings that are ``given`` for it.
+    """Set the engine that evaluates in ``args``, by the overrides that are ``given`` for it.
 
-    It need not be the engine that trained, unless that was transformers.
+    It may be another engine than in training, unless that was transformers.
     """
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))
     elif args.use_vllm or requested_engine(args) != "transformers":
         args.generation = "auto"
         args.use_vllm = False
-    if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to a training
+    if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to the trainer
         args.memory_share_given = False
 
 
 def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
-    """Return the prompts that the run kept out of training, or those of another name."""
+    """Return the prompts that the run kept out of training, or other ones by their name."""
     data = config.data
     name = str(prompts or config.data.prompts)
     is_the_runs = name == data.prompts

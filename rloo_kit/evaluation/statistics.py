@@ -1,7 +1,7 @@
 """Statistics of n completions of each prompt: pass@k, intervals, paired differences.
 
-Completions of one prompt are alike, so prompts are resampled with all their completions, and two
-models are compared prompt by prompt.
+Completions of one prompt are correlated, so prompts are resampled with all their completions, and
+two models are compared prompt by prompt.
 """
 
 import itertools
@@ -14,7 +14,7 @@ RESAMPLES = 2000
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that at least one of k completions is right, without bias.
+    """Return the unbiased probability that at least one of k completions is right.
 
     Chen et al. 2021, arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
 
@@ -33,8 +33,8 @@ class Estimate:
     """A mean over prompts with its confidence interval."""
 
     mean: float
-    low: float  # of the interval of 95% confidence
-    high: float
+    low: float  # lower end of the 95% interval
+    high: float  # upper end
     num: int  # prompts
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """How much more one model has than another on the same prompts."""
+    """Difference of two models on the same prompts."""
 
-    p_value: float  # chance of a mean this far from 0 where both models were alike
-    is_real: bool  # the interval leaves 0 out, and the test says the same at 5%
+    p_value: float  # probability of a mean this far from 0 if both models were alike
+    is_real: bool  # 0 is outside of the interval, and the p-value is below 5%
 
     @property
     def verdict(self) -> str:
-        """The p-value, and whether the difference is real."""
+        """The p-value, and a word on whether the difference is real."""
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
         return f"{p}: {'real' if self.is_real else 'may be chance'}"
 
@@ -59,11 +59,11 @@ class Difference(Estimate):
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean of one value a prompt with its bootstrap interval (percentiles).
+    """Return the mean of one value per prompt with its bootstrap interval (percentiles).
 
     Efron 1979; Efron and Tibshirani 1993, chapter 13. Values that are all alike, such as 256 right
-    answers, would give an interval without width: for shares it is widened to what the rule of
-    three allows (1 - 0.05 ** (1 / n)).
+    answers, would give an interval without width, so for shares it is widened by the rule of three
+    (1 - 0.05 ** (1 / n)).
 
     Raises:
         ValueError: There is no value.
@@ -76,23 +76,23 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def _room(num: int) -> float:
-    """Return the largest share of others that n alike leave possible (rule of three)."""
+    """Return the largest share of other values that n equal ones allow (rule of three)."""
     return 1 - (1 - CONFIDENCE) ** (1 / num)
 
 
 def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Difference:
-    """Return by how much ``after`` is above ``before``, prompt by prompt.
+    """Return the difference ``after`` - ``before``, prompt by prompt.
 
-    The interval is the bootstrap's, over prompts. The test is Fisher's: the signs of the n
-    differences are drawn at random (all 2 ** n ways where those are few), and the p-value is the
-    chance of a mean at least as far from 0.
+    The interval is a bootstrap over prompts. The test is Fisher's: the signs of the n differences
+    are drawn at random (all 2 ** n ways if they are few), and the p-value is the probability of a
+    mean at least as far from 0.
 
     Raises:
-        ValueError: There is no value, or they are not as many.
+        ValueError: There is no value, or the numbers of values differ.
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
     mean, low, high = _bootstrap(moved, seed)
-    if low == high:  # the next prompt may be another, by as much as all of them together
+    if low == high:  # another prompt may differ from these, by as much as all of them together
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
         low = low - room
         high = high + room
@@ -120,7 +120,7 @@ def _sign_flip(moved: Sequence[float], seed: int) -> float:
     num = len(array)
     if not num:
         return 1.0
-    seen = abs(array.sum()) * (1 - 1e-12)  # sums of the same numbers in another order
+    seen = abs(array.sum()) * (1 - 1e-12)  # another order of the sum may round otherwise
     if 2**num <= RESAMPLES:
         signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))  # (2 ** n, n)
         return float((abs(signs @ array) >= seen).mean())
@@ -128,4 +128,4 @@ def _sign_flip(moved: Sequence[float], seed: int) -> float:
     # ten times, so that the signs need no more memory than the resamples above
     sums = [draw.choice((-1.0, 1.0), (RESAMPLES, num)) @ array for _ in range(10)]
     far = np.count_nonzero(np.abs(sums) >= seen)
-    return (far + 1) / (10 * RESAMPLES + 1)  # the data itself is one of the ways
+    return (far + 1) / (10 * RESAMPLES + 1)  # the data itself is one of the draws

@@ -1,4 +1,4 @@
-"""rloo-kit eval: several models on the same prompts in one table, with paired differences."""
+"""``rloo-kit eval``: a table of several models on the same prompts, with paired differences."""
 
 import itertools
 import json
@@ -28,18 +28,18 @@ class Row:
     model: str
     evaluation: Evaluation
     seconds: float
-    sampler: str = "transformers"  # who drew the completions
+    sampler: str = "transformers"  # sampling engine
 
     @property
     def mode(self) -> str:
-        """How its completions were drawn."""
+        """Number of completions of each prompt, and way of sampling, in words."""
         found = self.evaluation
         return f"{found.num_samples} {found.drawn}" if found.temperature else found.drawn
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One reward of a row against the first model's, prompt by prompt."""
+    """Comparison of one reward with that of the first model, prompt by prompt."""
 
     model: str
     against: str
@@ -53,12 +53,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class EvalTable:
-    """What ``evaluate_models`` found."""
+    """Result of ``evaluate_models``."""
 
-    prompts: str  # where they come from
+    prompts: str  # their source
     rows: list[Row]
     compared: list[Compared]
-    folder: Path | None = None  # it was written there
+    folder: Path | None = None  # folder of the written results
 
     def __str__(self) -> str:
         samplers = " and ".join(sorted({row.sampler for row in self.rows}))
@@ -96,21 +96,27 @@ def evaluate_models(  # noqa: PLR0913
     """Score models on the same prompts, greedy and sampled, and compare each with the first.
 
     Args:
-        models: The first that is a run gives prompts, rewards and sampling.
-        overrides: ``section.key=value`` of that run file, such as ``trainer.temperature=0.6``.
+        models: Runs, checkpoints, adapters or models; the first run gives prompts, rewards and
+            sampling.
+        overrides: ``section.key=value`` for its run file, such as ``trainer.temperature=0.6``.
         prompts: A file, task or dataset instead of the run's held-out prompts.
-        num_prompts: At most so many.
-        num_samples: Sampled completions of each prompt, for pass@k; 0: greedy alone.
-        greedy: Also one greedy completion of each prompt.
+        num_prompts: Use at most this many prompts.
+        num_samples: Sampled completions of each prompt, for pass@k; 0: only greedy ones.
+        greedy: Also take one greedy completion of each prompt.
         base: Put the base, without any adapter, first.
-        batch_size: Completions at one time; None: as many as are known to fit.
+        batch_size: Completions at a time; None: as many as are known to fit.
         output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run.
-        say: For lines.
+        say: Called with each line for the user.
+
+    Raises:
+        ConfigError: There is no model, no sample, or a setting is wrong.
+        DataError: There are no prompts, or a prompt does not fit into a model.
+        ModelError: A model cannot be loaded.
     """
     if not models:
         raise ConfigError("there is no model to evaluate: give the folder of a run")
     if num_samples < 0 or not (num_samples or greedy):
-        raise ConfigError(f"{num_samples} samples are no evaluation: give 1 or more, or be greedy")
+        raise ConfigError(f"num_samples is {num_samples}: set it to 1 or more, or enable greedy")
     found = [find_trained(model) for model in models]
     if base and all(one.adapter for one in found):  # else a base is among them
         found = [found[0].without_adapter(), *found]
@@ -138,14 +144,14 @@ def score_models(
     rewards_for: Callable[[Tokenizer], list[LoadedReward]],
     say: Say,
 ) -> list[Row]:
-    """Return the models in their order, each sampled in several ways.
+    """Return rows of the models in their order, each sampled in several ways.
 
     Args:
         held_out: The prompts.
-        models: The bases of several are loaded one after another.
-        how: What replaces keywords of ``evaluate``, one dict a way.
-        rewards_for: Makes the rewards for the tokenizer of a base.
-        say: For lines.
+        models: Models, whose bases are loaded one after another.
+        how: Keywords of ``evaluate`` to replace, one dict for each way of sampling.
+        rewards_for: Returns the rewards for the tokenizer of a base.
+        say: Called with each line for the user.
     """
     rows = []
     for base, on_it in by_base(models):
@@ -164,7 +170,7 @@ def score_models(
 def judge_alike(rows: list[Row]) -> list[Row]:
     """Return the rows with one reward that says right or wrong for all of them.
 
-    A reward with values between 0 and 1 may give none of them to one of the models.
+    A reward may have only 0 and 1 for one model, and values between them for another.
     """
     names = (
         name
@@ -176,8 +182,8 @@ def judge_alike(rows: list[Row]) -> list[Row]:
 
 
 def compare(rows: list[Row]) -> Iterator[Compared]:
-    """Compare every row with that of the first model in the same mode, reward by reward."""
-    # rows of two samplers differ by rounding alone, so they are not compared
+    """Yield comparisons of every row with that of the first model in the same mode."""
+    # rows of two samplers may differ by rounding alone, so they are not compared
     first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
     for row in rows:
         before = first[row.mode]
@@ -192,12 +198,12 @@ def compare(rows: list[Row]) -> Iterator[Compared]:
                 yield Compared(row.model, before.model, row.mode, name, moved)
 
 
-# --- what is shown and written -------------------------------------------------------------------
+# --- text ----------------------------------------------------------------------------------------
 
 
 def _scores(found: Evaluation) -> dict[str, str]:
     scores = {name: str(found.estimate(name) or "none") for name in found.rewards}
-    # of one completion pass@1 is the mean itself
+    # pass@1 is the mean itself
     return scores | {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
 
 
@@ -227,7 +233,7 @@ def _line(row: Row) -> str:
 
 
 def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
-    """Return where the results are written, made if it is missing; None: nowhere.
+    """Return the folder for the results, which is made if missing; None without one.
 
     Raises:
         ConfigError: It cannot be made or written.
@@ -242,7 +248,7 @@ def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: list[dict[str, Any]], say: Say
 ) -> None:
-    """Add a result to ``{name: [result, ...]}``, replace its samples, write the report again.
+    """Add a result to ``{name: [result, ...]}`` in a file, and replace its samples and the report.
 
     The samples of ``eval.json`` are in ``eval_samples.jsonl``.
     """

@@ -1,4 +1,4 @@
-"""What a command takes as a model: a run, an adapter, or a base alone; one base for several."""
+"""Models as commands accept them: runs, adapters or bases; one loaded base for several of them."""
 
 import contextlib
 import os
@@ -18,28 +18,29 @@ from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.thoughts import give_marks
 from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.types import Model, Tokenizer
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A base and, where something was trained, the adapter on it; nothing is loaded yet."""
+    """A base and, if something was trained, the adapter on it; nothing is loaded yet."""
 
-    name: str  # for people: what they gave, or ``base of`` it
+    name: str  # the name that the user gave, or ``base of`` it
     base: str  # a hub name, a folder, a .gguf file, or ``tiny-thinker``
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained it
     config: RunConfig | None = None  # of that run
-    loaded: str | None = None  # the hub name that Unsloth loaded in place of the base's, 4 bit
+    loaded: str | None = None  # hub name of the 4-bit model that Unsloth loaded instead of the base
 
     @property
     def model(self) -> ModelSection:
-        """How the base is loaded: as the run did, else by the kit's defaults."""
+        """Settings to load the base: those of the run, or else the kit's defaults."""
         settings = self.config.model if self.config is not None else ModelSection()
         return replace(settings, name=self.loaded or self.base)
 
     @property
     def short_name(self) -> str:
-        """The name of its run's folder, else of its adapter's; ``base`` for a base."""
+        """Name of the run's folder, or else of the adapter's; ``base`` for a base."""
         folder = self.run or self.adapter
         if self.adapter is None or folder is None:
             return "base"
@@ -54,11 +55,11 @@ class TrainedModel:
 
 
 def find_trained(given: str | Path) -> TrainedModel:
-    """Return what a path or name means.
+    """Return the model that a path or name means.
 
     Args:
-        given: The folder of a run (its ``adapter/``, else its newest whole checkpoint), a
-            checkpoint of one, the folder of an adapter, or a model as ``load_model`` takes it.
+        given: The folder of a run (its ``adapter/``, or else its newest complete checkpoint), a
+            checkpoint of one, the folder of an adapter, or a model as for ``load_model``.
 
     Raises:
         ConfigError: The run has neither adapter nor checkpoint.
@@ -66,7 +67,7 @@ def find_trained(given: str | Path) -> TrainedModel:
     """
     text = str(given)
     folder = Path(given)
-    if os.path.isfile(folder / "run.yaml"):  # False of a name that can be no path
+    if os.path.isfile(folder / "run.yaml"):  # False for a name that cannot be a path
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):
         return TrainedModel(text, text)
@@ -79,7 +80,7 @@ def find_trained(given: str | Path) -> TrainedModel:
 def _adapter_of(run: Path) -> Path:
     adapter = run / "adapter"
     is_saved = (adapter / CONFIG).is_file()
-    # a run that is being resumed has no end.json, and an adapter of before
+    # a resumed run that has not ended has no end.json, and an older adapter
     if is_saved and (run / "end.json").is_file():
         return adapter
     if checkpoint := find_checkpoint(run):
@@ -99,9 +100,9 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     loaded = None
     if started is not None:  # it trained another run's adapter further
         base = find_trained(started).base
-    elif Path(base).is_absolute() and not Path(base).exists():  # it was moved
+    elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
-    if _is_on_hub(base):  # PEFT writes down what was loaded
+    if _is_on_hub(base):  # PEFT notes the model that was loaded
         loaded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
         loaded = loaded if _is_on_hub(loaded) else None
     return TrainedModel(name, base, adapter, run, config, loaded)
@@ -112,15 +113,15 @@ def _is_on_hub(name: str) -> bool:
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
-    """Return why vLLM cannot sample for all of the models: no two engines are compared."""
+    """Return why vLLM cannot sample for all of the models, which must share one engine; or None."""
     from peft import PeftConfig
 
     for one in models:
         if not any(other.adapter and other.model == one.model for other in models):
-            return f"{one.name} has no adapter, and vLLM is started for a base with one"
+            return f"{one.name} has no adapter, but vLLM needs a base with one"
         if one.adapter is None:
             continue
-        with contextlib.suppress(Exception):  # loading it reports what cannot be read
+        with contextlib.suppress(Exception):  # loading it reports an unreadable config
             config = PeftConfig.from_pretrained(str(one.adapter))
             if why_not := why_no_hot_swap(SimpleNamespace(peft_config={"default": config})):
                 return why_not
@@ -131,16 +132,16 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 
 
 class LoadedBase:
-    """A base in memory, and the adapters on it, one of which is active at a time."""
+    """A base in memory with several adapters, one of which is active at a time."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         self.model: Any = model
         self.tokenizer: Any = tokenizer
         self._names: dict[Path, str] = {}
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` active, or with none.
+        """Yield the model with the adapter of ``trained`` active, or without any.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
@@ -152,7 +153,7 @@ class LoadedBase:
             yield self.model
 
     def load(self, trained: TrainedModel) -> str | None:
-        """Return the name of an adapter in the model, loaded at its first use; None of a base.
+        """Return the name of an adapter in the model, loaded at its first use; None for a base.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
@@ -169,24 +170,24 @@ class LoadedBase:
                 name = f"adapter-{len(self._names)}"
                 self.model.load_adapter(str(adapter), adapter_name=name)
             else:
-                name = "default"  # PEFT's own, which is what an engine is sent
+                name = "default"  # PEFT's name, whose adapter an engine gets
                 self.model = PeftModel.from_pretrained(self.model, str(adapter))
-        except Exception as exc:  # what does not fit is raised by torch, PEFT and safetensors
+        except Exception as exc:  # torch, PEFT and safetensors raise different errors
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "
-                f"({first_line(exc)}): see that it was trained on this model"
+                f"({first_line(exc)}): check that it was trained on this model"
             ) from exc
         self._names[adapter] = name
         return name
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
-    """Load the base of a model as its run did, but for changed fields of the run file's ``model:``.
+    """Load the base of a model as its run did, with ``changes`` to the run file's ``model:``.
 
     Raises:
-        ModelError, ConfigError, BackendError: As ``load_model`` does.
+        ModelError: The base cannot be loaded (``load_model``).
     """
-    if "name" in changes:  # another model, which has no such revision
+    if "name" in changes:  # another model, which has not this revision
         changes["revision"] = None
     model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
@@ -199,7 +200,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base once, and yield it with the models on it; the last one is released first."""
+    """Load each base once and yield it with the models on it; release it before the next one."""
     waiting = list(models)
     while waiting:
         same = [one for one in waiting if one.model == waiting[0].model]

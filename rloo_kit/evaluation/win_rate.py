@@ -1,6 +1,6 @@
-"""rloo-kit judge: whose completions a judge prefers, prompt by prompt.
+"""``rloo-kit judge``: win rate of a model's completions, prompt by prompt.
 
-The judge is a reward (a rule, a reward model, your own file), whose higher score wins; or a
+The judge is a reward (a rule, a reward model, your own file), whose higher score wins, or a
 language model behind an OpenAI-compatible server, which compares the two in both orders.
 """
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
@@ -24,25 +24,28 @@ from rloo_kit.scoring.contract import call_reward
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.types import Tokenizer
 
+# A reward as in a run file, or None
+Spec: TypeAlias = str | Mapping[str, Any] | None
+
 
 @dataclass(frozen=True)
 class WinRate:
-    """How often one side was preferred. Half a tie counts as a win."""
+    """Share of prompts on which one side was preferred; a tie counts one half."""
 
     model: str
     against: str
     judge: str
-    mode: str  # how the completions were drawn
+    mode: str  # way of sampling, in words
     prompts: str
     wins: int
     losses: int
     ties: int
-    unjudged: int  # prompts that the judge gave no verdict on; they are not counted
-    found: Difference  # of the rate from one half, over prompts
+    unjudged: int  # prompts without a verdict, which are not counted
+    found: Difference  # of the rate and one half, over prompts
 
     @property
     def rate(self) -> float:
-        """Share of prompts that were won."""
+        """Share of prompts that were won, with half of the ties."""
         return 0.5 + self.found.mean
 
     def __str__(self) -> str:
@@ -66,7 +69,7 @@ def judge_models(  # noqa: PLR0913
     model: str | Path,
     *,
     against: str | Path = "base",
-    by: str | Mapping[str, Any] | None = None,
+    by: Spec = None,
     overrides: Sequence[str] = (),
     prompts: str | Path | None = None,
     num_prompts: int | None = None,
@@ -80,15 +83,21 @@ def judge_models(  # noqa: PLR0913
     Args:
         model: A run, a checkpoint, an adapter or a model.
         against: ``base``, or another model.
-        by: A reward as in a run file, text or table; None: what judges the run's held-out prompts
-            first. ``{name: judge, model: NAME, mode: pairwise}`` asks a server.
-        overrides: ``section.key=value`` of the run file.
+        by: A reward as in a run file, text or table; None: the first held-out reward of the run.
+            ``{name: judge, model: NAME, mode: pairwise}`` asks a server.
+        overrides: ``section.key=value`` for the run file.
         prompts: A file, task or dataset instead of the run's held-out prompts.
-        num_prompts: At most so many.
-        sampled: Draw at the run's temperature instead of greedily.
-        batch_size: Completions at one time.
+        num_prompts: Use at most this many prompts.
+        sampled: Sample at the run's temperature instead of greedily.
+        batch_size: Completions at a time.
         output: Folder for ``judge.json``; None: that of the run.
-        say: For lines.
+        say: Called with each line for the user.
+
+    Raises:
+        ConfigError: Both models are the same, or a setting is wrong.
+        DataError: There are no prompts, or the judge gave no verdict on any.
+        ModelError: A model cannot be loaded.
+        RewardLoadError: The judge cannot be loaded.
     """
     mine = find_trained(model)
     other = mine.without_adapter() if str(against) == "base" else find_trained(against)
@@ -123,10 +132,10 @@ def judge_models(  # noqa: PLR0913
 
 
 def _answers(
-    held_out: HeldOut, models: list[TrainedModel], spec: Any, how: dict[str, Any], say: Say
+    held_out: HeldOut, models: list[TrainedModel], spec: Spec, how: dict[str, Any], say: Say
 ) -> tuple[LoadedReward, list[Row]]:
-    """Return the judge, and what each model answered."""
-    # by what a reward reads of a tokenizer: token ids, and whether the template opens a thought
+    """Return the judge, and a row of answers for each model."""
+    # one judge for all tokenizers with the same vocabulary and chat template
     judges: dict[tuple[str, frozenset], LoadedReward] = {}
 
     def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
@@ -140,16 +149,16 @@ def _answers(
 
 
 def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
-    """Return 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict; one a prompt.
+    """Return for each prompt 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict.
 
     Args:
         judge: A reward, or the reward ``judge`` in its mode ``pairwise``.
-        mine: One completion of each prompt, with its score where the judge scores each alone.
-        other: The same of the other model.
+        mine: One completion of each prompt, with its score if the judge scores each alone.
+        other: The same for the other model.
     """
     if _compares(judge):
         return _compare_texts(judge, mine, other)
-    sign = -1 if judge.weight_at(1.0) < 0 else 1  # a penalty: the lower one wins
+    sign = -1 if judge.weight_at(1.0) < 0 else 1  # the lower penalty wins
     return [
         None if a is None or b is None else 0.5 + sign * ((a > b) - (a < b)) / 2
         for a, b in zip(mine.values(judge.name), other.values(judge.name), strict=True)
@@ -162,10 +171,10 @@ def _compares(judge: LoadedReward) -> bool:
 
 
 def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
-    """Return what a judge that reads both says; an answer beats none, without asking."""
+    """Return the verdicts of a judge that reads both; an answer beats an empty one, unasked."""
     inner = judge.func.reward
     prompts = [one["prompt"] for one in mine.samples]
-    # of a completion the judge reads what follows the thought
+    # the judge reads the text after the thought
     ours, theirs = (
         [inner.answer_text(one["prompt"], one["completion"]) for one in side.samples]
         for side in (mine, other)
@@ -192,8 +201,8 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
     judged = [value for value in won if value is not None]
     if not judged:
         raise DataError(
-            "the judge gave no verdict on any prompt: it applies to none of them, or could not be "
-            "reached"
+            "the judge gave no verdict on any prompt: check that it applies to these prompts, and "
+            "that its server can be reached"
         )
     mine, other = rows
     return WinRate(
@@ -210,7 +219,7 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
     )
 
 
-def _describe(spec: Any, judge: LoadedReward) -> str:
+def _describe(spec: Spec, judge: LoadedReward) -> str:
     if _compares(judge):
         inner = judge.func.reward
         return f"{inner.model}, asked in both orders (orders that disagree tie), for {inner.rubric}"

@@ -1,11 +1,11 @@
-"""``rloo-kit chat``: talk to a trained model in the terminal, its thought dimmed."""
+"""``rloo-kit chat``: chat with a trained model in the terminal, its thought dimmed."""
 
 import contextlib
 import io
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -21,18 +21,22 @@ from rloo_kit.text.thoughts import (
     thought_marks,
 )
 from rloo_kit.text.wording import printable
-from rloo_kit.types import Model, Prompt
+from rloo_kit.types import Model, Prompt, Tokenizer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def chat(model: str, *, base: bool = False) -> None:
-    """Answer line after line, with the system message, temperature and length of the run.
+    """Answer the lines of a user with the system message, temperature and length of the run.
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        base: Let the base answer too, after it.
+        base: Let the base answer too, after the model.
 
     Raises:
-        KitError: With the remedy.
+        ConfigError: The model is its own base, or the conversation is too long.
+        ModelError: The model cannot be loaded.
     """
     from rich.console import Console
 
@@ -44,7 +48,7 @@ def chat(model: str, *, base: bool = False) -> None:
     text = system_message(config.data)
     system = [_turn("system", text)] if text else []
     conversations = [list(system) for _ in models]
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is not UTF-8 gets a ? instead
+    if isinstance(sys.stdin, io.TextIOWrapper):  # show a ? for what is not UTF-8
         sys.stdin.reconfigure(errors="replace")
     console = Console()
     with session():
@@ -59,7 +63,7 @@ def chat(model: str, *, base: bool = False) -> None:
                     answer = _answer(
                         policy, loaded.tokenizer, turns if is_chat else line, config, console
                     )
-                # The next turn needs no thought
+                # Chat templates drop the thoughts of earlier turns
                 turns.append(_turn("assistant", answer.rpartition(THOUGHT_ENDS)[2].strip()))
                 console.print()
 
@@ -68,7 +72,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _lines(console: Any) -> Iterator[str]:
+def _lines(console: "Console") -> Iterator[str]:
     """Yield the lines that are not empty."""
     prompt = ""
     if sys.stdin.isatty():
@@ -82,10 +86,10 @@ def _lines(console: Any) -> Iterator[str]:
 
 def _answer(
     model: Model,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompt: Prompt,
     config: RunConfig,
-    console: Any,
+    console: "Console",
 ) -> str:
     """Print an answer while it is sampled, and return it with its thought."""
     import torch
@@ -95,7 +99,7 @@ def _answer(
     longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     room = longest - len(ids)
     if room < 1:
-        raise ConfigError("the conversation is longer than the model takes: start a new one")
+        raise ConfigError("the conversation is longer than the model's limit: start a new one")
     marks = thought_marks(tokenizer)
 
     def decode(sampled: list[int], **_: Any) -> str:
@@ -107,7 +111,7 @@ def _answer(
     settings = {**DEFAULTS, **config.trainer}
     inputs = torch.tensor([ids], device=model.device)  # (1, P)
     with torch.inference_mode():
-        getattr(model, "for_inference", model.eval)()  # Unsloth's faster path, where it is
+        getattr(model, "for_inference", model.eval)()  # Unsloth's faster path
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
@@ -122,14 +126,14 @@ def _answer(
 
 
 class Printer:
-    """Print an answer piece by piece, its thought dimmed; a file or a pipe gets plain text."""
+    """Printer of an answer, piece by piece, its thought dimmed; files and pipes get plain text."""
 
-    def __init__(self, console: Any, in_thought: bool) -> None:
+    def __init__(self, console: "Console", in_thought: bool) -> None:
         self._console = console
         self._in_thought = in_thought
 
     def __call__(self, piece: str, stream_end: bool = False) -> None:
-        """Print whole words, as a ``TextStreamer`` gives them."""
+        """Print the whole words that a ``TextStreamer`` passes."""
         thought = ""
         end = ""
         answer = piece
@@ -137,7 +141,7 @@ class Printer:
             thought, end, answer = piece.partition(THOUGHT_ENDS)
             self._in_thought = not end
         for text, style in ((thought + end, "dim"), (answer, None)):
-            # Lines are kept, and nothing in them can steer the terminal
+            # Keep lines, and escape everything else that steers a terminal
             plain = "\n".join(map(printable, text.split("\n")))
             self._console.out(plain, style=style, end="", highlight=False)
         self._console.file.flush()

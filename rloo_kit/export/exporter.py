@@ -1,7 +1,6 @@
 """``rloo-kit export``: a trained model as adapter, merged weights or GGUF, with a model card.
 
-What is merged is loaded back and must answer as the trained model does; a folder that does not is
-removed.
+A merged model is loaded back and must answer as the trained model does; otherwise it is removed.
 """
 
 import contextlib
@@ -36,20 +35,20 @@ from rloo_kit.types import Model
 
 Say = Callable[[str], None]
 
-# `--base`: the 4-bit base that the run trained on, its weights written out in 16 bit
+# Value of `--base` for the run's 4-bit base with its weights written out in 16 bit
 DEQUANTIZED = "dequantized"
 DTYPES = {"merged": ("bf16", "nf4"), "gguf": ("bf16", "f16", "q8_0", *K_QUANTS)}
 # The largest mean difference of a token's log-probability, in nats, in float32 on a CPU. Measured
 # on SmolLM2-135M: bf16 0.004, q8_0 0.02, q5_k_m 0.17 to 0.20, q4_k_m 0.13 to 0.22 (it keeps 5 bits
 # of layers whose width 256 does not divide; q4_0, which keeps 4 everywhere, 0.47), nf4 0.46
 TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06, "q5_k_m": 0.4, "q4_k_m": 0.6, "nf4": 0.9}
-# Added where models stay in 16 bit, as on a GPU, which rounds every layer's output
+# Added if models stay in 16 bit, as on a GPU, which rounds the output of every layer
 IN_16_BIT_TOLERANCE = 0.03
-# Of what is free, for weights; the rest is for activations
+# Share of the free memory for weights; the rest is for activations
 MEMORY_SHARE = 0.9
-# Unsloth's 4-bit copies carry the name of the model that they were made from
+# Suffix that Unsloth's 4-bit copies add to the name of their model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# A process with these variables sees no GPU
+# Variables that hide GPUs from a process
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
@@ -70,7 +69,7 @@ def export_model(  # noqa: PLR0913
     public: bool = False,
     say: Say = print,
 ) -> Path:
-    """Write a trained model in the form that something else takes, with a model card.
+    """Write a trained model in a form for other software, with a model card.
 
     Returns the new folder.
 
@@ -79,21 +78,20 @@ def export_model(  # noqa: PLR0913
         to: ``adapter`` (PEFT), ``merged`` (safetensors), ``gguf`` (llama.cpp, Ollama) or ``hub``
             (the adapter, uploaded).
         output: The new folder, numbered if it exists; None: ``export-TO`` next to the adapter.
-        dtype: Of a GGUF file ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or ``q4_k_m``, of merged
+        dtype: For a GGUF file ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or ``q4_k_m``; for merged
             weights ``bf16`` or ``nf4``; None: ``bf16``.
-        base: What the adapter is merged into, a 16-bit name or folder, or ``dequantized``: the
-            4-bit base of the run, written out. Of an adapter: the name that it gives its base.
+        base: The base to merge into, a 16-bit name or folder, or ``dequantized`` for the run's
+            4-bit base written out. For an adapter: the name that it gives its base.
         converter: llama.cpp's folder or its ``convert_hf_to_gguf.py``.
-        check: Load merged weights or a GGUF file and compare their answers.
-        num_prompts: That are compared.
-        repo: ``OWNER/NAME`` on the hub that the export is uploaded to; made where it does not
-            exist.
-        public: Make it public; else it is private.
+        check: Load merged weights or a GGUF file back, and compare their answers.
+        num_prompts: Prompts to compare.
+        repo: ``OWNER/NAME`` on the hub to upload the export to; made if it does not exist.
+        public: Make the repository public; False: private.
         say: Called with each line for the user.
 
     Raises:
         ConfigError: The arguments do not fit, or there is no converter or no quantiser.
-        ModelError: It cannot be loaded, merged, converted or uploaded, or answers otherwise.
+        ModelError: It cannot be loaded, merged, converted or uploaded, or answers differently.
     """
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter)
@@ -103,8 +101,8 @@ def export_model(  # noqa: PLR0913
     trained = find_trained(run)
     if trained.adapter is None:
         raise ConfigError(
-            f"{format_value(str(run))} is no trained model: give the folder of a run or of an "
-            "adapter"
+            f"{format_value(str(run))} is not a trained model: give the folder of a run or of "
+            "an adapter"
         )
     goal = free_folder(output or trained.adapter.parent / f"export-{kind}")
     num_checked = num_prompts if check else 0
@@ -122,7 +120,7 @@ def export_model(  # noqa: PLR0913
 
 
 def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
-    """Return whether the weights that a merge needs at one time fit into the device."""
+    """Return whether the weights that a merge holds at a time fit into the device."""
     shape = read_shape(trained.base, trust_remote_code=trained.model.trust_remote_code)
     needed = weight_bytes(shape, in_4bit=False)
     if base == DEQUANTIZED:
@@ -131,10 +129,9 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
 
 def _widen(model: Model) -> bool:
-    """Turn a model on a CPU to float32 where that fits: weights are then rounded once, at the end.
+    """Turn a model on a CPU to float32 if that fits, and return whether it does.
 
-    Returns:
-        Whether it did.
+    Its weights are then rounded only once, at the end.
     """
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     fits = model.device.type == "cpu" and size <= MEMORY_SHARE * detect_hardware().free_memory
@@ -171,15 +168,15 @@ def _check_arguments(
     if dtype is not None and dtype not in known:
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
     if converter is not None and to != "gguf":
-        raise ConfigError("only a GGUF file is made by the converter: leave --converter out")
+        raise ConfigError("the converter is only for GGUF files: leave --converter out")
     check_quantiser(dtype or "")
     if num_prompts < 1:
-        raise ConfigError(f"{num_prompts} prompts compare nothing: give 1 or more, or --no-check")
+        raise ConfigError(f"num_prompts is {num_prompts}: set it to 1 or more, or pass --no-check")
 
 
 @contextlib.contextmanager
 def _whole_folder(goal: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``goal`` when the body has ended."""
+    """Yield a temporary folder that is renamed to ``goal`` at the end of the block."""
     from safetensors import SafetensorError
 
     part = goal.with_name(f".{goal.name}.partial")
@@ -216,7 +213,7 @@ class _Export:
     dtype: str
     base: str | None
     converter: str | Path | None
-    num_prompts: int  # that are compared; 0: it is not checked
+    num_prompts: int  # prompts to compare; 0: no check
     say: Say
 
     def write(self, goal: Path) -> None:
@@ -239,20 +236,20 @@ class _Export:
         self.say(f"{self.kind} written to {goal}")
 
     def _copy_adapter(self, folder: Path) -> str:
-        """Copy the adapter; return the name that others know its base by."""
+        """Copy the adapter; return the name that it gives its base."""
         name = self.base or self.trained.base
         _copy((*ADAPTER_FILES, *TOKENIZER_FILES), self.adapter, folder)
         config_file, weights = (folder / name for name in ADAPTER_FILES)
         config = read_json(config_file)
         if config is None or not weights.is_file():
             raise ModelError(
-                f"the adapter in {format_value(str(self.adapter))} is not whole: save it again"
+                f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
         write_json(config_file, config | {"base_model_name_or_path": name}, indent=2)
         if Path(name).exists():
             self.say(
-                f"note: the adapter names its base by a folder of this machine, {name}: name it "
-                f"for others with --base"
+                f"note: the adapter names its base by a folder of this machine, {name}: give a "
+                f"name for others with --base"
             )
         return name
 
@@ -274,7 +271,7 @@ class _Export:
         return name, notes
 
     def _merged(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Merge, in 4 bits by bitsandbytes if wanted; return what ``_merge`` does."""
+        """Merge, in 4 bits by bitsandbytes if wanted; return the results of ``_merge``."""
         if self.dtype != "nf4":
             return self._merge(folder)
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
@@ -306,8 +303,8 @@ class _Export:
                     reference = ask(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # off while it trained
-            # Undo what transformers did to the weights' layout when it loaded them. Of 4-bit
-            # weights, on which there is a note, it cannot be undone
+            # Undo what transformers did to the layout of the weights when it loaded them. That is
+            # not possible for 4-bit weights, for which there is a note
             merged.save_pretrained(str(folder), save_original_format=not notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
@@ -319,12 +316,13 @@ class _Export:
             tokenizer.save_pretrained(str(folder))
         if self.trained.config and self.trained.model.load_in_4bit and not notes:
             notes = [
-                "It was trained on the base in 4 bits; on 16 bits it answers a little otherwise."
+                "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
+                "base."
             ]
         return name, notes, reference
 
     def _load_back(self, folder: Path, reference: Answers | None) -> None:
-        """Load what was written and compare its answers."""
+        """Load the export back and compare its answers."""
         if reference is None:
             return
         tolerance = TOLERANCES[self.dtype]
@@ -338,14 +336,14 @@ class _Export:
         if not difference <= tolerance:  # NaN too
             raise ModelError(
                 f"the export does not answer as before ({found}; at most {tolerance:g} is "
-                f"allowed) and was removed: keep it with --no-check to look at it"
+                f"allowed) and was removed: pass --no-check to keep it"
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
     def _prompts(self, *, is_chat: bool) -> list[Any]:
-        """Return held-out prompts of the run, else some that are made."""
+        """Return held-out prompts of the run, or else generated ones."""
         if self.trained.config is not None:
-            with contextlib.suppress(KitError):  # its file was removed
+            with contextlib.suppress(KitError):  # its file may be gone
                 train, held_out = read_prompts(self.trained.config, Path())
                 return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
@@ -372,8 +370,8 @@ def _base_in_16_bit(
     if not getattr(found.model, "is_quantized", False):
         return found, name, []
     note = (
-        "The adapter was merged into 4-bit weights written out in 16 bit: what quantisation took "
-        "from the base is lost."
+        "The adapter was merged into 4-bit weights written out in 16 bit, which lack the precision "
+        "that the base lost by quantisation."
     )
     if base != DEQUANTIZED:
         say(f"note: {note} Give the unquantised base with --base")
@@ -386,7 +384,7 @@ def _title(trained: TrainedModel) -> str:
 
 
 def licence_of(base: str) -> str:
-    """Return the licence that the base's own card or file gives, else ``unknown``."""
+    """Return the licence in the base's model card, or else ``unknown``."""
     from huggingface_hub import ModelCard
 
     with contextlib.suppress(Exception):  # no card, no network, no metadata

@@ -1,13 +1,13 @@
-"""``rloo-kit hand-over``: a folder with which verl trains what a run file says, on more cards.
+"""``rloo-kit hand-over``: a folder with which verl trains as a run file says, on more cards.
 
-It holds verl's settings, the prompts, the rewards, a script that starts it, and HANDOVER.md, which
-says what each setting became. No weights are read, and verl is not imported.
+It holds verl's settings, the prompts, the rewards, a script that starts verl, and HANDOVER.md,
+which lists how each setting was carried over. No weights are read, and verl is not imported.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rloo_kit.output_folder import make_run_folder
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value, printable
 
-# Trainer settings that reward.py of the folder reads
+# Trainer settings that the folder's reward.py reads
 OF_SCORES = ("reward_weights", "on_reward_error", "reward_timeout_seconds", "missing_eos_penalty",
              "reward_clip_range", "max_completion_length", "chat_template_kwargs")  # fmt: skip
 
@@ -38,7 +38,9 @@ def hand_over(
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Write what another trainer needs to train as a run file says; return the new folder.
+    """Write the files that another trainer needs to train as a run file says.
+
+    Returns the new folder.
 
     Args:
         source: The run file, or the folder of a run.
@@ -48,7 +50,7 @@ def hand_over(
         say: Called with each line for the user.
 
     Raises:
-        ConfigError: It is for another trainer, or a setting is wrong.
+        ConfigError: The trainer is unknown, or a setting is wrong.
         DataError: The prompts are plain texts, or cannot be read.
         RewardLoadError: A reward cannot be found or imported.
     """
@@ -60,7 +62,7 @@ def hand_over(
     job.prepare()
     train, held_out = job.splits
     if isinstance(train[0]["prompt"], str):
-        raise DataError("verl takes chat prompts, and these are plain texts: set data.chat to true")
+        raise DataError("verl needs chat prompts, but these are plain texts: set data.chat to true")
     carried, lost = verl_rows(job)
     words = {
         "NAME": printable(str(source)),
@@ -79,12 +81,12 @@ def hand_over(
     for split, rows in zip(("train", "held_out"), job.splits, strict=True):
         if rows is not None:
             _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
-    job.say(f"{folder}: bash run.sh; {len(lost)} settings are not carried: see HANDOVER.md")
+    job.say(f"{folder}: bash run.sh; {len(lost)} settings are not carried over: see HANDOVER.md")
     return folder
 
 
-def _write_prompts(path: Path, rows: Any, source: str) -> None:
-    """Write prompts as verl reads them."""
+def _write_prompts(path: Path, rows: Iterable[dict[str, Any]], source: str) -> None:
+    """Write prompts in verl's format."""
     from pyarrow.parquet import write_table
 
     made = (
@@ -100,7 +102,7 @@ def _write_prompts(path: Path, rows: Any, source: str) -> None:
 
 
 def _write_rewards(folder: Path, job: PreparedJob) -> None:
-    """Write the rewards, the user's own files, the tokenizer, and what else makes a score."""
+    """Write the rewards, the user's own files, the tokenizer, and settings that affect scores."""
     config = job.config
     specs = {"rewards": config.rewards, "held_out_rewards": config.data.held_out_rewards}
 
@@ -119,7 +121,7 @@ def _write_rewards(folder: Path, job: PreparedJob) -> None:
 
 
 def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
-    """Return a configuration that composes with verl's ppo_trainer, dotted names as tables."""
+    """Return a configuration for verl's ppo_trainer, with tables in place of dotted names."""
     found: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"]}
     found["hydra"] = {"searchpath": ["pkg://verl.trainer.config"]}
     for row in [*rows, Row({}, {"trainer.experiment_name": name}, "")]:
@@ -133,12 +135,12 @@ def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
 
 
 def _write_yaml(path: Path, content: dict[str, Any]) -> None:
-    plain = json.loads(json.dumps(redact_tree(content)))  # no tuples, and no anchors of YAML
+    plain = json.loads(json.dumps(redact_tree(content)))  # without tuples and YAML's anchors
     path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
 
 
 def _line(*cells: dict[str, Any] | str) -> str:
-    """Return the row of a table in Markdown; settings are one below the other."""
+    """Return the row of a Markdown table; each setting is on a line of its own."""
     texts = (
         one
         if isinstance(one, str)

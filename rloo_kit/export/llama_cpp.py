@@ -1,7 +1,7 @@
-"""Find and run llama.cpp's converter and its quantiser.
+"""Search for llama.cpp's converter and quantiser, and calls of both.
 
-The quantiser is that of the package llama-cpp-python, which has all of llama.cpp and a way to call
-it; xllamacpp has wheels, but its library leaves the quantiser out.
+The quantiser comes from the package llama-cpp-python, which has all of llama.cpp and bindings for
+it. xllamacpp has wheels, but its library lacks the quantiser.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ def find_converter(given: str | Path | None = None) -> list[str]:
     """Return the command of a converter, without its arguments.
 
     Args:
-        given: The script, or the folder of llama.cpp; None: what ``scripts/fetch_converter.py``
-            fetched, or what Unsloth installed.
+        given: The script, or the folder of llama.cpp; None: the one that
+            ``scripts/fetch_converter.py`` fetched or Unsloth installed.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no converter.
     """
     usual = (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp")
     for place in (Path(given).expanduser(),) if given else usual:
@@ -43,18 +43,22 @@ def find_converter(given: str | Path | None = None) -> list[str]:
             f"no {SCRIPT} in {format_value(str(given))}: give llama.cpp's folder, or this script"
         )
     raise ConfigError(
-        f"llama.cpp's converter is not here: fetch it with python scripts/fetch_converter.py, or "
-        f"name its {SCRIPT} by --converter"
+        f"llama.cpp's converter is missing: fetch it with python scripts/fetch_converter.py, or "
+        f"give its {SCRIPT} with --converter"
     )
 
 
 def check_quantiser(dtype: str) -> None:
-    """Raise a ConfigError where a type needs the quantiser, and it is not installed."""
+    """Check that the quantiser is installed if a type needs it.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if dtype in K_QUANTS and installed_version("llama-cpp-python") is None:
         raise ConfigError(
-            f"{dtype} is written by llama.cpp's quantiser, which is not here: pip install "
-            f"llama-cpp-python (where it has no wheel it needs a C++ compiler and minutes), or "
-            f"take --dtype q8_0"
+            f"{dtype} needs llama.cpp's quantiser, which is missing: pip install "
+            f"llama-cpp-python (without a wheel it needs a C++ compiler and minutes), or use "
+            f"--dtype q8_0"
         )
 
 
@@ -63,21 +67,21 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
 
     Args:
         model: Folder with 16-bit safetensors and a tokenizer, whose file may be corrected.
-        file: To write.
+        file: The GGUF file to write.
         dtype: ``bf16``, ``f16``, ``q8_0`` or one of ``K_QUANTS``.
-        command: As ``find_converter`` returned it.
+        command: The result of ``find_converter``.
 
     Raises:
-        ModelError: The converter or the quantiser refuses the model; its last line is shown.
+        ModelError: The converter or the quantiser failed; its last line is shown.
     """
     _remove_byte_fallback(model / "tokenizer.json")
     whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
     words = [*command, str(model), "--outfile", str(whole), "--outtype", first]
-    remedy = "take another llama.cpp by --converter, or export --to merged"
+    remedy = "give another llama.cpp with --converter, or export --to merged"
     _run("converter", words, whole, remedy)
     if dtype in K_QUANTS:
         words = [sys.executable, "-m", __name__, str(whole), str(file), dtype]
-        _run("quantiser", words, file, "export --dtype q8_0, which does without")
+        _run("quantiser", words, file, "export with --dtype q8_0, which does not need it")
 
 
 def _run(tool: str, words: Sequence[str], file: Path, remedy: str) -> None:
@@ -90,7 +94,7 @@ def _run(tool: str, words: Sequence[str], file: Path, remedy: str) -> None:
 
 
 def _remove_byte_fallback(file: Path) -> None:
-    """Remove ``byte_fallback`` from a tokenizer that is byte-level anyway.
+    """Turn ``byte_fallback`` off in a tokenizer that is byte-level.
 
     transformers writes it for every Llama that it read from a GGUF file. It changes no token, but
     the converter then reads the file as SentencePiece and loses the merges.
@@ -107,12 +111,12 @@ def _remove_byte_fallback(file: Path) -> None:
 
 
 def _quantise(whole: str, file: str, dtype: str) -> int:
-    """Write a 16-bit file's K-quant, and return 0 where that went well."""
+    """Write the K-quant of a 16-bit file, and return 0 if that succeeded."""
     llama_cpp: Any = importlib.import_module("llama_cpp")  # the package, and not this module
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
     return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
 
 
-if __name__ == "__main__":  # a process of its own: what llama.cpp cannot do may end it
+if __name__ == "__main__":  # a process of its own, since llama.cpp may abort it
     sys.exit(_quantise(*sys.argv[1:]))

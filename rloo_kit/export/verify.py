@@ -1,7 +1,6 @@
-"""Check that an exported model answers as the one it was made from.
+"""Comparison of an exported model's answers with those of the trained model.
 
-The first one's greedy answers are kept with the log-probability of each token; the second one gives
-its log-probabilities of the same tokens.
+The trained model answers greedily, and both models give the log-probability of each of its tokens.
 """
 
 from collections.abc import Sequence
@@ -13,17 +12,17 @@ from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
 from rloo_kit.types import Model, Tokenizer
 
-# Of an answer that is compared
+# Longest answer to compare
 MAX_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered."""
+    """Answers of a model."""
 
     prompts: Sequence[Any]
     settings: dict[str, Any] | None  # of the chat template
-    rows: list[tuple[list[int], list[int]]]  # tokens of prompt and answer, by this tokenizer
+    rows: list[tuple[list[int], list[int]]]  # tokens of prompt and answer
     log_probs: list[float]  # of each token of each answer, in nats
 
 
@@ -36,7 +35,7 @@ def ask(
         model: A causal language model, with or without an adapter.
         tokenizer: Its tokenizer.
         prompts: Texts or chat messages, at least one.
-        settings: Of the chat template.
+        settings: Arguments of the chat template.
     """
     found = evaluate(
         model,
@@ -58,9 +57,12 @@ def ask(
 
 
 def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
-    """Return how far another model's log-probabilities of these answers are, in nats.
+    """Return the mean absolute difference of the log-probability of a token, in nats.
 
-    It is the mean over tokens of the absolute difference.
+    Args:
+        first: Answers of another model.
+        model: The model to compare.
+        tokenizer: Its tokenizer.
 
     Raises:
         ModelError: Its tokenizer reads a prompt as other tokens.

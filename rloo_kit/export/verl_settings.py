@@ -1,4 +1,4 @@
-"""Settings of verl 0.9.1 for a run file: what each became, and what could not be carried.
+"""Settings of verl 0.9.1 for a run file, and settings that cannot be carried over.
 
 The table is ``assets/verl/settings.yaml``. verl is not imported here;
 ``tests/scripts/check_hand_over.py`` checks the settings where it is installed.
@@ -23,7 +23,7 @@ NEVER = 1_000_000_000  # steps
 
 
 class Row(NamedTuple):
-    """Settings of the run file, and what they became."""
+    """Settings of the run file, and verl's settings for them."""
 
     run: dict[str, Any]  # dotted name -> value
     verl: dict[str, Any]  # dotted name -> value
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
-    """Return the settings that are carried, and all others that are not their default."""
+    """Return the settings that are carried over, and all others that differ from their default."""
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
     values = _derived(job)
     carried = [Row({}, table["always"], "in every folder")]
@@ -54,7 +54,7 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 
 
 def _given(config: RunConfig) -> dict[str, Any]:
-    """Return dotted name -> value of what differs from its default, and of ``load_in_4bit``."""
+    """Return dotted name -> value of settings that differ from their default, and of 4 bit."""
     defaults = RunConfig().as_dict()
     found = {}
     for section, value in config.as_dict().items():
@@ -69,18 +69,17 @@ def _given(config: RunConfig) -> dict[str, Any]:
 
 
 def _value(job: PreparedJob, name: str) -> Any:
-    """Return what a setting is in the run, set or not."""
+    """Return the value of a setting in the run, set or not."""
     section, _, field = name.rpartition(".")
     parts = {"trainer": job.args, "": job.config}
     value = getattr(parts[section] if section in parts else getattr(job.config, section), field)
-    return getattr(value, "value", value)  # of an enumeration
+    return getattr(value, "value", value)  # a member of an enumeration
 
 
 def _derived(job: PreparedJob) -> dict[str, Any]:
-    """Return values of verl's settings that are no setting of the run file, by the table's names.
+    """Return values of verl that are computed from the run file, under the table's names.
 
-    verl counts in prompts, where TRL counts completions, and in generation batches, where TRL
-    counts optimizer steps.
+    verl counts prompts and generation batches; TRL counts completions and optimizer steps.
     """
     args = job.args
     config = job.config

@@ -1,6 +1,6 @@
-"""The memory plan of a run: will it fit on a card, and what to change.
+"""Memory plan of a run on a card, and changes that make it fit.
 
-Public: ``rk.plan`` and ``Plan`` (planner). ``memory`` holds the one table of bytes, ``facts`` reads
-a run file, ``advice`` searches for changes. Reads configs, never weights; must not load a model,
-and does not know how a run is trained.
+Public: ``rk.plan`` and ``Plan`` (planner). ``memory`` computes the bytes, ``facts`` reads a run
+file, ``advice`` searches for changes. The package reads configs, never weights. It must not load a
+model, and does not know how a run is trained.
 """

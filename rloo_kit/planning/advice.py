@@ -1,4 +1,4 @@
-"""What to change so that a run fits, the least harmful first."""
+"""Changes that make a run fit, the least harmful first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ Option = list[str]
 
 @dataclass(frozen=True)
 class Change:
-    """Something to change in a run file, and what that saves."""
+    """Change of a run file, and the memory that it saves."""
 
     settings: Option
-    saves: int  # bytes of the peak, together with the changes before it
+    saves: int  # bytes of the peak, after the changes before it
 
     def __str__(self) -> str:
         return "set " + ", ".join(one.replace("=", " to ") for one in self.settings)
@@ -38,12 +38,12 @@ def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int
 
 
 def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
-    """Return as few changes as make a run fit into ``room`` bytes, in the order of harm.
+    """Return the fewest changes that make a run fit into ``room`` bytes, in the order of harm.
 
-    [] where it fits, or where all of them do not suffice.
+    [] if it fits already, or if all changes together do not suffice.
     """
     peak = partial(peak_with, config, facts)
-    # later families are tried on top of what was chosen, so that each change is as mild as it helps
+    # later families are tried with the changes so far, so that each change is as mild as possible
     found: list[Option] = []
     for family in range(len(_families(config, facts))):
         if peak(found) <= room:

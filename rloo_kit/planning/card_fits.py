@@ -1,4 +1,4 @@
-"""What fits a card: each run file for GPUs that ships with the kit, at its longest completions."""
+"""Models that fit a card: run files for GPUs of the kit, with their longest completions."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from rloo_kit.planning.advice import apply
 from rloo_kit.planning.facts import read_facts
 from rloo_kit.planning.planner import Plan
 
-# Longest completions that are tried, in tokens
+# Lengths of completions to try, in tokens
 LENGTHS = (16_384, 8192, 4096, 2048, 1024, 512)
-# The run file whose settings a model without a run file is planned with
+# Run file with the settings for a model without a run file
 TYPICAL = "qwen3-4b-thinking-12gb"
 
 
@@ -23,7 +23,7 @@ class Fit:
 
     name: str
     plan: Plan
-    overrides: tuple[str, ...]  # ``section.key=value``; none if it fits best as it is
+    overrides: tuple[str, ...]  # ``section.key=value``; () if it fits best unchanged
 
     def __str__(self) -> str:
         command = " ".join(["rloo-kit train", self.name, *(f"--set {o}" for o in self.overrides)])
@@ -35,13 +35,13 @@ class Fit:
 
 
 def describe_fits(card: Hardware) -> str:
-    """Return which models fit a card, the largest first, with the command that trains each.
+    """Return the models that fit a card, the largest first, with the command that trains each.
 
     Raises:
-        ConfigError: It is this machine's CPU.
+        ConfigError: The card is this machine's CPU.
     """
     if not card.on_gpu:
-        raise ConfigError("this machine has no GPU: name a card, such as --gpu 12GB or a run file")
+        raise ConfigError("this machine has no GPU: give a card, such as --gpu 12GB, or a run file")
     names = sorted(path.stem for path in EXAMPLES.glob("qwen3-*.yaml"))
     fits = [fit for name in names if (fit := longest_fit(name, card)) is not None]
     best: dict[int, Fit] = {}  # of each model the one with the longest completions

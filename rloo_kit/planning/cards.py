@@ -1,4 +1,4 @@
-"""Several cards: which ways to train a run on them fit, on paper (DDP, FSDP2, a server, verl)."""
+"""Ways to train a run on several cards, on paper: DDP, FSDP2, a server, verl."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ class Way:
 
 
 def find_ways(job: Job, cards: int) -> list[Way]:
-    """Return the ways to train a run on so many equal cards, the simplest first.
+    """Return the ways to train a run on several equal cards, the simplest first.
 
     Each card that trains has the rows, passes and lengths of the run. FSDP2 or ZeRO-3 divides the
-    base, vLLM its copy (tensor parallelism). Unsloth is counted where one card trains.
+    base, vLLM divides its copy (tensor parallelism). Unsloth is used if one card trains.
     """
     plain = "none" if job.checkpointing == "none" else "plain"
     several = replace(job, engine="transformers", checkpointing=plain)
@@ -42,13 +42,13 @@ def find_ways(job: Job, cards: int) -> list[Way]:
 
 
 def _server_bytes(job: Job, cards: int) -> int:
-    """Return what each card of a server holds: its part of the base and of the smallest cache."""
+    """Return the bytes of each card of a server: its part of the base and the smallest cache."""
     size = planned_engine(job).size
     return CONTEXT + (size.fixed + size.smallest_cache) // cards
 
 
 def _verl_bytes(divided: Job) -> int:
-    """Return the peak where vLLM's copy is on the cards while it samples, and asleep otherwise."""
+    """Return the peak if vLLM's copy is on the cards only while it samples."""
     memory = plan_memory(replace(divided, engine="server"))
     held = sum(memory.parts[name].get(SAMPLE, 0) for name in ("weights", "LoRA adapter, float32"))
     held += _server_bytes(divided, divided.cards)

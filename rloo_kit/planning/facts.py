@@ -1,6 +1,6 @@
-"""A run file as far as memory goes: the model's shape, the longest prompt, who samples.
+"""Facts of a run file that decide its memory: the model's shape, the longest prompt, the engine.
 
-Reads configs and prompts, never weights.
+This module reads configs and prompts, never weights.
 """
 
 from collections.abc import Iterator
@@ -26,25 +26,25 @@ _shape = lru_cache(maxsize=16)(read_shape)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan needs in addition to the settings."""
+    """Facts that a plan needs in addition to the settings."""
 
     shape: ModelShape
-    longest: int | None  # tokens of the longest prompt; None where it is not on this machine
+    longest: int | None  # tokens of the longest prompt; None if it is not on this machine
     card: Hardware
-    room: int  # bytes that this process may take
-    unsloth: bool  # whether it trains, on a GPU
-    vllm: bool  # whether it is installed
-    continues: bool  # whether the run trains an adapter further, whose rank stays
+    room: int  # bytes that this process may use
+    unsloth: bool  # Unsloth trains, on a GPU
+    vllm: bool  # vLLM is installed
+    continues: bool  # the run trains an adapter further, whose rank stays
 
 
 def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Facts:
-    """Return what a plan of a run needs to know of its model, its prompts and this machine.
+    """Return the facts on model, prompts and machine for the plan of a run.
 
     Args:
-        config: Of the run.
+        config: Settings of the run.
         base: Folder that the paths of model and prompts start from.
-        card: What is planned for: a card, or this machine.
-        room: Bytes that this process may take.
+        card: The card or machine to plan for.
+        room: Bytes that this process may use.
 
     Raises:
         ModelError: The config of a model cannot be read.
@@ -64,7 +64,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
 
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
-    """Return what decides the memory of a run."""
+    """Return the job of a run, which decides its memory."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
     others = config.lora.others
@@ -112,23 +112,23 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
         yield from targets
     elif targets == "all-linear":
         yield from dense
-    else:  # a pattern of whole names has the last parts in it
+    else:  # a pattern of whole names contains their last parts
         yield from [name for name in dense if name in targets] or dense
     for one in facts.shape.linears:
         leaf = one.name.rpartition(".")[2]
         named = any(name.endswith(leaf) for name in parameters or ())
-        # Unsloth gives the experts of a targeted MLP an adapter by itself
+        # Unsloth also gives the experts of a targeted MLP an adapter
         by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets
         if one.is_expert and (named or by_unsloth):
             yield one.name
 
 
 def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
-    """Yield what a plan assumes, a sentence each."""
+    """Yield the assumptions of a plan, a sentence each."""
     if facts.longest is None and config.data.max_prompt_tokens is None:
         yield (
             f"prompts are assumed to have {job.prompt:,} tokens, all that model.max_seq_length "
-            f"leaves; data.max_prompt_tokens lowers it"
+            f"leaves; data.max_prompt_tokens lowers this"
         )
     if facts.shape.in_16bit:
         yield (
@@ -159,13 +159,13 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         prompts, _ = read_prompts(config, base)
         longest = len(longest_prompt(prompts, tokenizer, template_settings(config)))
-    except (KitError, OSError, ValueError):  # the run itself reports what is wrong with the prompts
+    except (KitError, OSError, ValueError):  # the run itself reports errors in the prompts
         return None
     return min(longest, config.data.max_prompt_tokens or longest)
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:
-    """Return who will sample: one of ``ENGINES``, or ``shared`` (vLLM, Unsloth's copy)."""
+    """Return the sampling engine: one of ``ENGINES``, or ``shared`` (vLLM on Unsloth's copy)."""
     trainer = config.trainer
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
     if "server" in (trainer.get("vllm_mode"), trainer.get("generation")):
@@ -174,7 +174,7 @@ def _engine(config: RunConfig, facts: Facts) -> str:
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
-    # a plan for another machine takes vLLM at its word
+    # in a plan for another machine vLLM may run if it was requested
     why_not = None if can_sample or asked == "vllm" else "it cannot here"
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine

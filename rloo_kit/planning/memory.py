@@ -1,8 +1,8 @@
-"""Bytes of each part of a training run, and the phase of a step in which most of them are held.
+"""Memory of a training run: bytes of each part in each phase of a step, and the peak.
 
-Arithmetic only. The peak is the largest phase of a step, not the sum of all parts. Weights and
-optimizer states are what bitsandbytes and torch store; activations were counted with torch's
-profiler on a CPU (docs/how-to/plan.md), an upper bound for a GPU's fused kernels.
+This is arithmetic only. The peak is the largest phase of a step, not the sum of all parts. Weights
+and optimizer states are as bitsandbytes and torch store them; activations were counted with torch's
+profiler on a CPU (docs/how-to/plan.md), which is an upper bound for a GPU's fused kernels.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from rloo_kit.models.engine_memory import (
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, default_token_budget
 
-# Phases, and what happens in them in words
+# Phases, and their descriptions
 DOING = {
     "load": "the model is loaded",
     "start": "vLLM starts",
@@ -33,22 +33,22 @@ DOING = {
 PHASES = tuple(DOING)
 LOAD, START, SAMPLE, SCORE, LEARN = PHASES
 
-# Resident memory of a CPU process that has trained, without its tensors: Python, torch, TRL and
-# the backend (benchmarks/plan_accuracy.py --libraries).
+# Resident memory of a CPU process that has trained, without tensors: Python, torch, TRL and the
+# backend, as benchmarks/plan_accuracy.py --libraries measures it
 LIBRARIES = 1010 * MIB
 # On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
-# by card and driver; 610 and 676 MiB on an H100.
+# by card and driver: 610 and 676 MiB on an H100
 CONTEXT = 680 * MIB
-# Share of temporary memory that is lost between blocks: on a GPU with expandable segments, an
-# estimate; in the heap of a CPU process (docs/how-to/plan.md)
+# Share of temporary memory that is lost between blocks: on a GPU with expandable segments (an
+# estimate), and in the heap of a CPU process (docs/how-to/plan.md)
 FRAGMENTATION = 0.06
 HEAP = 0.25
-# What a 4-bit load on a CPU takes while it packs, over the model in 16 bit
+# Memory of a 4-bit load on a CPU while it packs, relative to the model in 16 bit
 LOADING = 1.4
 TRITON_TOKENS = 4096
 TRITON_LOGITS = 32768
 """Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
-# Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50).
+# Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50)
 PAGED_FROM = 100_000
 EIGHT_BIT_FROM = 4096
 EIGHT_BIT_BLOCK = 256
@@ -57,35 +57,35 @@ EIGHT_BIT_BLOCK = 256
 
 @dataclass(frozen=True)
 class Job:
-    """A training run as far as memory goes; lengths in tokens, memory in bytes."""
+    """Facts of a training run that decide its memory; lengths in tokens, memory in bytes."""
 
     shape: ModelShape
     on_gpu: bool
-    room: int  # what this process may take of the card, or what is free on a CPU
+    room: int  # memory of the card that this process may use, or free memory on a CPU
     card: int = 0  # memory of the whole card, as torch reports it; 0: the room
     in_4bit: bool = True
     value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
     targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
-    adapted_layers: int | None = None  # of the model's layers, those with an adapter; None: all
-    whole: int = 0  # embeddings or LM heads that train as a whole
+    adapted_layers: int | None = None  # number of layers with an adapter; None: all
+    whole: int = 0  # number of embeddings and LM heads that train as a whole
     optimizer: str = "adamw_torch"  # TRL's `optim`
-    checkpointing: str = "none"  # or `plain`, or `unsloth`: inputs of layers in main memory
+    checkpointing: str = "none"  # or `plain`, or `unsloth` (layer inputs in main memory)
     rows: int = 8  # completions that are sampled at once
     step_rows: int = 8  # completions of an optimizer step
     group: int = 4
-    prompt: int = 512  # of the longest one
+    prompt: int = 512  # the longest prompt
     completion: int = 512
-    max_length: int = 1024  # most of both together
-    budget: int | None = None  # `tokens_per_micro_batch`; None: from the memory that is free
-    scores: bool = True  # whether passes without gradient are made
-    keeps_graphs: bool = True  # whether whole groups run forward before any of them runs backward
+    max_length: int = 1024  # longest prompt plus completion
+    budget: int | None = None  # `tokens_per_micro_batch`; None: from the free memory
+    scores: bool = True  # there are passes without gradient
+    keeps_graphs: bool = True  # whole groups run forward before any of them runs backward
     engine: str = "transformers"  # or `server`, `vllm`, `shared` (vLLM on Unsloth's weights)
     sleeps: bool = True
     share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
     batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
-    draft_tokens: int = 0  # that it guesses for a completion in one pass
-    cards: int = 1  # that base, adapter and its states are divided over; all else is of each card
+    draft_tokens: int = 0  # tokens that vLLM guesses for a completion in one pass
+    cards: int = 1  # cards that share base, adapter and its states; the rest is per card
 
     @property
     def width(self) -> int:
@@ -93,13 +93,13 @@ class Job:
         return min(self.prompt + self.completion, self.max_length)
 
 
-# Bytes of a part in each phase that holds it
+# Phase -> bytes that a part holds in it
 Held = dict[str, int]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a training run holds, part by part and phase by phase."""
+    """Memory of a training run, part by part and phase by phase."""
 
     parts: dict[str, Held]
     budget: int  # positions of a training pass (rows times width)
@@ -107,21 +107,21 @@ class MemoryPlan:
 
     @property
     def phase(self) -> str:
-        """The phase of the peak."""
+        """Phase of the peak."""
         return max(self.phases, key=lambda phase: self.phases[phase])
 
     @property
     def peak_bytes(self) -> int:
-        """On the device, or of the process on a CPU."""
+        """Bytes of the peak, on the device or of the process on a CPU."""
         return self.phases[self.phase]
 
     def at(self, phase: str) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is held in one of ``PHASES``, in the order of the parts."""
+        """Return (name, bytes) of the parts that are held in one of ``PHASES``."""
         return [(name, held[phase]) for name, held in self.parts.items() if held.get(phase)]
 
 
 def plan_memory(job: Job) -> MemoryPlan:
-    """Return what a training run will hold."""
+    """Return the memory of a training run."""
     sizes = adapter_sizes(job)
     trained = 4 * sum(sizes) // job.cards
     parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained), **_sampling(job)}
@@ -129,10 +129,10 @@ def plan_memory(job: Job) -> MemoryPlan:
     states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu) // job.cards
     parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
     parts |= _passes(job, budget, trained)
-    # what is held all the time is allocated once and leaves no holes
+    # parts that are held all the time are allocated once and leave no holes
     brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
     lost = FRAGMENTATION if job.on_gpu else HEAP
-    # what vLLM holds while it starts was measured with it
+    # the measured memory of a starting vLLM includes it
     parts["between blocks"] = {p: int(lost * _total(brief, p)) for p in PHASES if p != START}
     there = {SCORE: job.scores, START: job.on_gpu and job.engine in ("vllm", "shared")}
     phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
@@ -140,7 +140,7 @@ def plan_memory(job: Job) -> MemoryPlan:
 
 
 def _since(first: str, size: float) -> Held:
-    """Return what is held from one phase on."""
+    """Return a part that is held from one phase on."""
     return dict.fromkeys(PHASES[PHASES.index(first) :], int(size))
 
 
@@ -157,11 +157,11 @@ def _weights(job: Job) -> dict[str, Held]:
     if job.in_4bit and not shape.packed:
         packing = 2 * max(linear.size for linear in shape.linears)  # one layer after the other
         if not job.on_gpu:
-            mapped = weight_bytes(shape, in_4bit=False)  # all of the file is read, and stays
+            mapped = weight_bytes(shape, in_4bit=False)  # the whole file is read, and stays
             packing = int(LOADING * mapped)
     outside = "CUDA context" if job.on_gpu else "Python and libraries"
     total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
-    # what is divided is gathered for use: a layer, the next one, and embeddings and head as one
+    # divided weights are gathered for use: a layer, the next one, and embeddings with the head
     outer = shape.others * job.value_bytes
     gathered = outer + 2 * (total - outer) // shape.num_layers
     return {
@@ -198,7 +198,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
     Args:
         name: TRL's ``optim``.
         sizes: Elements of every trained tensor.
-        on_gpu: Whether it trains on a GPU.
+        on_gpu: The run trains on a GPU.
     """
     # bitsandbytes keeps small tensors in 32 bit, and pages only large ones
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
@@ -225,7 +225,7 @@ def _sampling(job: Job) -> dict[str, Held]:
     size = engine.size
     shared = job.engine == "shared"
     cache = engine.cache
-    if shared:  # vLLM fills the share that it is given
+    if shared:  # vLLM fills its whole share
         cache = engine.total - size.fixed
     merged = sum(linear.count * linear.size for linear in _adapted(job))
     return {
@@ -233,10 +233,10 @@ def _sampling(job: Job) -> dict[str, Held]:
         "vLLM keys and values": dict.fromkeys(awake, cache),
         "vLLM activations": dict.fromkeys((START, SAMPLE), size.working),
         "vLLM CUDA graphs": _since(START, size.graphs + UNMEASURED),  # they stay while it sleeps
-        # vLLM 0.26 took the estimate for keys and values: the graphs came on top
+        # vLLM 0.26 used the estimate for keys and values, so the graphs come in addition
         "CUDA graphs over vLLM's share": _since(START, size.graphs),
         "vLLM, while it starts": {START: size.starting - size.graphs},
-        # Unsloth folds an adapter into 16-bit weights, and keeps what that rounds away
+        # Unsloth merges an adapter into 16-bit weights, and keeps the rounding error
         "weights, while the adapter is merged": {
             SAMPLE: 2 * merged if shared and not job.in_4bit else 0
         },
@@ -244,9 +244,9 @@ def _sampling(job: Job) -> dict[str, Held]:
 
 
 def planned_engine(job: Job) -> EngineMemory:
-    """Return what vLLM takes of the card, as the engine will ask for it when it starts.
+    """Return the memory of vLLM on the card, as the engine will request it.
 
-    Where it does not fit, what all completions at full length would need.
+    If it does not fit, this is the memory for all completions at full length.
     """
     size = engine_size(
         job.shape,
@@ -273,7 +273,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     wide = job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
     cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
-    # Unsloth's models on a GPU decode by a loop of their own, and run a prompt for each completion
+    # Unsloth's models on a GPU have their own decoding loop, which runs a prompt per completion
     prompts = job.rows if job.on_gpu else -(-job.rows // job.group)
     read = prompts * min(job.prompt, job.width) * _forward_bytes(job)
     matrices = 0
@@ -282,7 +282,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     return {
         "keys and values": {SAMPLE: cache},
         "prompts, read at once": {SAMPLE: read},
-        # of every row: logits, the same in float32, their softmax, and what is drawn
+        # for every row: logits, the same in float32, their softmax, and a copy for sampling
         "logits of the next token": {SAMPLE: job.rows * shape.vocab_size * (wide + 12)},
         "base and adapter as one matrix": {SAMPLE: matrices if 4 * matrices < job.room else 0},
     }
@@ -292,11 +292,12 @@ def _by_transformers(job: Job) -> dict[str, Held]:
 
 
 def layer_bytes(job: Job) -> int:
-    """Return what one layer keeps of a position for its backward pass.
+    """Return the bytes that one layer keeps of a position for its backward pass.
 
-    Two norms keep float32 of their input, and so do the norms of queries and keys; five values in
-    16 bit as wide as the model, three as wide as the queries, two as the keys, four as the MLP, one
-    of each adapter's rank. With torch's profiler the same to the byte (docs/how-to/plan.md).
+    Two norms keep their input in float32, and so do the norms of queries and keys. In 16 bit it
+    keeps five values as wide as the model, three as wide as the queries, two as the keys, four as
+    the MLP, and one of each adapter's rank. It matches torch's profiler to the byte
+    (docs/how-to/plan.md).
     """
     shape = job.shape
     wide = job.value_bytes
@@ -315,12 +316,12 @@ def layer_bytes(job: Job) -> int:
 
 
 def _forward_bytes(job: Job) -> int:
-    """Return what a layer holds of a position in a forward pass without gradient."""
+    """Return the bytes that a layer holds of a position in a forward pass without gradient."""
     return job.value_bytes * (4 * job.shape.intermediate_size + 6 * job.shape.hidden_size)
 
 
 def _budget(job: Job, free: int) -> int:
-    """Return ``tokens_per_micro_batch`` as given, or as the trainer will choose it."""
+    """Return ``tokens_per_micro_batch`` as set, or as the trainer will choose it."""
     return job.budget or default_token_budget(
         max(0, free),
         job.shape.hidden_size,
@@ -335,12 +336,12 @@ def _budget(job: Job, free: int) -> int:
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     width = job.width
     wide = job.value_bytes
-    # a row that is longer than the budget is a pass of its own
+    # a row longer than the budget is a pass of its own
     rows = max(1, budget // width)
-    if job.keeps_graphs:  # of as many whole groups as fit
+    if job.keeps_graphs:  # as many whole groups as fit
         rows = max(budget // (job.group * width) * job.group, rows)
     rows = min(rows, job.step_rows)
-    gradients = (2 if rows < job.step_rows else 1) * trained  # of former passes, and of this one
+    gradients = (2 if rows < job.step_rows else 1) * trained  # of earlier passes, and of this one
     copied = trained * wide // 4 if wide == 2 else 0
     parts: dict[str, Held] = {
         "gradients, float32": {LEARN: gradients},
@@ -358,7 +359,7 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
 
 
 def _activations(job: Job, positions: int) -> int:
-    """Return the bytes on the device that are kept for backward of so many positions."""
+    """Return the bytes on the device that are kept for the backward pass of some positions."""
     layers = job.shape.num_layers
     hidden = job.shape.hidden_size
     wide = job.value_bytes
@@ -366,18 +367,18 @@ def _activations(job: Job, positions: int) -> int:
     whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":
         return whole
-    # one layer at a time is computed again; backward takes more than it kept
+    # one layer at a time is computed again, and its backward pass needs additional memory
     backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
     one = layer_bytes(job) + backward + head
     # Unsloth keeps the layers' inputs in main memory, and two of them on the card at a time
     inputs = 2 if job.checkpointing == "unsloth" else layers
     kept = positions * (inputs * hidden * wide + one)
-    # the heap of a CPU process keeps holes: gradients lie between what is freed
+    # the heap of a CPU process keeps holes, since gradients lie between freed blocks
     return kept if job.on_gpu else max(kept, whole // 2)
 
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
-    """Return the bytes of the logits that exist at a time, and of what their gradient needs."""
+    """Return the bytes of the logits that exist at a time, and for their gradient."""
     vocabulary = job.shape.vocab_size
     if not job.on_gpu:  # three tables in float32
         return 3 * 4 * min(positions * vocabulary, CHUNK_LOGITS)

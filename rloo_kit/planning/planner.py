@@ -1,7 +1,7 @@
-"""Will it fit: the plan of a run file on a card, and what to change where it does not.
+"""Plan of a run's memory on a card, with changes if it does not fit.
 
-A plan is arithmetic on what the run file, the model's config and the card say; no weights are
-read. ``benchmarks/plan_accuracy.py`` compares it with real runs.
+A plan is arithmetic on the run file, the model's config and the card; no weights are read.
+``benchmarks/plan_accuracy.py`` compares it with real runs.
 """
 
 from collections.abc import Sequence
@@ -20,68 +20,68 @@ from rloo_kit.planning.cards import Way, find_ways
 from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 
-# Columns of the longest bar and of a part's name: 80 with the number
+# Columns of the longest bar and of a part's name, 80 with the number
 BAR = 26
 NAME = 33
-# Numbers of cards that are tried where nothing fits on one
+# Numbers of cards to try if nothing fits on one
 MORE_CARDS = (2, 4, 8, 16)
-# Share of the peak from which on a part has a bar of its own
+# Parts with a smaller share of the peak are shown together
 SMALLEST_PART = 0.01
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What a run will hold on a card, and whether that fits; its text is the whole picture."""
+    """Memory plan of a run on a card; its text shows all of it."""
 
     config: RunConfig
     facts: Facts
-    changes: tuple[Change, ...] = ()  # what makes it fit, the least harmful first
-    cards: int = 1  # above 1: the ways to train on so many of them are shown, too
+    changes: tuple[Change, ...] = ()  # that make it fit, the least harmful first
+    cards: int = 1  # above 1: the text also shows ways to train on this many cards
 
     @property
     def room(self) -> int:
-        """Bytes that this process may take."""
+        """Bytes that this process may use."""
         return self.facts.room
 
     @cached_property
     def job(self) -> Job:
-        """What decides the memory."""
+        """Facts that decide the memory."""
         return make_job(self.config, self.facts)
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Part by part and phase by phase."""
+        """Memory, part by part and phase by phase."""
         return plan_memory(self.job)
 
     @property
     def peak_bytes(self) -> int:
-        """On the card, or of the process on a CPU."""
+        """Bytes of the peak, on the card or of the process on a CPU."""
         return self.memory.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits, and vLLM starts."""
+        """True if the peak fits and vLLM starts."""
         return self.peak_bytes <= self.room and self.refusal is None
 
     @property
     def vllm_share(self) -> float | None:
-        """Share of the card that vLLM gets; None where it does not sample in this process."""
+        """Share of the card for vLLM; None if it does not sample in this process."""
         if not self.job.on_gpu or self.job.engine in ("server", "transformers"):
             return None
         return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
 
     @property
     def refusal(self) -> str | None:
-        """Why vLLM would not start, though the peak may fit; None where it does."""
+        """Reason why vLLM would not start, even if the peak fits; None if it starts."""
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     def fitting_ways(self, cards: int) -> list[Way]:
-        """Return the ways to train on so many cards of this size that fit, on paper."""
+        """Return the ways to train on several such cards that fit, on paper."""
         return [way for way in find_ways(self.job, cards) if way.peak_bytes <= self.room]
 
     @property
     def verdict(self) -> str:
-        """In one line."""
+        """Result in one line."""
         what = f"{self.config.model.name} on {self.facts.card.name}"
         left = self.room - self.peak_bytes
         if left < 0:
@@ -109,33 +109,38 @@ def plan(
     Args:
         source: A run file, the name of one that ships with the kit, the folder of a run, or a
             ``RunConfig``.
-        gpu: The memory of a card (``12GB``) or its name (``RTX 4070``), or ``this`` (None too): the
-            one in this machine, else its CPU.
+        gpu: A card's memory (``12GB``) or name (``RTX 4070``); None or ``this``: the card in this
+            machine, or else its CPU.
         overrides: ``section.key=value``, as after ``--set``.
-        cards: Of this size; above 1 the plan also says which ways to train on them fit, on paper.
+        cards: Number of such cards; above 1 the plan also shows which ways to train on them fit,
+            on paper.
 
     Raises:
         ConfigError: The run file, the card or the number of cards is wrong.
         ModelError: The model's config cannot be read.
     """
     config, base = read_config(source, overrides)
-    setup(config.model.backend)  # Unsloth wants to come before transformers, which is loaded here
+    setup(config.model.backend)  # Unsloth must be imported before transformers, which follows
     return make_plan(config, gpu, base=base, cards=cards)
 
 
 def make_plan(
     config: RunConfig, gpu: str | None = None, *, base: Path = Path(), cards: int = 1
 ) -> Plan:
-    """Return the plan of settings that are read already; see ``plan``. Unsloth is not imported.
+    """Return the plan of settings that were read; see ``plan``. Unsloth is not imported.
 
     Args:
-        config: Of the run.
+        config: Settings of the run.
         gpu: As for ``plan``.
-        base: Folder that the paths of model and prompts start from, here and below.
+        base: Folder that the paths of model and prompts start from.
         cards: As for ``plan``.
+
+    Raises:
+        ConfigError: The card or the number of cards is wrong.
+        ModelError: The model's config cannot be read.
     """
     if cards < 1:
-        raise ConfigError(f"--cards {cards} is no number of cards: give 1 or more")
+        raise ConfigError(f"--cards is {cards}: give 1 or more")
     card, room = find_room(gpu)
     with quiet():  # transformers is imported here
         facts = read_facts(config, base, card, room)
@@ -146,7 +151,7 @@ def make_plan(
 
 
 def find_room(gpu: str | None) -> tuple[Hardware, int]:
-    """Return the card that is planned for, and the bytes of it that this process may take."""
+    """Return the card to plan for, and its bytes that this process may use."""
     if gpu is None or gpu.strip().lower() == "this":
         return detect_hardware(), room_here()
     card = find_card(gpu)
@@ -154,12 +159,12 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
 
 
 def room_here() -> int:
-    """Return the bytes that this process may take: what is free, and what it has already."""
+    """Return the bytes that this process may use: free memory, and its own."""
     hardware = detect_hardware()
     if hardware.on_gpu:
         import torch
 
-        # whoever asks a GPU for its memory makes a CUDA context there
+        # asking a GPU for its memory makes a CUDA context there
         held = torch.cuda.memory_reserved() if hardware.device == "cuda" else 0
         return min(hardware.usable, hardware.free_memory + CONTEXT + held)
     import psutil
@@ -168,9 +173,9 @@ def room_here() -> int:
 
 
 def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
-    """Return what to change after memory ran out, as a part of a sentence; "" where nothing helps.
+    """Return changes after memory ran out, as a part of a sentence; "" if nothing helps.
 
-    Where the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
+    If the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
     """
     try:
         facts = read_facts(config, base, detect_hardware(), room)
@@ -194,7 +199,7 @@ def _picture(made: Plan) -> list[str]:
         f"{_count(shape.num_parameters)} parameters, by {shape.source}; "
         f"{made.job.rows} completions at once, rows up to {made.job.width:,} tokens",
         "",
-        f"the peak, {_gib(memory.peak_bytes)}, is where {DOING[memory.phase]}:",
+        f"the peak, {_gib(memory.peak_bytes)}, is when {DOING[memory.phase]}:",
         *(_bar(name, size, size / longest) for name, size in [*large, ("all else", rest)]),
         "",
         f"phases: {phases}",
@@ -217,14 +222,14 @@ def _picture(made: Plan) -> list[str]:
 
 
 def _several_cards(made: Plan) -> list[str]:
-    """Return the lines on more than one card: none where one was asked for, or this is a CPU."""
+    """Return the lines on more than one card; [] for one card or a CPU."""
     if made.cards == 1 or not made.job.on_gpu:
         return []
     lines = ["", f"on {made.cards} such cards, on paper; memory of the fullest one:"]
     for way in find_ways(made.job, made.cards):
         verdict = "fits" if way.peak_bytes <= made.room else "no"
         lines.append(f"  {verdict:<4}  {way.name:<{NAME + BAR - 4}}{_gib(way.peak_bytes):>11}")
-    return [*lines, "docs/how-to/more_than_one_card.md says what each of them needs"]
+    return [*lines, "docs/how-to/more_than_one_card.md lists what each of them needs"]
 
 
 def _bar(name: str, size: int, share: float) -> str:

@@ -1,4 +1,5 @@
-"""Try rewards before a run and train reward models.
+"""Checks of rewards before a run, and training of reward models.
 
-Samples and scores; never changes a policy.
+Public: ``rk.check_rewards`` (lab) and ``rk.train_reward_model`` (reward_model). The package samples
+and scores; it never changes a policy.
 """

@@ -1,4 +1,4 @@
-"""What trying rewards came to: the verdict, the findings, a table on the screen."""
+"""Result of a check of rewards: verdict, findings and a table for the screen."""
 
 import textwrap
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from rloo_kit.diagnosis.registry import Finding, findings_text
 from rloo_kit.reward_lab.score_statistics import RewardStats, Signal
 from rloo_kit.text.wording import printable, text_of
 
-# Title of a column -> the field of ``RewardStats``
+# Title of a column -> field of ``RewardStats``
 COLUMNS = {
     "weight": "weight",
     "mean": "mean",
@@ -25,19 +25,19 @@ COLUMNS = {
 
 @dataclass(frozen=True, repr=False)
 class RewardCheck:
-    """What the rewards of a run say of the completions it would train on."""
+    """Result of a check of a run's rewards on completions."""
 
-    verdict: str  # whether RLOO will learn from them, in one sentence
+    verdict: str  # one sentence on whether RLOO will learn from the rewards
     findings: list[Finding]  # the most harmful first
-    table: list[RewardStats]  # one row a reward
-    total: RewardStats  # the same of the weighted sum
+    table: list[RewardStats]  # one row for each reward
+    total: RewardStats  # the row of the weighted sum
     signal: Signal
     samples: list[dict[str, Any]]  # every prompt, completion, its rewards and its score, in order
-    notes: list[str] = field(default_factory=list)  # what was not checked, and why
+    notes: list[str] = field(default_factory=list)  # parts that were not checked, and why
 
     @property
     def has_errors(self) -> bool:
-        """Whether there is a fault from which the run cannot learn."""
+        """True if a fault keeps the run from learning."""
         return any(finding.level == "error" for finding in self.findings)
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class RewardCheck:
         parts = [
             "\n".join([head, *map(_row_text, rows)]),
             textwrap.fill(self.verdict, 100),
-            findings_text(self.findings) or "nothing is wrong with the rewards",
+            findings_text(self.findings) or "no fault found in the rewards",
         ]
         return "\n\n".join([*parts, _samples_text(self.samples), *self.notes])
 
@@ -66,7 +66,7 @@ def _short(value: float | None) -> str:
 
 
 def _samples_text(samples: list[dict[str, Any]]) -> str:
-    """Return the best and the worst completion in a line each."""
+    """Return a line for the best and one for the worst completion."""
     scored = [sample for sample in samples if sample["score"] is not None] or samples[:1]
     scored.sort(key=lambda sample: -(sample["score"] or 0.0))
     chosen = {"best": scored[0], "worst": scored[-1]}
@@ -78,6 +78,6 @@ def _samples_text(samples: list[dict[str, Any]]) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return the beginning and, since the answer is there, the end."""
+    """Return the beginning and the end of a text, since the answer is at the end."""
     flat = text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
     return printable(flat)

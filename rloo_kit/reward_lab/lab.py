@@ -1,7 +1,7 @@
-"""Try the rewards of a run before it trains: sample or read completions, call, probe, report.
+"""Check of a run's rewards before training: sample or read completions, call, probe, report.
 
-The model is the run's own, with its fresh adapter; or completions come from a file, and then only
-the run's tokenizer is loaded.
+The model is the run's own with its fresh adapter. If the completions come from a file, only the
+run's tokenizer is loaded.
 """
 
 import contextlib
@@ -54,28 +54,31 @@ def check_rewards(  # noqa: PLR0913
     output_dir: str | Path | None = None,
     say: Say = print,
 ) -> RewardCheck:
-    """Call every reward on completions of the model, and report what is wrong with it.
+    """Call every reward on completions of the model, and report its faults.
 
-    On a GPU the model samples in a process of its own, and the rewards are called in this one.
+    On a GPU the model samples in a process of its own; the rewards are called in this process.
 
     Args:
-        source: A run file, the name of one that ships with the kit, or a ``RunConfig``; None where
+        source: A run file, the name of one that ships with the kit, or a ``RunConfig``; None if
             rewards and completions are given.
         overrides: ``section.key=value``, as after ``--set``.
         rewards: Rewards in place of those of the run file.
         completions: A .jsonl file (or rows) with ``prompt``, ``completion`` and the columns that
-            the rewards ask for, in place of sampling; no model is loaded.
+            the rewards read, instead of sampling; no model is loaded.
         num_prompts: Prompts to sample.
         num_generations: Completions of each; None: as in the run file.
-        output_dir: Write the check and the completions into this folder.
+        output_dir: Folder to write the check and the completions to; None: nothing is written.
         say: Called with each line for the user.
 
     Returns:
-        The check; ``has_errors`` says whether the run could not learn.
+        The check; ``has_errors`` is true if the run cannot learn. A fault of a reward that was
+        called is a finding.
 
     Raises:
-        KitError: A setting, the file, the model or the loading of a reward is at fault. A fault of
-            a reward that was called is a finding.
+        ConfigError: A setting is wrong, or there is nothing to check.
+        DataError: Prompts or completions cannot be read.
+        ModelError: The model cannot be loaded.
+        RewardLoadError: A reward cannot be loaded.
     """
     if source is None and (completions is None or rewards is None):
         raise ConfigError("there is nothing to check: give a run file, or completions and rewards")
@@ -95,7 +98,7 @@ def check_rewards(  # noqa: PLR0913
         rows = _sample(job, num_prompts, num_generations) if sampled else _read(completions)
         tokenizer = None
         if has_run:
-            # Completions of a file can be checked where the model is not.
+            # Completions in a file can be checked without the model
             with contextlib.suppress(KitError, OSError, ValueError):
                 tokenizer = job.tokenizer
         notes = [NO_TOKENIZER] if tokenizer is None else []
@@ -108,13 +111,13 @@ def check_rewards(  # noqa: PLR0913
     return check
 
 
-# --- where completions come from -----------------------------------------------------------------
+# --- completions ---------------------------------------------------------------------------------
 
 
 def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> list[Row]:
-    """Return completions of the run's model; on a GPU a process of its own draws them.
+    """Return completions of the run's model; on a GPU a process of its own samples them.
 
-    A process that ends gives back all of a card's memory, and a training may follow.
+    Its end frees all of a card's memory for the training that may follow.
     """
     asked = (job.config, job.base, num_prompts, num_generations)
     if job.environment.hardware.device == "cpu":
@@ -129,7 +132,7 @@ def _sampled(
     num_generations: int | None,
     say: Say = print,
 ) -> list[Row]:
-    """Return completions that the run's model draws from some of its prompts."""
+    """Return completions that the run's model samples for some of its prompts."""
     job = PreparedJob(config, base, say)
     prompts, _ = job.splits
     args = job.args
@@ -187,7 +190,7 @@ def _load(
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
-    """Return what the trainer would call a reward with."""
+    """Return the keywords with which the trainer calls a reward."""
     ids: list[Any] = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
     return reward_columns(rows, completions, ids if all(ids) else None)
@@ -203,7 +206,7 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
     truncated = columns.get("truncated")
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        # A run's completions.jsonl counts the groups of every step from 0.
+        # A run's completions.jsonl counts the groups of every step from 0
         key = [row["prompt"]] if row.get("group") is None else [row.get("step"), row["group"]]
         groups.setdefault(json.dumps(key, default=str), []).append(number)
     if truncated is None and ids is not None and limit is not None:
@@ -221,7 +224,7 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
 def _examined(
     rows: list[Row], rewards: list[LoadedReward], config: RunConfig | None, notes: list[str]
 ) -> RewardCheck:
-    """Call the rewards as a run with that config would; None: there is no run."""
+    """Call the rewards as a run with these settings would; None: there is no run."""
     columns = columns_of(rows)
     probed = []
     batch = _batch_of(rows, columns, config)

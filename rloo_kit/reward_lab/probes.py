@@ -1,4 +1,4 @@
-"""Call a reward as a run would, and then in other ways: again, in another order, altered."""
+"""Probes of a reward: calls as in a run, again, in another order, and with altered completions."""
 
 import random
 import re
@@ -23,19 +23,23 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
 from rloo_kit.types import Completion, Score
 
-# A probe is called with as many rows as take about so long, at least with `FEWEST_ROWS`
+# A probe gets as many rows as can be scored in this time, but at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
 FEWEST_ROWS = 4
-# Longest call with a very long completion: a reward may need quadratic time for it
+# Longest call with a very long completion, for which a reward may need quadratic time
 REPEATED_SECONDS = 5.0
 
 
 def probe(
     reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
-    """Return what a reward answers to B completions and, where it can be called, to altered ones.
+    """Return a reward's scores of B completions and, if it can be called, of altered ones.
 
-    ``columns`` is what the trainer would call it with; a call may take ``timeout`` seconds.
+    Args:
+        reward: The reward.
+        columns: Keywords with which the trainer would call it.
+        batch: The completions.
+        timeout: Time limit of a call, in seconds.
     """
     func = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)
@@ -55,7 +59,7 @@ def probe(
 def _with_probes(
     probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
 ) -> Probed:
-    """Return the same with the answers to other calls."""
+    """Return the same with the scores of other calls."""
     own = take_rows(columns, probed.rows)
     count = len(probed.rows)
     order = random.Random(0).sample(range(count), count)
@@ -68,7 +72,7 @@ def _with_probes(
     for name, given in calls.items():
         asked = func
         if name == "repeated":
-            # Very long texts: one row only, and not for long
+            # A very long text: only one row, with a short time limit
             limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
             asked = guarded(func, limit, "stop")
             given = take_rows(own, [0])
@@ -81,7 +85,7 @@ def _with_probes(
             cause = exc.__cause__
             errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
         if name == "again":
-            # The first call also paid for what the reward imports.
+            # The first call also had to import modules
             seconds = min(seconds, (time.perf_counter() - started) / count)
     if "permuted" in scores:
         in_place = sorted(zip(order, scores["permuted"], strict=True))
@@ -90,8 +94,8 @@ def _with_probes(
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
-    """Return which part of the contract a reward broke."""
-    # A built-in reward names the column it reads in a setting, not as a parameter.
+    """Return the part of the contract that a reward broke."""
+    # A built-in reward names its column in a setting, not as a parameter
     asked = [*keywords_of(func.reward)[2], getattr(func.reward, "column", None)]
     kind = "wrong_output"
     if any(isinstance(name, str) and name not in columns for name in asked):
@@ -104,14 +108,14 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractErro
 # --- altered completions -------------------------------------------------------------------------
 
 
-# Probe -> (the text, the token ids) as it makes them; see `wanted_probes`
+# Probe -> functions that alter the text and the token ids; see `wanted_probes`
 _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]]] = {
     "opened": (
         lambda text: text if "<think>" in text else f"<think>\n{text}",
         lambda ids: ids,
     ),
     "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    # The beginning, so that the thought is long and still closed.
+    # The beginning, so that the thought is long and still closed
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,

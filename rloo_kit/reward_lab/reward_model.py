@@ -1,4 +1,4 @@
-"""Reward-model training: a score head and a LoRA adapter learn which of two texts is better."""
+"""Training of reward models: a score head and a LoRA adapter learn which of two texts is better."""
 
 import contextlib
 import json
@@ -32,17 +32,21 @@ from rloo_kit.rewards._classifier import (
     token_ids,
 )
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.types import Completion, Row, Tokenizer
+from rloo_kit.types import Completion, Model, Row, Tokenizer
 
 Say = Callable[[str], None]
-# A prompt and a completion, as a reward is given them
+# A prompt and a completion, in the form that a reward gets
 Text = tuple[Completion, Completion]
 # Tokens of the chosen and of the rejected text of one pair
 Ids = tuple[list[int], list[int]]
 
-# In messages
+# Name of the model in messages
 WHAT = "the reward model"
-# What no library checks before the model is loaded
+REMEDY = (
+    "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
+    "max_length"
+)
+# Arguments above 0, which no library checks before the model is loaded
 ABOVE_0 = {
     "r": int,
     "lora_alpha": int,
@@ -54,24 +58,24 @@ ABOVE_0 = {
 
 @dataclass(frozen=True)
 class RewardModelResult:
-    """A trained reward model; accuracies are of held-out pairs."""
+    """A trained reward model; accuracies are those on held-out pairs."""
 
     folder: Path  # adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``
     accuracy: float  # share of pairs whose chosen text scores higher
     accuracy_before: float  # the same before the first step, with an untrained score head
     margin: float  # mean score of the chosen minus that of the rejected, in the model's own units
-    num_pairs: int  # trained on
+    num_pairs: int  # pairs trained on
     num_held_out: int
     seconds: float  # training alone
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts of which the first is better."""
+    """Two texts, the first of which is better."""
 
     chosen: Text
     rejected: Text
-    group: str  # pairs of one group are held out together, so that no prompt is on both sides
+    group: str  # pairs of one group are held out together, so that no prompt is in both splits
 
 
 @dataclass(frozen=True)
@@ -109,31 +113,34 @@ def train_reward_model(  # noqa: PLR0913
     say: Say = print,
     **settings: Any,
 ) -> RewardModelResult:
-    """Train a reward model on pairs by TRL's ``RewardTrainer``, for the reward ``reward_model``.
+    """Train a reward model on pairs with TRL's ``RewardTrainer``, for the reward ``reward_model``.
 
     Args:
         pairs: A .jsonl, .csv or .parquet file, or rows with ``chosen`` and ``rejected``, and
             ``prompt`` if these do not contain it: text, or chat messages.
         model: The base: ``tiny-thinker``, a local folder or a hub name of a language model.
-        output_dir: Where the folder is made; an existing one gets a number instead.
-        load_in_4bit: NF4 base (bitsandbytes); the score head is never quantised.
+        output_dir: The new folder; if it exists, a number is added to its name.
+        load_in_4bit: Load an NF4 base (bitsandbytes); the score head is never quantised.
         r: Rank of the adapter.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
-        learning_rate: Peak; it falls linearly.
-        max_length: Most tokens of prompt and completion; the left is cut off.
-        held_out: Share of the pairs (below 1) or their number; all pairs of a prompt together.
-        keep_thought: Whether the model reads thoughts; else only what follows ``</think>``.
+        learning_rate: Peak learning rate; it falls linearly.
+        max_length: Most tokens of prompt and completion; more are cut off on the left.
+        held_out: Share of the pairs (below 1) or their number; pairs of a prompt stay together.
+        keep_thought: Let the model read thoughts; False: only the text after ``</think>``.
         chat: Make a plain prompt with plain answers a conversation, as ``load_prompts`` does.
-        seed: Of the split, the score head and the order.
+        seed: Seed of the split, the score head and the order.
         say: Called with each line for the user.
-        **settings: Every other field of TRL's ``RewardConfig``; an epoch of 8 pairs a pass by
-            default.
+        **settings: Other fields of TRL's ``RewardConfig``; by default one epoch with 8 pairs in a
+            pass.
 
     Returns:
-        The folder and how good it is.
+        The folder and its accuracy on held-out pairs.
 
     Raises:
-        KitError: The pairs, a setting or the base is wrong, or a training pass does not fit.
+        DataError: The pairs are wrong, or cannot be split.
+        ConfigError: A setting is wrong.
+        ModelError: The base cannot be loaded.
+        MemoryRanOutError: A training pass does not fit.
     """
     read = read_pairs(pairs, chat=chat)
     job = _Job(
@@ -176,7 +183,7 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
         if isinstance(prompt, list):
             return prompt, [{"role": "assistant", "content": answer}]
         return prompt or "", answer
-    # A conversation that the assistant does not begin holds its prompt already.
+    # A conversation that the assistant does not begin holds its own prompt
     whole = [*(prompt or []), *answer] if answer[0]["role"] == "assistant" else answer
     if len(whole) < 2 or whole[-1]["role"] != "assistant":
         raise DataError(
@@ -187,9 +194,12 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
 
 
 def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return (train, held out), each in the order of the file; no prompt is on both sides.
+    """Return (train, held out), each in the order of the file; no prompt is in both.
 
     ``held_out`` is a share (below 1) or a number; fewer are held out if whole prompts do not fit.
+
+    Raises:
+        DataError: One of them would be empty.
     """
     free = max(1, round(held_out * len(pairs))) if held_out < 1 else int(held_out)
     sizes = Counter(pair.group for pair in pairs)
@@ -205,7 +215,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     if not train or not held:
         raise DataError(
             f"held_out {held_out:g} does not split {len(pairs)} pairs with {len(sizes)} prompts: "
-            "all pairs of a prompt go to one side, and both sides need some; lower it, or add pairs"
+            "pairs of a prompt stay together, and both sides need some; lower it, or add pairs"
         )
     return train, held
 
@@ -228,12 +238,19 @@ def _check(given: dict[str, Any]) -> None:
 def _train_and_save(
     job: _Job, train: list[Pair], held: list[Pair], output_dir: Path, say: Say
 ) -> RewardModelResult:
-    """Load, train, score and save; what is loaded here belongs to the open session."""
+    """Load, train, score and save; the open session releases the model."""
     hardware = setup().hardware
+    from trl.trainer.reward_config import RewardConfig  # after Unsloth
+
+    from rloo_kit.training.supervised import make_arguments, memory_errors
+
     folder = free_folder(output_dir)
     check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = _arguments(job, scratch)
+        # The texts are cut before
+        fixed = {"max_length": None, "output_dir": scratch}
+        settings = {"seed": job.seed, **job.settings}
+        arguments = make_arguments(RewardConfig, WHAT, fixed, settings)
         model, tokenizer = _load(job, hardware)
         train_ids = _read(tokenizer, train, job)
         held_ids = _read(tokenizer, held, job)
@@ -244,7 +261,8 @@ def _train_and_save(
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
         trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
         before = _scores(trainer, held_ids)
-        seconds = _train(trainer)
+        with memory_errors(WHAT, REMEDY):
+            seconds = trainer.train().metrics["train_runtime"]
         after = _scores(trainer, held_ids)
     result = RewardModelResult(
         folder=folder,
@@ -283,31 +301,23 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
 
 def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
-    """Return the tokens of each pair as the reward will read it, without equal ones."""
+    """Return the tokens of each pair as the reward reads it, without pairs of equal tokens."""
     limit = min(job.max_length, tokenizer.model_max_length)
     read = partial(token_ids, tokenizer, keep_thought=job.keep_thought, max_length=limit)
     found = [(read(*pair.chosen), read(*pair.rejected)) for pair in pairs]
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"none of {len(pairs)} pairs differs in what the model reads (the last {limit} tokens"
+            f"no pair of {len(pairs)} differs in the tokens that the model reads (the last {limit}"
             f"{'' if job.keep_thought else ', without the thought'}): raise max_length, or set "
-            "keep_thought if the thoughts are what differs"
+            "keep_thought if the thoughts differ"
         )
     return different
 
 
-def _arguments(job: _Job, folder: str) -> Any:
-    from trl.trainer.reward_config import RewardConfig
-
-    from rloo_kit.training.supervised import make_arguments
-
-    # The texts are cut before.
-    fixed = {"max_length": None, "output_dir": folder}
-    return make_arguments(RewardConfig, WHAT, fixed, {"seed": job.seed, **job.settings})
-
-
-def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids], say: Say) -> Any:
+def _make_trainer(
+    arguments: Any, model: Model, tokenizer: Tokenizer, ids: Sequence[Ids], say: Say
+) -> Any:
     """Return TRL's trainer on tokenised pairs."""
     from datasets import Dataset
     from trl.trainer.reward_trainer import RewardTrainer
@@ -326,22 +336,10 @@ def _make_trainer(arguments: Any, model: Any, tokenizer: Any, ids: Sequence[Ids]
     )
 
 
-def _train(trainer: Any) -> float:
-    """Train; return the seconds."""
-    from rloo_kit.training.supervised import memory_errors
-
-    remedy = (
-        "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
-        "max_length"
-    )
-    with memory_errors(WHAT, remedy):
-        return trainer.train().metrics["train_runtime"]
-
-
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
-    """Score held-out pairs with the model as it is now: accuracy, margin, mean and std."""
+    """Score held-out pairs with the current model: accuracy, margin, mean and std."""
     rows = [side for pair in ids for side in pair]
-    # As many tokens as a training pass.
+    # As many tokens as a training pass has
     budget = 2 * trainer.args.per_device_train_batch_size * max(map(len, rows))
     trainer.model.eval()
     with trainer.accelerator.autocast():
@@ -370,7 +368,7 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(part))
-        # PEFT's card holds placeholders alone.
+        # PEFT's card holds only placeholders
         (part / "README.md").unlink(missing_ok=True)
         if scores["std"] > 0:
             calibration = {name: scores[name] for name in ("mean", "std")}
@@ -382,7 +380,7 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
-    """Return how the model was made, and how its base is found from another place."""
+    """Return the settings and results of the training, and places of the base."""
     facts = {
         "base": job.model,
         **vars(job),
@@ -396,7 +394,7 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
         facts["base_fingerprint"] = fingerprint(place)
         if job.model != "tiny-thinker":
             with contextlib.suppress(ValueError):
-                # No relative path leads to another drive of Windows.
+                # On Windows no relative path leads to another drive
                 relative = os.path.relpath(place.resolve(), result.folder.resolve())
                 facts["base_folder"] = Path(relative).as_posix()
     return facts

@@ -1,4 +1,4 @@
-"""Rules for rewards: what is wrong by what they gave to completions, and a verdict."""
+"""Rules that find faults of rewards in their scores of completions, and the verdict."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,15 @@ from rloo_kit.reward_lab.score_statistics import (
 )
 from rloo_kit.types import Score
 
-# From this rank correlation on a score is taken to follow the length
+# With this or a larger rank correlation, a score is said to follow the length
 LENGTH_CORRELATION = 0.8
-# Names of rewards that mean to pay for length
+# Names of rewards that pay for length on purpose
 _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.IGNORECASE)
 
 RULES = Rules()
 KINDS = RULES.kinds
 
-# Of a fault that stops the run: why it matters, remedy.
+# Fault that stops the run -> why it matters, remedy
 _STOPPING = {
     "raises": (
         "the run stops at the first such completion",
@@ -62,17 +62,17 @@ for _kind, _texts in _STOPPING.items():
 
 
 def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
-    """Return the altered completions that this reward should also be called with.
+    """Return the altered completions with which this reward should also be called.
 
     - ``empty``, and ``unclosed``: cut off in the middle of the thought
-    - ``masked``: every letter replaced, the length kept
+    - ``masked``: every letter replaced, with the same length
     - ``opened``: with ``<think>`` before it
-    - ``repeated``: one, its beginning 200 times over
+    - ``repeated``: one completion, with its beginning repeated 200 times
     """
     wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
     closed = [text for text in batch.texts if "</think>" in text]
     if sum("<think>" not in text for text in closed) > len(closed) / 2:
-        # The prompt opens the thought.
+        # The prompt opens the thought
         wanted.append("opened")
     return wanted
 
@@ -81,7 +81,7 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
-    """Return what is wrong with one reward; only the cause if one explains the rest.
+    """Return the findings on one reward, without those that another one explains.
 
     ``excused``: a fault of the completions explains that scores do not differ.
     """
@@ -180,7 +180,7 @@ def _moved(probed: Probed) -> Iterator[Seen]:
 
 
 def _num_changed(first: list[Score], other: list[Score]) -> int:
-    """Return how many scores differ by more than rounding in a batched model explains.
+    """Return the number of scores that differ by more than rounding in a batched model.
 
     ``other`` is empty if the call failed.
     """
@@ -191,11 +191,11 @@ def _num_changed(first: list[Score], other: list[Score]) -> int:
 
 @RULES.rule(
     "fragile",
-    "a model writes such a completion, or a batch holds it so, sooner or later; the run stops then",
+    "sooner or later a model writes such a completion, and the run stops",
     "return a low score, or None, for a completion without the parts it looks for",
 )
 def _fragile(probed: Probed) -> Iterator[Seen]:
-    """Find that it raises in other calls than the first one."""
+    """Find that a reward raises in other calls than the first one."""
     tried = {
         "again": "the same completions in a second call",
         "permuted": "the same completions in another order",
@@ -232,11 +232,11 @@ def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
 @RULES.rule(
     "constant",
     "RLOO learns from differences within a group, and there are none",
-    "check that the reward looks at the completion, and at the part of it that varies",
+    "check that the reward reads the completion, and the part of it that varies",
     about_signal=True,
 )
 def _constant(probed: Probed) -> Iterator[Seen]:
-    """Find why all scores are one value, by what altered completions would have earned."""
+    """Find why all scores are equal, by the scores of altered completions."""
     tried = ("empty", "unclosed", "repeated")
     other = [s for name in tried for s in known(probed.probes.get(name, []))]
     values = known(probed.scores)
@@ -251,7 +251,7 @@ def _constant(probed: Probed) -> Iterator[Seen]:
         yield Seen(f"{seen}, altered ones too", "error", name, kind=kind)
     elif value == 0:
         if best > 0:
-            # Else it is a penalty that no completion has earned.
+            # Otherwise it is a penalty that no completion has earned
             yield Seen(f"{higher}, so it can fire", "warning", name, kind="all_zero")
     elif is_same(best, value):
         yield Seen(f"{seen}; worse ones earned {worst:g}", "warning", name, kind="saturated")
@@ -263,13 +263,13 @@ RULES.rule(
     "all_zero",
     "a reward that is always 0 teaches nothing, and a total with other rewards may hide that",
     "print a completion and look for what the reward expects: case, white space, line breaks "
-    "(re.DOTALL), a missing tag; else take easier prompts or give partial credit",
+    "(re.DOTALL), a missing tag; otherwise use easier prompts or give partial credit",
     about_signal=True,
 )
 RULES.rule(
     "saturated",
-    "the model already earns it always: nothing is left to learn from it",
-    "take harder prompts, ask for more, or drop the reward",
+    "the model always earns it, so there is nothing to learn from it",
+    "use harder prompts, ask for more, or remove the reward",
     about_signal=True,
 )
 
@@ -281,16 +281,16 @@ RULES.rule(
     "no_signal", "equal scores in a group cancel, and the group trains nothing", "see the verdict"
 )
 def _no_signal(signal: Signal) -> Iterator[Seen]:
-    """Find that the scores of too many groups are equal, and what would make them differ."""
+    """Find that the scores of too many groups are equal, and name a remedy."""
     if not signal.num_groups or signal.share >= LITTLE_SIGNAL:
         return
     evidence = (
         f"scores differ in {signal.num_with_signal} of {signal.num_groups} groups; "
-        f"{signal.all_highest} earn the highest score throughout, {signal.all_lowest} the lowest"
+        f"{signal.all_highest} have only the highest score, {signal.all_lowest} only the lowest"
     )
-    remedy = "take easier prompts, give partial credit, or draw more completions"
+    remedy = "use easier prompts, give partial credit, or sample more completions"
     if signal.all_highest > signal.all_lowest:
-        remedy = "take harder prompts (data.level of a built-in task), or ask for more"
+        remedy = "use harder prompts (data.level of a built-in task), or ask for more"
     level = "error" if signal.share < ALMOST_NONE else "warning"
     yield Seen(evidence, level, remedy=remedy)
 
@@ -307,7 +307,7 @@ def find_all(rewards: Sequence[Probed], batch: Batch, signal: Signal) -> list[Fi
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}
     live = [r for r in rewards if r.counts and r.name not in dead and not is_constant(r.scores)]
     if not live:
-        # A reward that is dull only for now is an error if no other one is alive.
+        # A reward without signal is an error if no other reward has any
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
     found += fault
@@ -317,14 +317,14 @@ def find_all(rewards: Sequence[Probed], batch: Batch, signal: Signal) -> list[Fi
 
 
 def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
-    """Return one sentence: whether RLOO will learn from these rewards."""
+    """Return one sentence on whether RLOO will learn from these rewards."""
     stopping = [f for f in findings if KINDS[f.kind].stops and f.level == "error"]
     if stopping:
         return f"The run would stop at its first step: see {stopping[0].kind} below."
     if not signal.num_groups:
         return (
-            "Whether RLOO will learn is unknown: no prompt has two scored completions; give "
-            "several of each."
+            "It is unknown whether RLOO will learn, since no prompt has two scored completions: "
+            "give several for each prompt."
         )
     learns = "will learn"
     if signal.share < ALMOST_NONE:

@@ -1,8 +1,8 @@
-"""What scores over completions amount to: the table's numbers, and the signal RLOO learns from.
+"""Statistics of scores over completions: the table's numbers, and the signal RLOO learns from.
 
-B completions, in groups of the same prompt. A score is a float, or None where a reward does not
-apply. Nothing here calls a reward: ``Probed`` holds what one answered, on the completions as they
-are and on altered ones.
+There are B completions in groups of the same prompt. A score is a float, or None if a reward does
+not apply. Nothing here calls a reward: ``Probed`` holds its scores of the completions and of
+altered ones.
 """
 
 import math
@@ -18,39 +18,38 @@ from rloo_kit.types import Score
 
 @dataclass(frozen=True)
 class Batch:
-    """B completions and what is known of them, and of the run's limits."""
+    """B completions with known facts, and the run's limits."""
 
     texts: list[str]
     groups: list[list[int]]  # rows of each prompt
-    lengths: list[int]  # tokens of each completion where they are known, else characters
-    truncated: list[bool] | None = None  # whether the completion ended because it reached the limit
+    lengths: list[int]  # tokens of each completion, or characters if tokens are unknown
+    truncated: list[bool] | None = None  # the completion ended because it reached the limit
     max_completion_length: int | None = None
     max_seq_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Probed:
-    """One reward: its scores, and what it answered when it was called in other ways."""
+    """Scores of one reward, and its scores in other calls."""
 
     name: str
     weight: float
-    scores: list[Score]  # B, as the run would get them; all None with a fault
-    # Of one completion
-    seconds: float = 0.0
-    # Why there are no usable scores: `raises`, `timeout`, `missing_column` or `wrong_output`
+    scores: list[Score]  # B scores, as the run would get them; all None with a fault
+    seconds: float = 0.0  # for one completion
+    # Reason for unusable scores: `raises`, `timeout`, `missing_column` or `wrong_output`
     fault: Seen | None = None
-    rows: list[int] = field(default_factory=list)  # that the probes were called with
-    probes: dict[str, list[Score]] = field(default_factory=dict)  # those rows' scores by probe
-    probe_errors: dict[str, str] = field(default_factory=dict)  # what the reward raised on them
+    rows: list[int] = field(default_factory=list)  # rows that the probes were called with
+    probes: dict[str, list[Score]] = field(default_factory=dict)  # probe -> scores of those rows
+    probe_errors: dict[str, str] = field(default_factory=dict)  # probe -> error of the reward
 
     @property
     def counts(self) -> bool:
-        """Whether it is part of the score; with weight 0 it is only logged."""
+        """True if it is part of the score; with weight 0 it is only logged."""
         return self.weight != 0
 
     @property
     def first(self) -> list[Score]:
-        """The scores of the probed rows, from a call of their own if they are not all rows."""
+        """Scores of the probed rows, from a separate call if they are not all rows."""
         return self.probes.get("first") or [self.scores[row] for row in self.rows]
 
 
@@ -63,12 +62,10 @@ class RewardStats:
     none_share: float
     mean: float | None
     std: float | None
-    # Mean within the groups
-    group_std: float | None
+    group_std: float | None  # mean within the groups
     low: float | None
     high: float | None
-    # Share above 0
-    fires: float | None
+    fires: float | None  # share of scores above 0
     milliseconds: float
     length_correlation: float | None
     fault: str | None
@@ -76,9 +73,9 @@ class RewardStats:
 
 @dataclass(frozen=True)
 class Signal:
-    """Whether scores differ within groups, which is all that RLOO learns from."""
+    """Differences of scores within groups, which are all that RLOO learns from."""
 
-    num_groups: int  # with at least two scored completions
+    num_groups: int  # groups with at least two scored completions
     num_with_signal: int
     group_std: float | None  # mean standard deviation of the score within a group
     all_lowest: int  # groups whose scores all are the lowest of the batch ...
@@ -86,7 +83,7 @@ class Signal:
 
     @property
     def share(self) -> float:
-        """Of groups with signal."""
+        """Share of groups with signal."""
         return self.num_with_signal / self.num_groups if self.num_groups else 0.0
 
 
@@ -99,20 +96,20 @@ def known(scores: Iterable[Score]) -> list[float]:
 
 
 def is_constant(scores: Iterable[Score]) -> bool:
-    """Return whether there are scores and all are the same, rounding aside."""
+    """Return whether there are scores and all are equal, rounding aside."""
     values = known(scores)
     return bool(values) and is_same(min(values), max(values))
 
 
 def is_same(one: Score, other: Score, slack: float = 1e-9) -> bool:
-    """Return whether two scores are the same, rounding aside, or differ by at most ``slack``."""
+    """Return whether two scores are equal, rounding aside, or differ by at most ``slack``."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=slack)
 
 
 def rank_correlation(xs: Sequence[Score], ys: Sequence[Score]) -> float | None:
-    """Return Spearman's correlation of the rows without a None; None where one side is constant."""
+    """Return Spearman's correlation of rows without a None; None if one side is constant."""
     found = pd.DataFrame({"x": xs, "y": ys}, dtype=float).corr("spearman").loc["x", "y"]
     return None if math.isnan(found) else round(float(found), 9)
 
@@ -144,7 +141,7 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
 
 
 def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
-    """Return the weighted sum of each completion, before any KL; None: no reward scored it."""
+    """Return the weighted sum for each completion, before any KL; None if no reward scored it."""
     totals: list[Score] = []
     for row in range(len(batch.texts)):
         parts = [r.weight * s for r in rewards if (s := r.scores[row]) is not None]
@@ -153,7 +150,7 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
-    """Return how many groups have scores that differ, and by how much."""
+    """Return the number of groups whose scores differ, and the mean difference."""
     values = known(totals)
     groups = scored_groups(totals, batch)
     equal = [scores[0] for scores in groups if is_constant(scores)]

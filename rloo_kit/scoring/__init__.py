@@ -1,4 +1,5 @@
 """Reward functions: the contract, loading by name or file, composition, the catalogue.
 
-Calls rewards and checks scores; knows nothing of the trainer.
+Public: ``rk.load_rewards`` (specs), ``rk.gated``, ``rk.routed`` and ``rk.rescaled`` (composition).
+The package calls rewards and checks scores; it knows nothing of the trainer.
 """

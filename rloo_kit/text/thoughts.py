@@ -214,7 +214,7 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
 
 
 def find_thought(
-    marks: ThoughtMarks | None, completion_ids: list[int], completion: Any
+    marks: ThoughtMarks | None, completion_ids: list[int], completion: object
 ) -> dict[str, int | None]:
     """Return the fields of a row of completions.jsonl about its thought.
 

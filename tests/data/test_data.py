@@ -260,7 +260,7 @@ def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["p.json", "p"])
 def test_a_file_of_another_kind_is_to_be_converted(tmp_path, name):
-    with pytest.raises(DataError, match=r"is none of .*: convert it to \.jsonl"):
+    with pytest.raises(DataError, match=r"is not one of .*: convert it to \.jsonl"):
         load_prompts(write(tmp_path, name, GOOD))
 
 
@@ -321,7 +321,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
         ({"prompt": "text"}, "has no `text`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
-         "'answer', and there are only ['id', 'question', 'solution']: name one of these"),
+         "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
         ({"prompt": "question", "answer": "question"}, "columns gives the prompts another name"),
         ({"prompt": "question", "id": "solution"}, "columns makes 'id', which exists already"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
@@ -474,9 +474,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
 
 def test_leaving_out_every_prompt_is_refused(tmp_path):
     dataset = load_prompts(write(tmp_path, "p.jsonl", lines({"prompt": "a b c"})))
-    with pytest.raises(
-        DataError, match="leaves none of the 1 prompts: raise it, the shortest has 4"
-    ):
+    with pytest.raises(DataError, match="leaves no prompt of 1: raise it, the shortest has 4"):
         drop_long_prompts(dataset, Tokenizer(), 3)
 
 

@@ -248,7 +248,7 @@ def test_the_run_file_can_stop_on_the_registered_kinds():
 
 
 def test_stopping_on_reward_hacking_needs_held_out_every():
-    with pytest.raises(ConfigError, match=r"set data\.held_out_every, such as 10"):
+    with pytest.raises(ConfigError, match=r"set data\.held_out_every, for example to 10"):
         make_run_config({"trainer": {"stop_on": ["reward_hacking"]}})
     with pytest.raises(ConfigError, match=r"set data\.held_out above 0"):
         make_run_config({"data": {"held_out": 0, "held_out_every": 5}})

@@ -180,7 +180,7 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path):
     ("arguments", "text"),
     [
         (["eval", "./nowhere/run"], "./nowhere/run"),
-        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "0 samples"),
+        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "num_samples is 0"),
         (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["eval", "tiny-thinker", "--set", "data.held_out=0"], "data.held_out: 0"),
         (["judge", "tiny-thinker"], "--against"),

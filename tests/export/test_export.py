@@ -103,7 +103,7 @@ def test_adapter_without_weights_is_refused(run, tmp_path):
     (tmp_path / "half").mkdir()
     config = (run / "adapter" / "adapter_config.json").read_bytes()
     (tmp_path / "half" / "adapter_config.json").write_bytes(config)
-    with pytest.raises(ModelError, match="is not whole: save it again"):
+    with pytest.raises(ModelError, match="is incomplete: save it again"):
         export_model(tmp_path / "half", "adapter", output=tmp_path / "out", check=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half"]
 
@@ -171,7 +171,8 @@ def test_four_bit_base_is_written_out_with_a_warning(run, tmp_path):
     folder = export_model(
         run, output=tmp_path / "m", base="dequantized", num_prompts=2, say=said.append
     )
-    assert "what quantisation took from the base is lost" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "lack the precision that the base lost by quantisation" in card
     base = load_file(TINY_THINKER / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert not torch.equal(weights_of(folder)["model.layers.0.mlp.up_proj.weight"], base)
 
@@ -568,4 +569,4 @@ def test_failed_upload_names_the_folder_of_the_export(run, tmp_path, capsys):
 
 def test_base_alone_is_refused(capsys):
     assert main(["export", "tiny-thinker", "--to", "merged"]) == 2
-    assert "is no trained model" in capsys.readouterr().err
+    assert "is not a trained model" in capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_secrets_are_masked_and_the_script_is_bash(tmp_path):
         (["--to", "trl"], "rloo-kit: --to 'trl' is unknown: give verl"),
         (
             ["--to", "verl", "--set", "data.chat=false"],
-            "rloo-kit: verl takes chat prompts, and these are plain texts: set data.chat to true",
+            "rloo-kit: verl needs chat prompts, but these are plain texts: set data.chat to true",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_run_in_16_bit_has_no_4_bit_way(seventy_billion):
         (["--gpu", "12GB", "--cards", "4"], 0, "fits  4-bit base divided"),
         (["--gpu", "12GB", "--cards", "2"], 1, "no    a copy of the base on each card"),
         (["--gpu", "12GB"], 1, "use a smaller model, or 4 cards (--cards 4)"),
-        (["--gpu", "24GB", "--cards", "0"], 2, "--cards 0"),
+        (["--gpu", "24GB", "--cards", "0"], 2, "--cards is 0"),
     ],
 )
 def test_command_says_what_fits_on_several_cards(capsys, arguments, code, text):

@@ -234,7 +234,7 @@ def test_good_rewards_are_left_alone(rewards):
     found = check(rewards)
     assert found.findings == [], found
     assert found.verdict.startswith("RLOO will learn: ")
-    assert "nothing is wrong" in str(found)
+    assert "no fault found" in str(found)
     assert not found.has_errors
 
 
