@@ -116,6 +116,11 @@ class Server:
         )
 
         async def ask(text: str) -> None:
+            """Put the answer to a question into ``found``.
+
+            Raises:
+                Failure: With ``on_failure="stop"``, there is no answer.
+            """
             async with gate:
                 try:
                     found[text] = await self._ask(client, text)

@@ -201,8 +201,8 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
 
 def _as_rows(table: dict[str, Any]) -> Any:
     """Return lists of "inputs" and "outputs" (or singular) as a list of objects; else the table."""
-    given = table.get("inputs", table.get("input"))
-    wanted = table.get("outputs", table.get("output"))
+    given: Any = table.get("inputs", table.get("input"))
+    wanted: Any = table.get("outputs", table.get("output"))
     are_lists = isinstance(given, list) and isinstance(wanted, list)
     if "fn_name" in table or not are_lists or len(given) != len(wanted):
         return table

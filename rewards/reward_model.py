@@ -79,7 +79,7 @@ class RewardModel:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is in memory."""
+        """True if the model is in memory."""
         return self._loaded is not None
 
     def release(self) -> None:

@@ -20,6 +20,9 @@ Row: TypeAlias = dict[str, Any]
 # One reward; None if the reward does not apply to the row, which then does not affect the baseline
 Score: TypeAlias = float | None
 
+# Prints, logs or collects a line for the user
+Say: TypeAlias = Callable[[str], None]
+
 # A reward in TRL's form: called with columns by keyword, returns a list of B scores
 Reward: TypeAlias = Callable[..., Any]
 

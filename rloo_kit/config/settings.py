@@ -41,6 +41,8 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
     return dataclasses.field(**given, metadata={"rule": Rule(help=help, **rule)})
 
 
+# What holds of most settings of the kit: they decide what is learned, by the kit's own step
+_LEARNING: dict[str, Any] = {"resume": "must", "kit_step": True}
 # Findings of the doctor that can make a run worthless
 STOP_ON = (
     "stale_sampler",
@@ -81,51 +83,44 @@ class KitSettings:
     token_level_kl: bool = setting(
         False,
         "Subtract from each token the KL from that token on, instead of the whole completion's KL.",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
         "k1",
         "KL estimator: `k1` (log ratio) or `k3` (never negative).",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     missing_eos_penalty: float | None = setting(
         None,
         "Subtract this from the score of a completion that was cut off.",
         minimum=0,
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     combine: Literal["sum", "normalize_then_sum"] = setting(
         "sum",
         "Combine several rewards as the weighted `sum`, or divide each by its own spread first "
         "(`normalize_then_sum`).",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
         "Normalise scores by the mean and spread of the generation batch (true, `batch`) or of all "
         "batches so far (`moving`).",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     baseline: str = setting(
         "leave_one_out",
         "Baseline: `leave_one_out`, or a row that you added to `BASELINES` ([change the "
         "step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.advantages:BASELINES",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     loss: str = setting(
         "clipped",
         "Loss: `clipped` (PPO's clipped surrogate), or a row that you added to `LOSSES` ([change "
         "the step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.objective:LOSSES",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop",
@@ -137,16 +132,14 @@ class KitSettings:
     dynamic_sampling: bool = setting(
         False,
         "Sample further prompts to replace groups whose scores are all equal.",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     dynamic_sampling_rounds: int = setting(
         4,
         "Most sampling rounds for one batch; groups that are still missing stay as they are.",
         minimum=1,
         maximum=100,
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     generation: Literal["auto", "vllm", "server", "transformers"] = setting(
         "auto",
@@ -164,8 +157,7 @@ class KitSettings:
         "Truncate the completion if the thought is still open after this many tokens; null: no "
         "limit but `max_completion_length`.",
         minimum=1,
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     canary: bool = setting(
         True,
@@ -174,16 +166,14 @@ class KitSettings:
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,
         "Weight each `sequence` or `token` by the policy's probability over the sampler's.",
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     rollout_correction_cap: float = setting(
         2.0,
         "Largest weight of `rollout_correction`.",
         minimum=1,
         maximum=1e6,
-        resume="must",
-        kit_step=True,
+        **_LEARNING,
     )
     doctor: bool = setting(True, "Look for problems during the run, and report them.")
     stop_on: list[str] | None = setting(

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +23,11 @@ from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine, choose
 from rloo_kit.scoring.specs import LoadedReward, load_rewards
 from rloo_kit.text.wording import format_value
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Say, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
-Say = Callable[[str], None]
 # Tokens of prompts and completions that are sampled together on a CPU; on a GPU only the run's
 # batch is known to fit
 BATCH_TOKENS = 1 << 16

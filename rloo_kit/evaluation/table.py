@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
+from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
 from rloo_kit.machine.cleanup import session
@@ -18,7 +18,7 @@ from rloo_kit.output_folder import check_writable, read_json, write_atomically, 
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Say, Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from rloo_kit.config.run_file import read_value
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.held_out import HeldOut, Say, read_held_out
+from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.table import Row, results_folder, score_models, write_results
 from rloo_kit.evaluation.trained import TrainedModel, find_trained
@@ -22,7 +22,7 @@ from rloo_kit.machine.cleanup import session
 from rloo_kit.sampling.completer import as_completions
 from rloo_kit.scoring.contract import call_reward
 from rloo_kit.scoring.specs import LoadedReward
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Say, Tokenizer
 
 # A reward as in a run file, or None
 Spec: TypeAlias = str | Mapping[str, Any] | None

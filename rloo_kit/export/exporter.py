@@ -7,7 +7,7 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,7 @@ from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Model
-
-Say = Callable[[str], None]
+from rloo_kit.types import Model, Say
 
 # Value of `--base` for the run's 4-bit base with its weights written out in 16 bit
 DEQUANTIZED = "dequantized"

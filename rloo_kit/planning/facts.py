@@ -71,6 +71,9 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     layers = others.get("layers_to_transform")
     shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
+    checkpointing = "unsloth" if facts.unsloth else "plain"
+    if not trainer.get("gradient_checkpointing", facts.card.on_gpu):
+        checkpointing = "none"
     return Job(
         shape=shape,
         on_gpu=facts.card.on_gpu,
@@ -83,7 +86,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         adapted_layers=len(layers) if isinstance(layers, list) else layers and 1,
         whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
-        checkpointing=_checkpointing(config, facts),
+        checkpointing=checkpointing,
         rows=batch.num_completions,
         step_rows=batch.step_rows,
         group=batch.num_generations,
@@ -139,12 +142,6 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
         yield "transformers samples, since vLLM is not installed here"
     if any(isinstance(one, dict) and one.get("name") == "reward_model" for one in config.rewards):
         yield "the memory of reward models is not counted"
-
-
-def _checkpointing(config: RunConfig, facts: Facts) -> str:
-    if not config.trainer.get("gradient_checkpointing", facts.card.on_gpu):
-        return "none"
-    return "unsloth" if facts.unsloth else "plain"
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:

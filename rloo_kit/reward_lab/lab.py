@@ -7,7 +7,7 @@ run's tokenizer is loaded.
 import contextlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,8 @@ from rloo_kit.scoring.contract import CheckedReward, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Row, Tokenizer
+from rloo_kit.types import Row, Say, Tokenizer
 
-Say = Callable[[str], None]
 NO_TOKENIZER = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
 
 
@@ -94,8 +93,10 @@ def check_rewards(  # noqa: PLR0913
     job = PreparedJob(config, base, say)
     _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
     with session() as opened:
-        sampled = completions is None
-        rows = _sample(job, num_prompts, num_generations) if sampled else _read(completions)
+        if completions is None:
+            rows = _sample(job, num_prompts, num_generations)
+        else:
+            rows = [row for _, row in placed_rows(completions, ("prompt", "completion"))]
         tokenizer = None
         if has_run:
             # Completions in a file can be checked without the model
@@ -106,7 +107,7 @@ def check_rewards(  # noqa: PLR0913
     say(f"\n{check}")
     if folder is not None:
         _write(folder, check, rows, say)
-    if sampled:
+    if completions is None:
         say(f"\n{opened.released}")
     return check
 
@@ -165,11 +166,6 @@ def _sampled(
         }
         for number, (row, completion, ids, ended) in enumerate(zip(*columns, strict=True))
     ]
-
-
-def _read(completions: str | Path | Sequence[Row]) -> list[Row]:
-    """Return the completions of a file or a list."""
-    return [row for _, row in placed_rows(completions, ("prompt", "completion"))]
 
 
 def _load(

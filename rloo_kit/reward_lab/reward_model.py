@@ -8,7 +8,7 @@ import shutil
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,8 @@ from rloo_kit.rewards._classifier import (
     token_ids,
 )
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.types import Completion, Model, Row, Tokenizer
+from rloo_kit.types import Completion, Model, Row, Say, Tokenizer
 
-Say = Callable[[str], None]
 # A prompt and a completion, in the form that a reward gets
 Text = tuple[Completion, Completion]
 # Tokens of the chosen and of the rejected text of one pair

@@ -332,6 +332,11 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     has_ended = False
 
     def ring(_number: int, frame: FrameType | None) -> None:
+        """Note the place of the call, and interrupt it.
+
+        Raises:
+            _Alarm: The call has not ended.
+        """
         nonlocal place
         if not has_ended:
             # A late alarm must not leave this function

@@ -37,9 +37,8 @@ from rloo_kit.rewards import BUILTIN, RewardModel
 from rloo_kit.scoring.composition import Composed, WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import checked, keywords_of, name_of
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
-from rloo_kit.types import Reward, Tokenizer
+from rloo_kit.types import Reward, Say, Tokenizer
 
-Say: TypeAlias = Callable[[str], None]
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
 Weight: TypeAlias = float | WeightSchedule
 
