@@ -307,7 +307,7 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"no pair of {len(pairs)} differs in the tokens that the model reads (the last {limit}"
+            f"no pair of {len(pairs)} differs in what the model reads (the last {limit} tokens"
             f"{'' if job.keep_thought else ', without the thought'}): raise max_length, or set "
             "keep_thought if the thoughts differ"
         )

@@ -183,10 +183,10 @@ def _redact(text: str) -> str:
     return text
 
 
-def redact_tree(value: Any, name: str = "") -> Any:
+def redact_tree(value: Any) -> Any:
     """Return nested dicts, lists and tuples with every secret in their texts and keys masked."""
     _remember_environment()
-    return _redact_tree(value, name)
+    return _redact_tree(value, "")
 
 
 def _redact_tree(value: Any, name: str) -> Any:

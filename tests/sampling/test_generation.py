@@ -140,7 +140,7 @@ def test_use_vllm_of_trl_is_understood():
         requested_engine(settings(use_vllm=True, generation="transformers"))
     assert requested_engine(settings(use_vllm=True, vllm_mode="server")) == "server"
     assert requested_engine(settings(use_vllm=True, generation="server")) == "server"
-    with pytest.raises(ConfigError, match="asks for vLLM's server and generation is 'vllm': keep"):
+    with pytest.raises(ConfigError, match="asks for vLLM's server, but generation is 'vllm': keep"):
         requested_engine(settings(use_vllm=True, vllm_mode="server", generation="vllm"))
 
 

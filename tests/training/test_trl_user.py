@@ -278,7 +278,7 @@ def test_under_unsloths_patched_class_both_work(tmp_path):
     for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
         assert line in lines, done.stdout
     for name in ("unsloth_num_chunks=2", "unsloth_grpo_mini_batch=2"):
-        assert f"FutureWarning: {name} is not needed: a pass takes what fits" in done.stderr
+        assert f"FutureWarning: {name} is not needed: a pass holds what fits" in done.stderr
 
 
 # --- rewards and their tokenizers ----------------------------------------------------------------
@@ -461,9 +461,9 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
         ("transformers", {"num_return_sequences": "many"}, "'many'} cannot be obeyed"),
         ("transformers", {"max_new_tokens": 9}, "which trainer.max_completion_length sets"),
         ("vllm", {"temperature": 0.6}, "which trainer.temperature sets: write it there"),
-        ("transformers", {"do_sample": False}, "asks for greedy_search, and completions must be"),
+        ("transformers", {"do_sample": False}, "asks for greedy_search, but completions must be"),
         ("transformers", {"eos_token_id": [7]}, "gives 'eos_token_id', which cannot be given"),
-        ("transformers", {"num_beams": 2}, "asks for beam_sample, and completions must be"),
+        ("transformers", {"num_beams": 2}, "asks for beam_sample, but completions must be"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
