@@ -90,8 +90,9 @@ def test_settings_in_troubleshooting_are_valid():
         read_run_file("quickstart", [setting])
 
 
-def test_the_site_includes_the_file_of_the_step():
-    page = (ROOT / "docs/explanation/how_it_works.md").read_text()
+@pytest.mark.parametrize("name", ["how_it_works", "the_method"])
+def test_the_site_includes_the_file_that_a_page_shows(name):
+    page = (ROOT / f"docs/explanation/{name}.md").read_text()
     (name,) = re.findall(r"^--8<--\n(.+)\n--8<--$", page, re.M)  # else the site shows the marks
     assert (ROOT / name).exists()
 
