@@ -7,6 +7,7 @@ to change; 130 ended by Ctrl-C; 143 ended by SIGTERM.
 
 import argparse
 import io
+import os
 import re
 import sys
 import time
@@ -51,7 +52,12 @@ def _run(words: list[str]) -> int:
         with terminate_as_interrupt(), warnings.catch_warnings():
             # catch_warnings puts it back
             warnings.showwarning = _show_warning
-            return call(**options) or 0
+            code = call(**options) or 0
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:  # `rloo-kit ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KitError as exc:
         if not (is_first() or isinstance(exc, ProcessEndedError)):
             # the launcher ends this process if the first one fails, too

@@ -106,3 +106,13 @@ def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, l
 def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "is no run folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe is another error there")
+def test_a_reader_that_stops_early_is_no_error():
+    command = [sys.executable, "-m", "rloo_kit", "rewards", "show", "thinking"]
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")

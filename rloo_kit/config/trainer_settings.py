@@ -33,6 +33,13 @@ SOURCES = (
 )
 
 
+# Setting -> the setting without which it has no effect
+ONLY_WITH = {
+    "dynamic_sampling_rounds": "dynamic_sampling",
+    "kl_estimator": "beta",
+    "rollout_correction_cap": "rollout_correction",
+    "token_level_kl": "beta",
+}
 # Types in TRL's source that a value can be checked against; TRL checks the others
 TYPE_NAMES = {
     "bool": bool,
@@ -140,8 +147,19 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
         f"trainer.max_completion_length {longest}: lower it, or raise the latter": (
             budget and budget >= longest
         ),
+        "trainer.rollout_correction needs log-probabilities of another sampler, and "
+        "trainer.generation is transformers: leave one of them out": (
+            values["rollout_correction"] and values["generation"] == "transformers"
+        ),
     }
-    return [error for error, wrong in is_wrong.items() if wrong]
+    errors = [error for error, wrong in is_wrong.items() if wrong]
+    for name, other in ONLY_WITH.items():
+        if values[name] != DEFAULTS[name] and not values[other]:
+            errors.append(
+                f"trainer.{name} has no effect while trainer.{other} is "
+                f"{format_value(values[other])}: remove it, or set trainer.{other}"
+            )
+    return errors
 
 
 # --- names of other trainers ---------------------------------------------------------------------

@@ -111,8 +111,10 @@ OWN = {  # right values, then wrong ones
 @pytest.mark.parametrize("name", OWN)
 def test_a_setting_takes_right_values_and_names_wrong_ones(name):
     right, wrong = OWN[name]
+    needed = {"dynamic_sampling_rounds": {"dynamic_sampling": True}}
+    needed["rollout_correction_cap"] = {"rollout_correction": "token"}
     for value in right:
-        assert check_values({name: value}) == []
+        assert check_values({name: value} | needed.get(name, {})) == []
     for value in wrong:
         (error,) = check_values({name: value})
         assert error.startswith(f"trainer.{name} is {value!r}, must be ")
@@ -345,3 +347,20 @@ def test_the_plan_counts_completions_slices_and_prompts(batch, expected):
     plan = batch_plan(batch)
     found = (plan.num_completions, plan.num_generations, plan.steps_per_generation)
     assert (*found, plan.num_prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("kl_estimator", "k3", {"beta": 0.0}),
+        ("token_level_kl", True, {"beta": 0.0}),
+        ("rollout_correction_cap", 1.5, {"rollout_correction": None}),
+        ("dynamic_sampling_rounds", 2, {"dynamic_sampling": False}),
+        ("rollout_correction", "token", {"generation": "transformers"}),
+    ],
+)
+def test_a_setting_without_effect_is_refused(name, value, other):
+    (error,) = check_values({name: value} | other)
+    assert name in error
+    assert f"trainer.{next(iter(other))}" in error
+    assert check_values(other) == []

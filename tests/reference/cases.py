@@ -154,7 +154,12 @@ NOT_VARIED = {
 }
 
 # The kit refuses a training with both of these
-REFUSED: list[Pair] = []
+REFUSED: list[Pair] = [
+    (("kl_estimator", "k3"), ("beta", 0.0)),
+    (("token_level_kl", True), ("beta", 0.0)),
+    (("rollout_correction_cap", 1.0), ("rollout_correction", None)),
+    (("dynamic_sampling_rounds", 1), ("dynamic_sampling", False)),
+]
 # These do not exist: a quantised model trains by its adapter alone, an error that stops the run
 IMPOSSIBLE: list[Pair] = [
     (("precision", "4bit"), ("trained", "full")),
