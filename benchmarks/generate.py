@@ -11,14 +11,15 @@ until the longest is done, as in training. What counts are the tokens wanted.
 """
 
 import argparse
+import functools
 import gc
-import json
 import random
 import statistics
-import sys
 import time
 import warnings
-from pathlib import Path
+from collections.abc import Callable
+
+from shared import in_turn, ratios, write_result
 
 import rloo_kit as rk
 
@@ -28,11 +29,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from rloo_kit.machine.hardware import installed_version
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_inprocess import VllmEngine
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def even(longest: int, number: int) -> list[int]:
@@ -122,6 +120,13 @@ def try_trl(model: object) -> str:
     return f"sync {time.perf_counter() - started:.3f} s"
 
 
+def speed_of(arm: Callable[[list[int]], int], lengths: list[int]) -> float:
+    """Return tokens a second."""
+    gc.collect()
+    started = time.perf_counter()
+    return arm(lengths) / (time.perf_counter() - started)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="tiny-thinker")
@@ -157,27 +162,23 @@ def main() -> None:
     print("lengths   transformers tok/s   kit tok/s   ratio")
     for lengths_name, lengths_of in (("even", even), ("skewed", skewed)):
         lengths = lengths_of(options.longest, options.completions)
-        speeds: dict[str, list[float]] = {name: [] for name in arms}
-        for pair in range(options.pairs + 1):  # the first pair warms up
-            for name, arm in arms.items():
-                gc.collect()
-                started = time.perf_counter()
-                tokens = arm(lengths)
-                if pair:
-                    speeds[name].append(tokens / (time.perf_counter() - started))
-        ratios = [k / t for t, k in zip(speeds["transformers"], speeds["kit"], strict=True)]
+        speeds = in_turn(
+            {name: functools.partial(speed_of, arm, lengths) for name, arm in arms.items()},
+            options.pairs,
+        )
+        ratio, all_ratios = ratios(speeds["kit"], speeds["transformers"])
         row = {
             "lengths": lengths_name,
             "padded_per_real": max(lengths) * len(lengths) / sum(lengths),
             **{f"tokens_per_second_{name}": statistics.median(s) for name, s in speeds.items()},
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
+            "ratio": ratio,
+            "ratios": all_ratios,
         }
         rows.append(row)
         print(
             f"{lengths_name:<9} {row['tokens_per_second_transformers']:>18.0f}"
             f" {row['tokens_per_second_kit']:>11.0f} {row['ratio']:>6.2f}x"
-            f"   ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"   ({min(all_ratios):.2f}-{max(all_ratios):.2f})",
             flush=True,
         )
     print(f"sync: {statistics.median(syncs[1:]):.3f} s")
@@ -185,24 +186,8 @@ def main() -> None:
     trl = try_trl(model) if options.trl else None
     if trl:
         print(f"TRL's merge-and-push: {trl}")
-    if options.name:
-        hardware = environment.hardware
-        content = {
-            "command": "python benchmarks/generate.py " + " ".join(sys.argv[1:]),
-            "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
-            "versions": {
-                name: installed_version(name)
-                for name in ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
-            },
-            "completions": options.completions,
-            "longest": options.longest,
-            "pairs": options.pairs,
-            "rows": rows,
-            "sync_seconds": syncs,
-            "trl": trl,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    sizes = {name: getattr(options, name) for name in ("completions", "longest", "pairs")}
+    write_result(options.name, **sizes, rows=rows, sync_seconds=syncs, trl=trl)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Each run is a process of its own, in the order A B A B; the first pair warms up.
 .jsonl, with a prompt and an answer in a row. Peak memory is the process's largest resident set.
 """
 
+import functools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
+from shared import in_turn, write_result
 
 RESULT = Path(__file__).parent / "results" / "large_file.json"
 SIZES = (1_000, 1_000_000)
@@ -49,21 +50,18 @@ def run(file: Path, folder: Path) -> tuple[float, int]:
 
 
 def main() -> None:
-    found: dict[int, list[tuple[float, int]]] = {size: [] for size in SIZES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         files = {size: write_rows(folder / f"{size}.jsonl", size) for size in SIZES}
-        for _ in range(PAIRS + 1):
-            for size, file in files.items():
-                found[size].append(run(file, folder))
-    few, many = ([statistics.median(c) for c in zip(*found[one][1:], strict=True)] for one in SIZES)
-    content = {
-        "machine": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "rows": list(SIZES),
-        "seconds": [few[0], many[0]],
-        "peak_mib": [few[1] / 2**20, many[1] / 2**20],
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+        arms = {str(n): functools.partial(run, file, folder) for n, file in files.items()}
+        found = in_turn(arms, PAIRS)
+    few, many = ([statistics.median(c) for c in zip(*one, strict=True)] for one in found.values())
+    write_result(
+        "large_file",
+        rows=list(SIZES),
+        seconds=[few[0], many[0]],
+        peak_mib=[few[1] / 2**20, many[1] / 2**20],
+    )
     print(
         f"{SIZES[1]:,} rows against {SIZES[0]:,}: {many[0] - few[0]:+.1f} s, "
         f"{(many[1] - few[1]) / 2**20:+.0f} MiB"

@@ -15,15 +15,15 @@ first pair is not timed: it warms up, and its peaks of memory are the ones repor
 import argparse
 import gc
 import itertools
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from shared import ratios, write_result
 
 import rloo_kit as rk
 
@@ -44,11 +44,9 @@ from trl import RLOOConfig, RLOOTrainer
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.live.view import LiveView
 from rloo_kit.machine.cleanup import take_peak
-from rloo_kit.machine.hardware import installed_version
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.training.trl_step import route_trl_lm_head
 
-RESULTS = Path(__file__).parent / "results"
 GENERATIONS, PROMPTS = 4, 4
 # Rows of a micro-batch in the stock arm: per_device_train_batch_size
 MICRO_BATCH = 4
@@ -351,16 +349,15 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
         for one, other in zip(runs["trl"], runs["kit"], strict=True)
     ]
     trl, kit = runs["trl"][1:], runs["kit"][1:]
+    faster, all_ratios = ratios([run.seconds for run in trl], [run.seconds for run in kit])
     lengths = DISTRIBUTIONS[cell.lengths](bench.options.longest)
     row = {
         "cell": str(cell),
         **asdict(cell),
         "seconds_trl": statistics.median(run.seconds for run in trl),
         "seconds_kit": statistics.median(run.seconds for run in kit),
-        "time_ratio": statistics.median(
-            a.seconds / b.seconds for a, b in zip(trl, kit, strict=True)
-        ),
-        "time_ratios": [a.seconds / b.seconds for a, b in zip(trl, kit, strict=True)],
+        "time_ratio": faster,
+        "time_ratios": all_ratios,
         "peak_trl": peaks["trl"],
         "peak_kit": peaks["kit"],
         "gradient_difference": max(steps[0] for steps in pairwise),
@@ -427,26 +424,7 @@ def main() -> None:
     for cell in cells:
         rows.append(compare(bench, cell, options.pairs))
         print(line(rows[-1]), flush=True)
-        if options.name:
-            write(options, rows)
-
-
-def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """Write what there is so far, so that a run that is stopped leaves its cells."""
-    hardware = environment.hardware
-    content = {
-        "command": "python benchmarks/learn_step.py " + " ".join(sys.argv[1:]),
-        "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
-        "versions": {
-            name: installed_version(name)
-            for name in ("torch", "trl", "transformers", "peft", "unsloth")
-        },
-        "longest": options.longest,
-        "pairs": options.pairs,
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.name, longest=options.longest, pairs=options.pairs, rows=rows)
 
 
 if __name__ == "__main__":

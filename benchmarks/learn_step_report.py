@@ -4,20 +4,10 @@
 """
 
 import json
-import sys
-from pathlib import Path
 
-import matplotlib as mpl
+from shared import RESULTS, ROOT, start_pyplot, write_part
 
-mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
-from matplotlib import pyplot
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
-from pages import write_part
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+pyplot = start_pyplot()
 TABLE, LONG = RESULTS / "learn_step_cpu.json", RESULTS / "learn_step_cpu_long.json"
 # One pair of every cell with two iterations, gradients of both steps
 SECOND = RESULTS / "learn_step_cpu_second_step.json"

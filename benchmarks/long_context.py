@@ -27,8 +27,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "long_context_cpu.json"
+from shared import RESULTS, ROOT, start_pyplot, write_part, write_result
+
+RESULT = RESULTS / "long_context_cpu.json"
 PICTURE = ROOT / "docs" / "pictures" / "long_context.svg"
 PAGE = ROOT / "docs" / "explanation" / "long_contexts.md"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -489,12 +490,7 @@ COLOURS = {
 
 def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
     """Draw seconds and memory against tokens; a thin dashed line is the fit."""
-    import matplotlib as mpl
-
-    mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = start_pyplot().figure(figsize=(10, 3.6), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
         for name, words, value, style in curves:
             lengths, colour = [point["length"] for point in arms[name]], COLOURS[name]
@@ -551,38 +547,16 @@ def growth_table(found: dict[str, dict[str, Any]]) -> str:
 def draw() -> None:
     """Write the picture and the page's tables."""
     content = json.loads(RESULT.read_text())
-    sys.path.append(str(ROOT / "scripts"))
-    from pages import write_part
-
     arms = content["arms"]
     picture(arms)
     write_part(PAGE, "long-passes", passes_table(arms))
     write_part(PAGE, "long-growth", growth_table(content["fits"]))
 
 
-def machine() -> dict[str, Any]:
-    """Where it was measured."""
-    from rloo_kit.machine.hardware import detect_hardware, installed_version
-
-    hardware = detect_hardware()
-    names = ("torch", "transformers", "trl", "peft", "unsloth")
-    return {
-        "machine": f"{hardware.name}, {hardware.total_memory / 2**30:.0f} GiB",
-        "versions": {name: installed_version(name) for name in names},
-    }
-
-
 def write(arms: dict[str, list[dict[str, Any]]]) -> None:
     """Write what there is so far, so that a run that is stopped leaves its arms."""
-    content = {
-        "command": "python benchmarks/long_context.py",
-        **machine(),
-        "model": SMALL,
-        "rows": ROWS,
-        "fits": fits(arms),
-        "arms": {name: arms[name] for name in ARM if name in arms},
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    measured = {name: arms[name] for name in ARM if name in arms}
+    write_result(RESULT.stem, model=SMALL, rows=ROWS, fits=fits(arms), arms=measured)
 
 
 ARM = {arm.name: arm for arm in ARMS}

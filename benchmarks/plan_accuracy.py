@@ -16,7 +16,6 @@ is left in a process that has trained and released everything.
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -24,11 +23,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "scripts"))
-from pages import write_part
+from shared import RESULTS, ROOT, write_part, write_result
 
-RESULT = ROOT / "benchmarks" / "results" / "plan_accuracy_cpu.json"
+RESULT = RESULTS / "plan_accuracy_cpu.json"
 PAGE = ROOT / "docs" / "how-to" / "plan.md"
 MIB = 1024**2
 TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
@@ -216,19 +213,9 @@ def row_of(found):
 
 
 def write(rows):
-    from rloo_kit.machine.hardware import TESTED, detect_hardware, installed_version
-
-    hardware = detect_hardware()
-    content = {
-        "command": "python benchmarks/plan_accuracy.py",
-        "machine": f"{hardware.name} ({hardware.total_memory / 1024**3:.0f} GiB)",
-        "python": platform.python_version(),
-        "threads": os.environ.get("OMP_NUM_THREADS"),
-        "versions": {name: installed_version(name) for name in TESTED},
-        "largest_error": max(abs(row["error"]) for row in rows),
-        "rows": rows,
-    }
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+    largest = max(abs(row["error"]) for row in rows)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    write_result(RESULT.stem, threads=threads, largest_error=largest, rows=rows)
 
 
 def write_table(rows):

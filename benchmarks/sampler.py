@@ -8,17 +8,16 @@ the process's largest resident set while it samples, beyond what it had before.
 """
 
 import argparse
+import functools
 import gc
 import json
-import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
+from shared import ROOT, in_turn, ratios, write_result
 
 import rloo_kit as rk
 
@@ -31,7 +30,6 @@ from transformers.utils import logging
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.sampling.decoding import complete
 
-ROOT = Path(__file__).parents[1]
 SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Drawn from the model once; the mean is 52
 LENGTHS = [10, 14, 17, 17, 19, 21, 22, 27, 27, 35, 42, 50, 57, 74, 144, 256]
@@ -103,33 +101,23 @@ def main() -> None:
         return [ids[: ids.index(end) + 1] for ids in rows]
 
     arms = {"kit": lambda: complete(model, prompts, pad, [end], **how), "generate": by_generate}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     with torch.no_grad():
-        for pair in range(options.pairs + 1):  # the first warms up
-            for name, draw in arms.items():
-                speed, memory = measure(draw)
-                print(f"{name:<9} {speed:6.1f} tokens a second, {memory:+.0f} MiB", flush=True)
-                if pair:
-                    found[name].append((speed, memory))
-    ratios = [a[0] / b[0] for a, b in zip(found["kit"], found["generate"], strict=True)]
-    print(f"kit against generate: {statistics.median(ratios):.2f}x")
-    if options.name:
-        content = {
-            "command": "python benchmarks/sampler.py " + " ".join(sys.argv[1:]),
-            "machine": f"{environment.hardware.name}, {os.cpu_count()} cores",
-            "lengths": LENGTHS,
-            "ratio": statistics.median(ratios),
-            "ratios": ratios,
-            **{
-                name: {
-                    "tokens_per_second": statistics.median(speed for speed, _ in rows),
-                    "peak_mib": statistics.median(memory for _, memory in rows),
-                }
-                for name, rows in found.items()
-            },
+        found = in_turn(
+            {name: functools.partial(measure, draw) for name, draw in arms.items()},
+            options.pairs,
+            lambda name, one: print(f"{name:<9} {one[0]:6.1f} tokens a second, {one[1]:+.0f} MiB"),
+        )
+    speeds = {name: [speed for speed, _ in rows] for name, rows in found.items()}
+    ratio, all_ratios = ratios(speeds["kit"], speeds["generate"])
+    print(f"kit against generate: {ratio:.2f}x")
+    medians = {
+        name: {
+            "tokens_per_second": statistics.median(speeds[name]),
+            "peak_mib": statistics.median(memory for _, memory in rows),
         }
-        file = ROOT / "benchmarks" / "results" / f"{options.name}.json"
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        for name, rows in found.items()
+    }
+    write_result(options.name, lengths=LENGTHS, ratio=ratio, ratios=all_ratios, **medians)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from intervals import interval
-from learn_step_report import pyplot, write_part
+from shared import ROOT, interval, start_pyplot, write_part
 
-ROOT = Path(__file__).parents[1]
+pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "study.md"
 PICTURE = ROOT / "docs" / "pictures" / "study.svg"
 BASE = "kit RLOO"

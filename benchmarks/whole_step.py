@@ -14,14 +14,12 @@ each arm warms up and is not counted. SmolLM2 is fetched by scripts/fetch_smollm
 import argparse
 import gc
 import json
-import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from compared import TRAINERS, environment, make_trainer, prepare  # sets Unsloth up
+from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
+from shared import ROOT, in_turn, ratios, write_result
 
 # isort: split
 
@@ -29,10 +27,7 @@ import torch
 from datasets import Dataset
 
 import rloo_kit as rk
-from rloo_kit.machine.hardware import installed_version
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 42
 
@@ -174,35 +169,32 @@ class Arm:
 def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
     """Let the arms take turns; return medians and the ratios pair by pair."""
     arms = [Arm(one, CELLS[name], options) for one in options.arms]
-    for turn in range(options.pairs + 1):
-        for arm in arms:
-            seconds = arm.turn()
-            warm = "" if turn else "  (warming up)"
-            print(
-                f"{name:<12} {arm.name:<9} {seconds['step']:8.2f} s a step: sampling "
-                f"{seconds['sampling']:.2f}, rewards {seconds['rewards']:.2f}, learning "
-                f"{seconds['learning']:.2f}; {seconds['tokens']:.0f} tokens, mean "
-                f"{seconds['mean_length']:.0f}, longest {seconds['longest']:.0f}{warm}",
-                flush=True,
-            )
+
+    def say(arm: str, seconds: dict[str, float]) -> None:
+        print(
+            f"{name:<12} {arm:<9} {seconds['step']:8.2f} s a step: sampling "
+            f"{seconds['sampling']:.2f}, rewards {seconds['rewards']:.2f}, learning "
+            f"{seconds['learning']:.2f}; {seconds['tokens']:.0f} tokens, mean "
+            f"{seconds['mean_length']:.0f}, longest {seconds['longest']:.0f}",
+            flush=True,
+        )
+
+    counted = in_turn({arm.name: arm.turn for arm in arms}, options.pairs, say)
     row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
-    counted = {arm.name: arm.turns[1:] for arm in arms}
     for arm, turns in counted.items():
         row[arm] = {key: statistics.median(one[key] for one in turns) for key in turns[0]}
     for arm in options.arms[1:]:
-        pairs = list(zip(counted[arm], counted["kit"], strict=True))
-        ratios = [theirs["step"] / ours["step"] for theirs, ours in pairs]
-        speeds = [
-            (ours["tokens"] / ours["sampling"]) / (theirs["tokens"] / theirs["sampling"])
-            for theirs, ours in pairs
-        ]
-        row[f"faster than {arm}"] = statistics.median(ratios)
-        row[f"ratios to {arm}"] = ratios
-        row[f"tokens a second against {arm}"] = statistics.median(speeds)
+        steps = {one: [t["step"] for t in counted[one]] for one in (arm, "kit")}
+        speeds = {one: [t["tokens"] / t["sampling"] for t in counted[one]] for one in (arm, "kit")}
+        faster, all_ratios = ratios(steps[arm], steps["kit"])
+        speed, _ = ratios(speeds["kit"], speeds[arm])
+        row[f"faster than {arm}"] = faster
+        row[f"ratios to {arm}"] = all_ratios
+        row[f"tokens a second against {arm}"] = speed
         print(
-            f"{name:<12} kit against {arm}: step {statistics.median(ratios):.2f}x "
-            f"({', '.join(f'{one:.2f}' for one in ratios)}), sampled tokens a second "
-            f"{statistics.median(speeds):.2f}x"
+            f"{name:<12} kit against {arm}: step {faster:.2f}x "
+            f"({', '.join(f'{one:.2f}' for one in all_ratios)}), "
+            f"sampled tokens a second {speed:.2f}x"
         )
     return row
 
@@ -222,23 +214,7 @@ def main() -> None:
     rows = []
     for name in options.cells:
         rows.append(compare(name, options))
-        if options.name:
-            write(options, rows)
-
-
-def write(options: argparse.Namespace, rows: list[dict[str, object]]) -> None:
-    """Write what there is so far, so that a run that is stopped leaves its cells."""
-    content = {
-        "command": "python benchmarks/whole_step.py " + " ".join(sys.argv[1:]),
-        "machine": f"{environment.hardware.name}, {os.cpu_count()} cores",
-        "versions": {
-            name: installed_version(name)
-            for name in ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
-        },
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_result(options.name, rows=rows)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,10 @@
 
 import json
 import statistics
-import sys
-from pathlib import Path
 
-import matplotlib as mpl
+from shared import RESULTS, ROOT, start_pyplot, write_part
 
-mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "rloo-kit"  # the same results give the same file
-from matplotlib import pyplot
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
-from pages import write_part
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
 PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
 ARMS = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
