@@ -10,16 +10,15 @@ A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` without any pi
 
 After every optimizer step a snapshot of the small part of that state is kept in memory. Until the
 next optimizer step the weights and the optimizer still belong to it. So an error in sampling, in a
-reward or in a pass loses nothing: the checkpoint of the last finished step is written then.
+reward or in a pass loses no step, because the checkpoint of the last finished step is written then.
 
-Where TRL's step trains (``by_trl``), transformers writes and reads weights, optimizer and random
-states in its own way, on every process; the kit adds its ``state.json`` and the manifest.
+If TRL's step trains (``by_trl``), transformers writes and reads weights, optimizer and random
+states in its own way, on every process. The kit then adds its ``state.json`` and the manifest.
 """
 
 import copy
 import importlib.metadata
 import json
-import math
 import shutil
 import time
 import warnings
@@ -61,25 +60,23 @@ from rloo_kit.types import Model
 # `rows_per_step` is what an optimizer step learns from: how it is divided into
 # `per_device_train_batch_size` and `gradient_accumulation_steps` may change.
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
-# Settings of older versions that decided what is learned
-GONE = ("learn_from", "prompt_retire_at", "prompt_selection")
 # Settings whose new value is used from the next step on, and reported
 MAY_CHANGE = on_resume("may")
-# Of those, the ones that make the learning rate of a step
+# Settings among those that determine the learning rate of a step
 OF_SCHEDULE = (
     "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
 )  # fmt: skip
-# Steps whose mean reward is the score of a checkpoint without held-out prompts
+# Number of last steps whose mean reward is the checkpoint's score if no held-out prompts are scored
 SCORED_STEPS = 4
 
 
 class ResumableTrainer(Trainer):
     """A trainer of transformers that writes exact checkpoints, resumes, and stops gracefully.
 
-    A subclass adds what it keeps from step to step to ``state_dict`` and ``load_state_dict``.
+    A subclass adds its own state to ``state_dict`` and ``load_state_dict``.
     """
 
-    # transformers types these too wide to use, or not at all
+    # transformers types these too widely, or not at all
     args: Any
     optimizer: Any
     lr_scheduler: Any
@@ -89,11 +86,11 @@ class ResumableTrainer(Trainer):
     resumed_from: Checkpoint | None = None
     state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
     saved_at = 0  # step of the last checkpoint
-    # Whether TRL's step trains: then weights and optimizer are saved as transformers saves them
+    # True if TRL's step trains; transformers then saves weights and optimizer
     by_trl = False
     _snapshot: dict[str, Any] | None = None
     _loop: TrainerState  # as it was at the snapshot
-    _facts: dict[str, Any]  # what identifies the run
+    _facts: dict[str, Any]  # identify the run
 
     def train(
         self,
@@ -103,16 +100,17 @@ class ResumableTrainer(Trainer):
     ) -> Any:
         """Train, and lose no finished step.
 
-        Ctrl-C and SIGTERM stop after the optimizer step in progress: a checkpoint is written, and
-        KeyboardInterrupt is raised. A second one is raised at once.
+        After Ctrl-C or SIGTERM the optimizer step in progress ends, a checkpoint is written, and
+        KeyboardInterrupt is raised. A second signal raises it at once.
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
-            trial: As transformers has it.
-            ignore_keys_for_eval: As transformers has it.
+            trial: As in transformers.
+            ignore_keys_for_eval: As in transformers.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is broken, or it is from another run.
+            CheckpointError: The checkpoint is missing, broken or from another run.
+            KeyboardInterrupt: A signal stopped the training; Terminated if it was SIGTERM.
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0
@@ -143,8 +141,7 @@ class ResumableTrainer(Trainer):
             finally:
                 self.state_read = None
                 self.remove_callback(last)
-        # It may have come after the last step
-        if self._signals.received is not None:
+        if self._signals.received is not None:  # perhaps after the last step
             raise interrupt_for(self._signals.received)
         return output
 
@@ -156,10 +153,10 @@ class ResumableTrainer(Trainer):
         warnings.warn(f"training stops: {reason}", RuntimeWarning, stacklevel=3)
 
     def stop_if_asked(self) -> bool:
-        """Let transformers' loop end where a signal, the clock or a callback asks for it.
+        """End transformers' loop if a signal, the clock or a callback asks for it.
 
         Returns:
-            Whether the last step is still to be saved.
+            True if the last step must still be saved.
         """
         args = self.args
         hours = (time.monotonic() - self._started) / 3600
@@ -172,7 +169,7 @@ class ResumableTrainer(Trainer):
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
 
     def _tell_other_processes(self) -> None:
-        """Let all processes stop after the same step, whichever of them was asked."""
+        """Make all processes stop after the same step if one of them must stop."""
         if self.accelerator.num_processes == 1:
             return
         mine = [self._signals.received or 0, bool(self.stop_reason)]
@@ -185,7 +182,7 @@ class ResumableTrainer(Trainer):
     # --- the snapshot of the last finished step --------------------------------------------------
 
     def take_snapshot(self) -> dict[str, Any]:
-        """Return the small state of a step that is done and has good weights, and keep it."""
+        """Keep the small state of a finished step with finite weights, and return it."""
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
         # A later step may be in progress when it is written
@@ -201,7 +198,7 @@ class ResumableTrainer(Trainer):
         return self._snapshot
 
     def invalidate_snapshot(self) -> None:
-        """Forget the snapshot: called right before the optimizer changes the weights."""
+        """Drop the snapshot; called right before the optimizer changes the weights."""
         self._snapshot = None
 
     # --- writing ---------------------------------------------------------------------------------
@@ -209,12 +206,12 @@ class ResumableTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
         self.control.should_save |= self.stop_if_asked()
         super()._maybe_log_save_evaluate(*args, **keywords)
-        if self.stop_if_asked():  # what callbacks found in the log
+        if self.stop_if_asked():  # a callback may stop the training because of the log
             self._save_checkpoint(self.model, None)
         self.take_snapshot()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the checkpoint of the step that has just ended."""
+        """Write a checkpoint of the step that has just ended."""
         if self.by_trl:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
@@ -231,7 +228,11 @@ class ResumableTrainer(Trainer):
             self.state.best_model_checkpoint = str(folder)
 
     def check_weights(self) -> None:
-        """Raise DivergedError where trained weights hold NaN or Inf."""
+        """Check the trained weights.
+
+        Raises:
+            DivergedError: A weight holds NaN or Inf.
+        """
         check_finite(self.trained_parameters().values(), self.state.global_step)
 
     def _save_last_step(self) -> None:
@@ -247,7 +248,7 @@ class ResumableTrainer(Trainer):
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
 
     def _write_checkpoint(self, snapshot: dict[str, Any]) -> None:
-        """Write the checkpoint of a snapshot, or the kit's part of it where TRL's step trains."""
+        """Write the checkpoint of a snapshot; if TRL's step trains, only the kit's part of it."""
         run = Path(self.args.output_dir)
         step = self._loop.global_step
         if self.accelerator.is_main_process:
@@ -285,7 +286,7 @@ class ResumableTrainer(Trainer):
         prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=Path(best).name)
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
-        """Return what ``keep_best`` compares: held-out prompts where they are scored on the way."""
+        """Return the score that ``keep_best`` compares: of held-out prompts, or the mean reward."""
         if "held_out" in callbacks:
             return callbacks["held_out"]
         rows = self._loop.log_history[-SCORED_STEPS:]
@@ -311,7 +312,7 @@ class ResumableTrainer(Trainer):
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
-        """Draw the orders of finished epochs, which transformers skips without drawing them."""
+        """Draw the orders of finished epochs, because transformers skips them without drawing."""
         sampler: Any = super()._get_train_sampler(dataset)
         if self.state_read is not None and getattr(sampler, "shuffle", False):
             for _ in range(int(self.state_read["loop"]["epoch"] or 0)):
@@ -330,10 +331,10 @@ class ResumableTrainer(Trainer):
         read_weights(policy, self.resumed_from.folder)
 
     def restore_checkpoint(self) -> None:
-        """Load all the rest of the checkpoint: when callbacks have begun, before the first step.
+        """Load the rest of the checkpoint after callbacks have begun, before the first step.
 
         Raises:
-            CheckpointError: The optimizer is another one.
+            CheckpointError: The checkpoint has the state of another optimizer.
         """
         state = self.state_read
         if state is None or self.resumed_from is None:
@@ -363,14 +364,14 @@ class ResumableTrainer(Trainer):
             scaler.load_state_dict(state["scaler"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
-        """Make the steps of an epoch; transformers would make one more of a run that has all."""
+        """Run the steps of an epoch; transformers would run one more after the last step."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **keywords)
         else:
             self.control.should_training_stop = True
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random states: transformers calls this last, right before the first step."""
+        """Set the random states; transformers calls this last, right before the first step."""
         if self.by_trl:
             super()._load_rng_state(checkpoint)
             self.state_read = None
@@ -379,7 +380,7 @@ class ResumableTrainer(Trainer):
             self.state_read = None
 
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
-        """Load the schedule; where the run file asks for another one, move that to this step."""
+        """Load the schedule; if the settings ask for another one, advance that to this step."""
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]
         now = self._facts["settings"]
@@ -396,23 +397,23 @@ class ResumableTrainer(Trainer):
     # --- what belongs to a step ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this trainer keeps from step to step, in copies."""
+        """Return copies of the state that this trainer keeps from step to step."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
 
     def notify(self, event: str, **values: Any) -> None:
         """Call the callbacks that have a method for one of the kit's events.
 
         - ``on_completions(args, state, control, records, rollout)``: once for every generation
-          batch of training, when its advantages are final and before its first optimizer step;
-          records as ``completion_records`` gives them, with ``step``.
-        - ``on_findings(args, state, control, findings)``: what the doctor finds has changed.
-        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint; what
-          a callback puts into the dict is saved.
+          batch of training, when its advantages are final and before its first optimizer step.
+          ``records`` are those of ``completion_records``, each with its ``step``.
+        - ``on_findings(args, state, control, findings)``: when the findings of the doctor change.
+        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint. A
+          callback puts into ``held`` the values that the checkpoint must keep.
         - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
-        - ``on_resume(args, state, control, held)``: that dict, when a training resumes.
+        - ``on_resume(args, state, control, held)``: when a training resumes, with the saved values.
         """
         for callback in self.callback_handler.callbacks:
             method = getattr(callback, event, None)
@@ -420,29 +421,29 @@ class ResumableTrainer(Trainer):
                 method(self.args, self.state, self.control, **values)
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return what trains, by name."""
+        """Return the trained parameters, by name."""
         policy: Any = self.accelerator.unwrap_model(self.model)
         return trained_parameters(policy)
 
 
 class Boundary(TrainerCallback):
-    """Tells a ``ResumableTrainer`` when a step ends, and when the next one changes the weights."""
+    """Callback that keeps the snapshot of a ``ResumableTrainer`` in step with its weights."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Weights are about to change."""
+        """Drop the snapshot: the weights are about to change."""
         self._trainer.invalidate_snapshot()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Keep what belongs to the new weights."""
+        """Check the new weights, and keep the state that belongs to them."""
         self._trainer.check_weights()
         self._trainer.take_snapshot()
 
 
 class _Restore(TrainerCallback):
-    """The last of all callbacks: what they have begun is replaced by what the checkpoint holds."""
+    """Last of all callbacks, which replaces the fresh state of the others by the checkpoint's."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
@@ -458,9 +459,9 @@ class _Restore(TrainerCallback):
 def facts_of(
     args: TrainingArguments, model: Model, prompts: Any, rewards: list[str]
 ) -> dict[str, Any]:
-    """Return what identifies a run: versions, model, prompts, names of rewards, and settings."""
+    """Return the facts that identify a run: versions, model, prompts, reward names, settings."""
     settings = json.loads(json.dumps(args.to_dict(), default=str))
-    settings["rows_per_step"] = _rows_per_step(settings)
+    settings["rows_per_step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {
         "versions": {
             name: importlib.metadata.version(name)
@@ -475,10 +476,14 @@ def facts_of(
 
 
 def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another run; warn of what has changed where it may.
+    """Reject a checkpoint of another run; warn about changes that are allowed.
+
+    Args:
+        checkpoint: The checkpoint to resume from.
+        now: The facts of this run, as ``facts_of`` returns them.
 
     Raises:
-        CheckpointError: Model, prompts, rewards or a setting that must stay differ.
+        CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
     then = checkpoint.facts
@@ -496,15 +501,13 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{name} was written with {text} back to what was there, or begin a new run"
             )
-    old = then.get("settings", {})
+    # a setting that the version of the checkpoint did not have has its default
+    old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
     new = now["settings"]
-    old.setdefault("rows_per_step", _rows_per_step(old))
-    for field in OWN_FIELDS:  # a setting that the version of the checkpoint did not have
-        old.setdefault(field.name, field.default)
     changed = ", ".join(
-        f"trainer.{s} was {old[s]!r} and is {new.get(s)!r}"
-        for s in (*MUST_STAY, *GONE)
-        if s in old and old[s] != new.get(s)
+        f"trainer.{s} was {old[s]!r} and is {new[s]!r}"
+        for s in MUST_STAY
+        if s in old and old[s] != new[s]
     )
     if changed:
         run = checkpoint.folder.parent
@@ -527,12 +530,6 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         warnings.warn(note, UserWarning, stacklevel=4)
 
 
-def _rows_per_step(settings: dict[str, Any]) -> int:
-    """Return the rows that an optimizer step learns from."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    return math.prod(settings.get(name) or 0 for name in names)
-
-
 # --- rewards --------------------------------------------------------------------------------------
 
 
@@ -541,7 +538,7 @@ def _inner(reward: Any) -> Any:
 
 
 def _state_of(reward: Any) -> Any:
-    """Return the state of a reward with ``state_dict`` and ``load_state_dict``; None of others."""
+    """Return a reward's ``state_dict``; None if it has no ``load_state_dict`` or is a model."""
     inner = _inner(reward)
     if isinstance(inner, torch.nn.Module) or not hasattr(inner, "load_state_dict"):
         return None

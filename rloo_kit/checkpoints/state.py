@@ -1,8 +1,8 @@
 """State of a training: a tree of values in JSON and safetensors, random states, checksums.
 
-``state.json`` holds the tree; what JSON lacks is an object of one key in it: ``{"dict": items}``
-(so that keys may be numbers), ``{"tuple": items}``, and ``{"tensor": name}`` or ``{"array": name}``
-for a value in ``state.safetensors``.
+``state.json`` holds the tree. A value that JSON lacks is an object with one key:
+``{"dict": items}`` (so that keys may be numbers), ``{"tuple": items}``, and ``{"tensor": name}`` or
+``{"array": name}`` for a value in ``state.safetensors``.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from rloo_kit.types import Model
 
 TREE = "state.json"
 TENSORS = "state.safetensors"
-# Rows of a data set that its checksum reads, evenly spaced
+# Rows of a dataset that its checksum reads, evenly spaced
 SAMPLED_ROWS = 512
-# Values of each frozen weight that their checksum reads
+# Values of each frozen weight that the checksum reads
 SAMPLED_VALUES = 64
 
 
@@ -30,12 +30,12 @@ def write_tree(folder: Path, tree: dict[str, Any]) -> None:
     """Write a tree to ``state.json`` and ``state.safetensors``.
 
     Args:
-        folder: That exists.
-        tree: Of dicts (keys are texts or numbers), lists, tuples, numbers, texts, None, tensors of
-            torch and arrays of NumPy.
+        folder: An existing folder.
+        tree: Nested dicts (keys are texts or numbers), lists, tuples, numbers, texts, None, tensors
+            of torch and arrays of NumPy.
 
     Raises:
-        CheckpointError: It holds something else.
+        CheckpointError: The tree holds a value of another type.
     """
     tensors: dict[str, torch.Tensor] = {}
     plain = _encode(tree, "", tensors)
@@ -44,7 +44,7 @@ def write_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
-    """Return what ``write_tree`` wrote, in a checkpoint that was verified; tensors on the CPU."""
+    """Read the tree that ``write_tree`` wrote to a verified checkpoint; tensors are on the CPU."""
     return _decode(json.loads((folder / TREE).read_bytes()), load_file(str(folder / TENSORS)))
 
 
@@ -70,12 +70,12 @@ def _encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             f"tensors"
         )
     name = f"{len(tensors)}{path}"
-    # a copy of its own: safetensors takes no views, and this state may be written later
+    # a copy, because safetensors rejects views, and this state may be written later
     tensors[name] = torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
     return {"array" if isinstance(value, np.ndarray) else "tensor": name}
 
 
-def _decode(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _decode(plain: object, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(plain, list):
         return [_decode(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -85,7 +85,7 @@ def _decode(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tuple(_decode(content, tensors))
     if kind == "dict":
         return dict(_decode(content, tensors))
-    # a clone: what safetensors maps from the file must not change with it
+    # a clone, because safetensors maps the file into memory
     tensor = tensors[content].clone()
     return tensor.numpy() if kind == "array" else tensor
 
@@ -94,24 +94,23 @@ def _decode(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators, a GPU's included."""
-    # of the device that trains: asking the others would put a CUDA context on each
-    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    """Return the states of the generators of Python, NumPy, torch and the GPU that trains."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": on_gpu,
+        # of this device only: asking the others would put a CUDA context on each
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what ``random_states`` returned; of older states, of every GPU, the first GPU's."""
+    """Set the states that ``random_states`` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"][0])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 # --- which model, which prompts ------------------------------------------------------------------
@@ -121,7 +120,7 @@ def checksum_of_weights(model: Model) -> str:
     """Return a checksum of the frozen weights: names, shapes, types and some values of each.
 
     Args:
-        model: Whose trained parameters have ``requires_grad``; those are left out.
+        model: The policy; its trained parameters, those with ``requires_grad``, do not count.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -135,7 +134,7 @@ def checksum_of_weights(model: Model) -> str:
 
 
 def checksum_of_rows(dataset: Any) -> str | None:
-    """Return a checksum of a data set: its length and some of its rows; None of a stream."""
+    """Return a checksum of a dataset's length and some of its rows; None for a stream."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     size = len(dataset)

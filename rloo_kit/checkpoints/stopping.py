@@ -1,7 +1,7 @@
 """Signals that end a run.
 
-The first SIGINT or SIGTERM asks the training to finish its step and save. A second one is raised
-at once, as Ctrl-C is.
+The first SIGINT or SIGTERM asks the training to finish its step and save. A second signal raises
+KeyboardInterrupt at once.
 """
 
 import _thread
@@ -15,17 +15,17 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds. Signals that are closer together are one request: `timeout` sends SIGTERM to a process
-# and then to its whole group.
+# Seconds between two requests. Signals that are closer together count as one, because `timeout`
+# sends SIGTERM to a process and then to its whole group.
 APART = 0.2
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised as Ctrl-C is, so that everything that cleans up after Ctrl-C does it."""
+    """KeyboardInterrupt for SIGTERM, so that code that cleans up after Ctrl-C cleans up here."""
 
 
 def exit_code(raised: KeyboardInterrupt) -> int:
-    """Return the exit code by which a shell knows that a signal ended a program.
+    """Return the exit code that tells a shell which signal ended a program.
 
     >>> exit_code(KeyboardInterrupt()), exit_code(Terminated())
     (130, 143)
@@ -34,16 +34,16 @@ def exit_code(raised: KeyboardInterrupt) -> int:
 
 
 def interrupt_for(received: int) -> KeyboardInterrupt:
-    """Return what is raised for a signal."""
+    """Return the exception to raise for a signal."""
     return Terminated() if received == signal.SIGTERM else KeyboardInterrupt()
 
 
 @contextlib.contextmanager
 def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
-    """Install a handler for some signals, and put the ones before back at the end.
+    """Install a handler for some signals, and restore the earlier handlers at the end.
 
-    A signal that this process was started to ignore stays ignored. Outside of the main thread
-    nothing is done: Python handles signals nowhere else.
+    A signal that this process ignores from its start stays ignored. In other threads than the main
+    one the function does nothing, because Python handles signals only there.
     """
     is_main = threading.current_thread() is threading.main_thread()
     wanted = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
@@ -57,7 +57,7 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
 
 @dataclass
 class StopRequest:
-    """The first signal that asked the training to stop."""
+    """First signal that asked the training to stop."""
 
     received: int | None = None  # its number
     received_at: float = 0.0
@@ -68,18 +68,16 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
     """Note the first SIGINT or SIGTERM, and raise every further one.
 
     Args:
-        say: Called with a line for the user, from a thread of its own; nothing is said by default.
+        say: Called with a line for the user, from a thread of its own.
 
     Raises:
-        KeyboardInterrupt: In the body, by a second SIGINT.
-        Terminated: In the body, by a second signal that is a SIGTERM.
+        KeyboardInterrupt: In the body, at a second signal; Terminated if that is SIGTERM.
     """
     request = StopRequest()
 
     def tell() -> None:
-        # The terminal may be closed by now
-        with contextlib.suppress(Exception):
-            # It may come from Ctrl-C, a notebook's stop button, the form's, or another program
+        with contextlib.suppress(Exception):  # the terminal may be closed
+            # the request may come from Ctrl-C, a stop button or another program
             say("\nstopping: this step is finished and saved first; ask again to stop at once")
 
     def note(number: int, _: FrameType | None) -> None:
@@ -87,7 +85,7 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
         if request.received is None:
             request.received = number
             request.received_at = now
-            # What was interrupted may hold the lock of the stream; threading.Thread takes one too.
+            # The interrupted code may hold the lock of the stream, or that of threading.Thread
             _thread.start_new_thread(tell, ())
         elif now - request.received_at >= APART:
             raise interrupt_for(number)
@@ -98,10 +96,12 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Let the first SIGTERM raise Terminated in the body, so that what was begun is cleaned up.
+    """Raise Terminated in the body at the first SIGTERM, so that the body can clean up.
 
-    For the time before the training, where a signal has nothing to wait for; Ctrl-C raises by
-    itself.
+    Used before the training, when no step must be finished first.
+
+    Raises:
+        Terminated: In the body, at SIGTERM.
     """
 
     def end(number: int, _: FrameType | None) -> None:

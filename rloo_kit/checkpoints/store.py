@@ -1,15 +1,14 @@
 """Checkpoints on the disk: atomic folders of safetensors and JSON, with checksums.
 
 A checkpoint is a folder ``checkpoint-N`` of a run. Its files are written into the hidden folder
-``.checkpoint-N.part``, listed with their checksums in a manifest, synced to the disk, and renamed
-as one. So a folder of that name is whole, and later damage shows in the checksums. A folder is
-removed under the name ``.checkpoint-N.gone``; the next write clears hidden folders that a killed
-process left.
+``.checkpoint-N.part``, listed with their checksums in a manifest, and synced to the disk; then the
+folder is renamed. So ``checkpoint-N`` is always complete, and later damage shows in the checksums.
+To remove a checkpoint, it is renamed to ``.checkpoint-N.gone`` first. The next write removes hidden
+folders that a killed process left.
 """
 
 import contextlib
 import hashlib
-import heapq
 import importlib.metadata
 import json
 import math
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
+from rloo_kit.output_folder import read_json
 from rloo_kit.text.wording import first_line, format_name, format_value
 
 MANIFEST = "manifest.json"
@@ -33,7 +33,7 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
 class _BrokenError(Exception):
-    """Why a folder is no valid checkpoint."""
+    """Reason why a folder is not a valid checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Checkpoint:
 
     folder: Path
     step: int  # optimizer steps that were made when it was written
-    score: float | None  # what ``keep_best`` compares; higher is better
-    facts: dict[str, Any]  # what the writer gave, as JSON keeps it
+    score: float | None  # compared by ``keep_best``; higher is better
+    facts: dict[str, Any]  # given by the writer, as JSON keeps them
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -57,19 +57,19 @@ def write_checkpoint(
     facts: dict[str, Any] | None = None,
     score: float | None = None,
 ) -> Path:
-    """Write ``checkpoint-STEP`` of a run: whole, or not at all; return it.
+    """Write ``checkpoint-STEP`` of a run completely, or not at all; return its folder.
 
-    A checkpoint of the same step is replaced; all others stay whatever happens.
+    A checkpoint of the same step is replaced; all others stay even if the write fails.
 
     Args:
-        run: Folder of the run; made if it is missing.
+        run: Folder of the run; created if it is missing.
         step: Number of the checkpoint, from 0.
         fill: Writes the files into the empty folder that it is called with.
         facts: Kept in the manifest; must be JSON.
-        score: What ``keep_best`` compares; NaN and Inf count as None.
+        score: Compared by ``keep_best``; NaN and Inf count as None.
 
     Raises:
-        DiskError: The disk is full or refuses.
+        DiskError: The disk is full or cannot be written.
     """
     from safetensors import SafetensorError
 
@@ -100,16 +100,16 @@ def write_checkpoint(
 def seal_checkpoint(
     folder: Path, step: int, *, facts: dict[str, Any] | None = None, score: float | None = None
 ) -> None:
-    """Write the manifest of a folder whose files are all there, and bring all to the disk.
+    """Write the manifest of a folder that has all its files, and sync everything to the disk.
 
     Args:
-        folder: Of the checkpoint; without a manifest it does not count as one.
-        step: As ``write_checkpoint`` has it.
-        facts: The same.
-        score: The same.
+        folder: The checkpoint; it is valid only with a manifest.
+        step: As in ``write_checkpoint``.
+        facts: As in ``write_checkpoint``.
+        score: As in ``write_checkpoint``.
 
     Raises:
-        OSError: The disk is full or refuses.
+        OSError: The disk is full or cannot be written.
     """
     manifest = {
         "format": FORMAT,
@@ -135,24 +135,23 @@ def _checksum_of_file(path: Path) -> str:
 
 
 def _checksum_of_manifest(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a manifest without its own one: no fact may change unnoticed."""
+    """Return the checksum of a manifest without the checksum itself."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Bring every file and folder below to the disk."""
+    """Sync a folder and everything in it to the disk."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             _sync_folder(path)
         else:
-            # Windows syncs only what may be written
-            with path.open("r+b") as file:
+            with path.open("r+b") as file:  # Windows syncs only files that are open for writing
                 os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
-    # Windows opens no folder, and some network disks sync none
+    # Windows cannot open folders, and some network disks cannot sync them
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY)
         try:
@@ -162,7 +161,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint so that none is ever half there."""
+    """Remove a checkpoint; a crash never leaves a part of it under its name."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -172,32 +171,31 @@ def _discard(folder: Path) -> None:
 def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
-    The one written last always stays. Broken ones do not count and stay, too. One that cannot be
-    removed is named in a UserWarning.
+    The checkpoint written last always stays. Broken ones are not counted and stay too. A warning
+    names each checkpoint that cannot be removed.
 
     Args:
         run: Folder of the run.
-        keep_last: Highest steps that stay, at least 1.
-        keep_best: Highest scores that stay, of equal ones the later; 0: none for their score.
-        spare: Name of one that stays in any case.
+        keep_last: How many of the highest steps stay, at least 1.
+        keep_best: How many of the highest scores stay; of equal scores the later step.
+        spare: Name of a checkpoint that stays in any case.
     """
     found = {}
     for step in list_steps(run):
         with contextlib.suppress(_BrokenError):
             found[step] = _read_manifest(run / f"checkpoint-{step}")
-    scored = [(facts["score"], step) for step, facts in found.items() if facts["score"] is not None]
-    kept = {
-        *heapq.nlargest(keep_last, found),
-        *(step for _, step in heapq.nlargest(keep_best, scored)),
-        max(found, key=lambda step: found[step]["time"], default=0),
-    }
-    for step in sorted(set(found) - kept):
-        if f"checkpoint-{step}" == spare:
+    steps = list(found)  # the lowest first
+    scored = sorted((found[s]["score"], s) for s in steps if found[s]["score"] is not None)
+    best = [step for _, step in scored[::-1][:keep_best]]
+    written_last = max(steps, key=lambda step: found[step]["time"], default=0)
+    for step in {*steps} - {*steps[::-1][:keep_last], *best, written_last}:
+        name = f"checkpoint-{step}"
+        if name == spare:
             continue
         try:
-            _discard(run / f"checkpoint-{step}")
+            _discard(run / name)
         except OSError as exc:
-            warnings.warn(f"checkpoint-{step} cannot be removed: {exc}", stacklevel=2)
+            warnings.warn(f"{name} cannot be removed: {exc}", stacklevel=2)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -212,17 +210,16 @@ def list_steps(run: Path) -> list[int]:
 def find_checkpoint(run: Path) -> Checkpoint | None:
     """Return the newest valid checkpoint of a run, or None.
 
-    Nothing is removed; each broken one that was passed over is named in a UserWarning.
+    Nothing is removed; a UserWarning names each broken checkpoint that was skipped.
 
     Args:
-        run: Folder of the run; None is found where it is missing.
+        run: Folder of the run; it may be missing.
     """
     for step in reversed(list_steps(run)):
         try:
             return _read(run / f"checkpoint-{step}")
         except _BrokenError as exc:
-            text = f"checkpoint-{step} is broken ({exc}): an earlier one is looked for"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(f"checkpoint-{step} is broken ({exc}): it is skipped", stacklevel=2)
     return None
 
 
@@ -237,7 +234,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except _BrokenError as exc:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} is broken: {exc}; resume the run with --resume, which "
-            f"takes its newest valid checkpoint"
+            f"uses its newest valid checkpoint"
         ) from exc
 
 
@@ -254,12 +251,9 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
-        raise _BrokenError(f"{MANIFEST} cannot be read: {first_line(exc)}") from exc
-    if not isinstance(manifest, dict):
-        raise _BrokenError(f"{MANIFEST} is not the manifest of a checkpoint")
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        raise _BrokenError(f"{MANIFEST} is missing or is not the manifest of a checkpoint")
     if manifest.get("format", FORMAT) != FORMAT:
         raise _BrokenError(
             f"it has format {format_value(manifest['format'])}, written by rloo-kit "

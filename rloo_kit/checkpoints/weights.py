@@ -1,4 +1,4 @@
-"""Weights of a checkpoint: adapters as PEFT writes them, or what trains in a full model."""
+"""Weights of a checkpoint: adapters in PEFT's format, or the trained weights of a full model."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write_weights(model: Model, folder: Path) -> None:
-    """Write the adapters as PEFT does, or the trained weights of a model without adapter."""
+    """Write the adapters in PEFT's format, or the trained weights of a model without adapter."""
     if not hasattr(model, "peft_config"):
         values = {
             name: parameter.detach().to("cpu", copy=True).contiguous()
@@ -28,17 +28,17 @@ def write_weights(model: Model, folder: Path) -> None:
 
 
 def read_weights(model: Model, folder: Path) -> None:
-    """Load what ``write_weights`` wrote into the model, in place.
+    """Load the weights that ``write_weights`` wrote into the model, in place.
 
     Raises:
-        CheckpointError: The model has other layers, or another rank of LoRA.
+        CheckpointError: The model has other layers, or LoRA of another rank.
     """
     if not hasattr(model, "peft_config"):
         _copy_into(trained_parameters(model), load_file(str(folder / WEIGHTS)), folder.name)
         return
     has_reference = (folder / "ref" / ADAPTER).exists()
     if "ref" in model.peft_config and not has_reference:
-        # TRL copied an adapter that had been trained already; the checkpoint's had none
+        # TRL copied an adapter that had been trained; the run of the checkpoint had no copy
         model.delete_adapter("ref")
     if has_reference and "ref" not in model.peft_config:
         model.add_adapter("ref", model.peft_config["default"])
@@ -49,7 +49,7 @@ def read_weights(model: Model, folder: Path) -> None:
 
 
 def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
-    """Copy values into existing tensors, which keep their type and device."""
+    """Copy values into existing tensors, which keep their dtype and device."""
     wrong = sorted(
         n for n in {*own, *kept} if n not in own or n not in kept or own[n].shape != kept[n].shape
     )
