@@ -2,5 +2,5 @@
 
 Public: ``step`` (the algorithm, in order), ``rollout`` (a batch as data), ``advantages``,
 ``objective`` (KL, losses), ``learner`` (the passes), ``batching``, ``metrics``, ``guards``.
-It must not know TRL, files, models' loading or the trainer.
+The package must not know TRL, files, the loading of models or the trainer.
 """

@@ -27,7 +27,7 @@ def leave_one_out_baselines(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """Return ``A_i = r_i - b_i``, with 0 where there is nothing to learn from.
+    """Return ``A_i = r_i - b_i``, or 0 if there is nothing to learn.
 
     Equal to ``n / (n - 1) * (r_i - mean(r))`` over the n scorable rewards of the group.
 
@@ -44,31 +44,31 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
     advantages = (rewards - leave_one_out_baselines(rewards)).nan_to_num(nan=0.0)
     lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-    # Rounding of the sum must not turn "all alike" into a tiny signal.
+    # Rounding of the sum must not turn equal rewards into a tiny signal.
     return advantages.masked_fill(lowest >= highest, 0.0)
 
 
-# Advantages over a baseline, by the name that the setting `baseline` gives: a new one is a function
-# of `(P, G)` rewards and a row here
+# Advantages over a baseline, by its name in the setting `baseline`. A new baseline is a function of
+# `(P, G)` rewards, and a row here
 BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "leave_one_out": leave_one_out_advantages,
 }
 
 
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return ``(B,)`` sums of ``(B, F)`` rewards by ``(F,)`` weights; NaN where every reward is."""
+    """Return ``(B,)`` sums of ``(B, F)`` rewards times ``(F,)`` weights; NaN if all rewards are."""
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
 def normalised_sum(
     rewards: torch.Tensor, weights: torch.Tensor, num_generations: int
 ) -> torch.Tensor:
-    """Return weighted sums of rewards, each of which is divided by its own spread first.
+    """Return weighted sums of rewards after each reward is divided by its own spread.
 
     The spread of a reward is the root mean square of its leave-one-out advantages over the batch,
-    so a reward of a hundred points counts as much as one of 0 or 1. GDPO (Liu et al. 2026, arXiv
-    2601.05242, section 3) divides by the spread in each group, which gives prompts that are nearly
-    always or never solved more weight; one number for the batch does not, as leave-one-out itself.
+    so a reward of a hundred points counts as much as a reward of 0 or 1. GDPO (Liu et al. 2026,
+    arXiv 2601.05242, section 3) divides by the spread of each group, which gives more weight to
+    prompts that are nearly always or never solved. One number for the batch avoids that.
 
     Args:
         rewards: ``(B, F)`` floats of F functions, groups one after another; NaN is unscorable.
@@ -76,8 +76,8 @@ def normalised_sum(
         num_generations: G, completions of a group.
 
     Returns:
-        ``(B,)`` of the same dtype and device; NaN where every reward is. A reward that differs in
-        no group adds nothing.
+        ``(B,)`` of the same dtype and device; NaN if all rewards of the row are. A reward that is
+        constant in every group adds nothing.
     """
     grouped = rewards.T.reshape(-1, num_generations)  # (F * P, G)
     advantages = leave_one_out_advantages(grouped).view_as(rewards.T)  # (F, B)

@@ -5,8 +5,8 @@ few very long completions among many short ones, so a rectangle over a whole gen
 mostly padding. Rows begin at the left edge, prompt and completion without a gap, and are padded on
 the right only: causal attention then never meets a pad, and no attention mask is needed.
 
-Where prompts are long, the rows of a group can share one pass over theirs: completions then attend
-to its keys and values, and the gradient is the same.
+If prompts are long, the rows of a group can share one pass over their prompt: completions then
+attend to its keys and values, and the gradient is the same.
 """
 
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ class SharedPrompts:
 class MicroBatch:
     """Some rows as tensors. W is the longest prompt with completion, C the longest completion.
 
-    Where prompts are shared, a row has only the last token of its prompt.
+    If prompts are shared, a row has only the last token of its prompt.
     """
 
     rows: torch.Tensor  # (N,) int64, their places in the generation batch
     input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
-    labels: torch.Tensor  # (N, W) int64: the completion's ids where they are, else `IGNORED`
-    # `(N, C)` int64: the column of each completion token; any column where there is none
+    labels: torch.Tensor  # (N, W) int64: ids of completion tokens, else `IGNORED`
+    # `(N, C)` int64: the column of each completion token; any column after the last token
     places: torch.Tensor
     completion_mask: torch.Tensor  # (N, C) bool, True on completion tokens
     num_tokens: int  # positions that hold a token
@@ -47,7 +47,7 @@ class MicroBatch:
 
     @property
     def num_positions(self) -> int:
-        """Positions the passes pay for, padding included."""
+        """Positions that the passes compute, padding included."""
         prompts = 0 if self.shared is None else self.shared.input_ids.numel()
         return self.input_ids.numel() + prompts
 
@@ -72,7 +72,7 @@ class SharedExtent:
 
     @property
     def positions(self) -> int:
-        """Each prompt without its last token, which begins every row."""
+        """Positions of rows and prompts; the last token of a prompt belongs to its rows."""
         rows = self.num_rows * (self.longest_completion + 1)
         return rows + len(self.prompts) * (self.longest_prompt - 1)
 
@@ -99,12 +99,12 @@ class TokenRows:
 
     @cached_property
     def prompt_numbers(self) -> list[int]:
-        """A number of each row's prompt, the same for equal prompts."""
+        """Numbers of the rows' prompts; equal prompts have the same number."""
         numbers: dict[tuple[int, ...], int] = {}
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
-        """Return whether running each prompt once, which is one more pass, costs less."""
+        """Return whether it costs less to run each prompt once, in one more pass."""
         extent = SharedExtent(self)
         for row in rows:
             extent.add(row)
@@ -114,12 +114,15 @@ class TokenRows:
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
     ) -> list[list[int]]:
-        """Cut rows into the micro-batches that cost the least together; every row comes once.
+        """Cut rows into the micro-batches with the lowest total cost; every row comes once.
 
-        Of all ways to cut the rows sorted by length, the cheapest is taken: positions, plus
-        ``overhead`` for each pass. With ``share``, a micro-batch may run its prompts once.
+        Of all ways to cut the rows sorted by length, this returns the cheapest one.
 
-        No micro-batch has more positions than ``budget``, except a single row that has by itself.
+        Args:
+            rows: Row numbers.
+            budget: Most positions of a micro-batch, unless it is a single longer row.
+            overhead: Cost of one more pass, in positions.
+            share: Let a micro-batch run its prompts once if that is cheaper.
         """
         order = sorted(rows, key=lambda row: (self.lengths[row], row))
         cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
@@ -151,8 +154,8 @@ class TokenRows:
         """Join whole groups while all their tokens fit into the budget together.
 
         Returns:
-            The bundles, each the rows of one or several groups of like length; and the groups that
-            do not fit even alone.
+            The bundles, each the rows of one or several groups of similar length; and the groups
+            that do not fit even alone.
         """
         sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
         bundles: list[list[int]] = []
@@ -178,7 +181,7 @@ class TokenRows:
     ) -> MicroBatch:
         """Return some rows as tensors as wide as the longest, rounded up to ``multiple_of``.
 
-        With ``share`` prompts are apart from the rows (``MicroBatch.shared``).
+        With ``share`` the prompts are separate from the rows (``MicroBatch.shared``).
         """
         prompts = [self.prompt_ids[row] for row in rows]
         shared = self._shared_prompts(rows, pad_token_id, device) if share else None

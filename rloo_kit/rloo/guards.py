@@ -5,10 +5,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rloo_kit.errors import DivergedError
 from rloo_kit.machine.cleanup import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.amp import GradScaler  # pyright: ignore[reportPrivateImportUsage]
 
 REMEDY = (
     "lower trainer.learning_rate or trainer.max_grad_norm, compute in bf16 or float32 instead of "
@@ -25,12 +29,12 @@ class StepGuard:
     """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise."""
 
     limit: int
-    scaler: Any = None  # fp16's loss scaler, where there is one
+    scaler: "GradScaler | None" = None  # fp16's loss scaler
     skipped: int = 0  # steps so far
-    in_a_row: int = 0  # since the last good one, those that count towards the limit
+    in_a_row: int = 0  # since the last good step, those that count towards the limit
 
-    def check(self, loss: float, parameters: Sequence[Any], step: int) -> bool:
-        """Return whether the optimizer may step; drop the gradients where not.
+    def check(self, loss: float, parameters: "Sequence[Tensor]", step: int) -> bool:
+        """Return whether the optimizer may step; drop the gradients if it may not.
 
         Raises:
             DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
@@ -42,13 +46,13 @@ class StepGuard:
             return True
         check_finite(parameters, step - 1)
         self.skipped += 1
-        # fp16's scaler skips steps while it searches for its scale: these do not count
+        # fp16's scaler skips steps while it searches for its scale; these do not count
         searching = scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
         found = f"loss {loss:.4g}, {_count(gradients)} of {len(gradients)} gradients"
         for parameter in parameters:
-            if scaler is None:  # an optimizer then leaves weight, moments and decay alone
+            if scaler is None:  # without a gradient an optimizer leaves weight and moments alone
                 parameter.grad = None
-            elif parameter.grad is not None:  # a scaler skips by its own rule
+            elif parameter.grad is not None:  # a scaler skips the step if it finds NaN
                 parameter.grad.fill_(math.nan)
         if searching:
             return False
@@ -67,8 +71,12 @@ class StepGuard:
         return False
 
 
-def check_finite(tensors: Iterable[Any], step: int | None = None) -> None:
-    """Raise DivergedError where a weight holds NaN or Inf; costs one synchronisation of a GPU."""
+def check_finite(tensors: "Iterable[Tensor]", step: int | None = None) -> None:
+    """Check the trained weights after a step; costs one synchronisation of a GPU.
+
+    Raises:
+        DivergedError: A weight holds NaN or Inf.
+    """
     found = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     if math.isfinite(_norm(found)):
         return
@@ -81,14 +89,15 @@ def check_finite(tensors: Iterable[Any], step: int | None = None) -> None:
         )
 
 
-def _norm(tensors: Sequence[Any]) -> float:
-    """Return the 2-norm of all of them; NaN and Inf come through."""
+def _norm(tensors: "Sequence[Tensor]") -> float:
+    """Return the 2-norm of all tensors together; NaN or Inf if one of them holds it."""
     from torch.nn.utils import get_total_norm
 
     return float(get_total_norm(tensors))
 
 
-def _count(tensors: Sequence[Any]) -> int:
+def _count(tensors: "Sequence[Tensor]") -> int:
+    """Return how many tensors hold NaN or Inf."""
     return sum(not bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -96,7 +105,11 @@ def _count(tensors: Sequence[Any]) -> int:
 
 
 def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
-    """Call ``attempt`` until memory suffices, ``halve`` after each time that it does not."""
+    """Call ``attempt`` until memory suffices; call ``halve`` after each out of memory.
+
+    Raises:
+        Exception: Any other error of ``attempt``, and any error of ``halve``.
+    """
     while True:
         try:
             return attempt()
@@ -104,7 +117,7 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
             if not is_out_of_memory(exc):
                 raise
             halve(exc)
-        # only here: inside of `except` the error still holds the tensors of its frames
+        # not inside `except`, where the error still holds the tensors of its frames
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Forward and backward passes of one optimizer step, over token-budget micro-batches.
 
-docs/explanation/trainer.md says which passes can be left out without changing the gradient.
+docs/explanation/trainer.md explains which passes can be left out without changing the gradient.
 """
 
 import contextlib
@@ -35,9 +35,11 @@ Forward = Callable[[MicroBatch], PassOutput]
 
 @contextlib.contextmanager
 def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Set the accumulated gradients aside for the body, then add them to what it computed.
+    """Set the accumulated gradients aside during the body, then add them to the body's gradients.
 
-    If the body raises (out of memory half-way), the parameters have only what was accumulated.
+    Raises:
+        BaseException: Any error of the body, such as out of memory half-way. The parameters then
+            have only the gradients that were set aside.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -71,7 +73,7 @@ class Learner:
     # (level, cap) of the importance weights against the sampler's log-probabilities
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
-    # Whether the model, as it is now, can continue several completions from one pass of a prompt
+    # Returns True if the model can now continue several completions from one pass of a prompt
     may_share: Callable[[], bool] = lambda: False
     tally: Tally = field(default_factory=Tally)  # of the optimizer step in progress
     _warned: bool = False
@@ -83,7 +85,7 @@ class Learner:
         return tally
 
     def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
-        """Return the rollout with old log-probabilities of rows, by a pass of their own."""
+        """Return the rollout with old log-probabilities of some rows, from a pass of their own."""
         if not rows:
             return rollout
         found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
@@ -91,7 +93,11 @@ class Learner:
         return rollout.with_old(rows, found[rows])
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
-        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows."""
+        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
+
+        Raises:
+            MemoryRanOutError: Not even a single row fits into memory.
+        """
         longest = max(map(len, tokens.completion_ids))
         found = torch.zeros(len(tokens), longest, device=self.device)  # (B, T)
         left = set(rows)
@@ -114,11 +120,14 @@ class Learner:
         """Add the gradient of a rollout's rows to the parameters.
 
         Args:
-            rollout: Its old log-probabilities may be unknown where it is on-policy.
-            weights: ``(B,)`` weight of each row's loss in the step; 0 where it is not part of it.
+            rollout: Its old log-probabilities may be unknown if it is on-policy.
+            weights: ``(B,)`` weight of each row's loss in the step; 0 if the step does not use it.
 
         Returns:
             The rollout with the old log-probabilities and the advantages of the rows.
+
+        Raises:
+            MemoryRanOutError: Not even a single row fits into memory.
         """
         in_step = (weights > 0).nonzero().flatten().tolist()
         left = set(in_step) & set(rollout.learnable_rows)
@@ -137,15 +146,15 @@ class Learner:
         tokens = rollout.sampled.tokens
         with self.with_grad():
             retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, pieces))
-        for parameter in self.parameters:  # TRL steps with a gradient of 0, not with none
+        for parameter in self.parameters:  # TRL too steps with a gradient of 0, never without one
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return rollout
 
     def _plan(self, rollout: Rollout, left: set[int]) -> tuple[Rollout, list[list[list[int]]]]:
-        """Return micro-batches; those in one list need each other's log-probabilities.
+        """Return lists of micro-batches; those in one list need each other's log-probabilities.
 
-        A group that is more than memory holds at once gets a pass for its KL here.
+        A group that does not fit into one pass gets a pass for its KL here.
         """
         tokens = rollout.sampled.tokens
         groups = groupby(sorted(left), key=lambda row: row // rollout.num_generations)
@@ -187,7 +196,7 @@ class Learner:
     def _backward(
         self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> None:
-        """Run a micro-batch backward, and count it; ``weights`` are ``(B,)``."""
+        """Run a micro-batch backward and count it; ``weights`` is ``(B,)``."""
         rows = batch.rows
         mask = batch.completion_mask
         width = mask.size(1)
@@ -229,7 +238,7 @@ class Learner:
         self.tally.positions += batch.num_positions
 
     def _lower_budget(self, exc: Exception, tokens: TokenRows, pieces: list[list[int]]) -> None:
-        """Halve the budget after out of memory in ``pieces``; raise where a single row is one."""
+        """Halve the budget after out of memory in ``pieces``; raise if that is a single row."""
         if sum(map(len, pieces)) < 2:
             raise MemoryRanOutError(
                 "memory ran out on a single completion: lower trainer.max_completion_length or "

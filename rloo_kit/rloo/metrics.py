@@ -16,8 +16,8 @@ from rloo_kit.rloo.rollout import Rollout, is_token_level
 
 
 def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
-    """Return means over a rollout with final advantages; ``names`` are those of its rewards."""
-    from trl.trainer.utils import nanstd  # by which TRL's own metrics are computed
+    """Return means over a rollout with final advantages; ``names`` are the names of its rewards."""
+    from trl.trainer.utils import nanstd  # as TRL's own metrics
 
     sampled = rollout.sampled
     size = rollout.num_generations
@@ -26,7 +26,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     scores = rollout.scores
     ended = torch.tensor(sampled.ended, dtype=torch.float32)
     rewards = scores - beta * rollout.kl  # (B,)
-    # (P,) each, NaN of a group with less than two scorable rows
+    # (P,) each; NaN for a group with less than two scorable rows
     spread, raw_spread, paid_spread = (
         nanstd(one.view(-1, size), dim=1) for one in (scores, raw, rewards)
     )
@@ -52,7 +52,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
-    """Return TRL's ``completions/...``: lengths in tokens, and the share that was cut off."""
+    """Return TRL's ``completions/...``: lengths in tokens, and the share of truncated ones."""
     all_lengths = torch.tensor(lengths, dtype=torch.float32)  # (B,)
     is_finished = torch.tensor(ended, dtype=torch.bool)
     finished = all_lengths[is_finished] if is_finished.any() else torch.zeros(1)
@@ -67,7 +67,7 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
 
 
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
-    """Return one dict per completion, as completions.jsonl holds it; None is unscorable."""
+    """Return one dict per completion for completions.jsonl; None marks an unscorable one."""
     sampled = rollout.sampled
     size = rollout.num_generations
     rewards = rollout.scores.clone()
@@ -95,7 +95,7 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 
 
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return how far the engine's log-probabilities are from the trainer's, in nats per token."""
+    """Return the distance of the engine's log-probabilities from the trainer's, nats per token."""
     trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
     if rollout.sampler_log_probs is None or not trained.any():
         return {}
@@ -107,7 +107,7 @@ def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _kl_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the KL over the rows where it was computed, and its share of the advantages."""
+    """Return the KL over the learnable rows, and its share of the advantages."""
     beta = rollout.shaping.beta
     rows = rollout.learnable
     kl = rollout.kl
@@ -116,7 +116,7 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     per_token = float(kl.sum() / tokens)
     from_scores = rollout.score_advantages[rows]
     penalty = kl
-    if not is_token_level(rollout.shaping):  # the baseline takes its part of the KL, too
+    if not is_token_level(rollout.shaping):  # the baseline removes a part of the KL too
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
     from_kl = beta * penalty[rows]
@@ -157,7 +157,7 @@ class Tally:
     completion_tokens: int = 0
     tokens: int = 0  # tokens of all passes, prompts included
     positions: int = 0  # positions of all passes, padding included
-    old_rows: int = 0  # rows an old-log-prob pass of their own was run for
+    old_rows: int = 0  # rows with a pass of their own for old log-probabilities
     reference_rows: int = 0
     entropy: float = 0.0
     squared_log_ratio: float = 0.0
@@ -180,7 +180,7 @@ class Tally:
             self.entropy += float((entropies * mask).sum())
 
     def count_objective(self, objective: Surrogate) -> None:
-        """Take the ratios of a micro-batch's rows, and what was clipped of them."""
+        """Add the ratios of a micro-batch's rows, and their clipped shares."""
         self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
         self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
         self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
@@ -192,7 +192,7 @@ class Tally:
         self.capped += int((factors >= cap * (1 - 1e-6)).sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step; means over rows count all of them."""
+        """Return the metrics of the step; means over rows count untrained rows too."""
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
         ratios = self.ratios

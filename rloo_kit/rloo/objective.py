@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Beyond it a ratio has no gradient; an overflow would make the gradient of the step NaN
+# Above this a ratio has no gradient; an overflow would make the gradient of the step NaN
 MAX_LOG_RATIO = 20.0
 # Added to standard deviations, as TRL does
 EPSILON = 1e-4
@@ -29,11 +29,11 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation with Bessel's correction; 0.0 of fewer than two values."""
+        """Standard deviation with Bessel's correction; 0.0 for fewer than two values."""
         return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: torch.Tensor) -> None:
-        """Take in a batch; NaN entries are left out."""
+        """Add a batch; NaN entries are left out."""
         values = values[~values.isnan()].double()
         new = values.numel()
         if not new:
@@ -48,7 +48,12 @@ class RunningMoments:
 
 
 def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> torch.Tensor:
-    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and count for nothing."""
+    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and do not count.
+
+    Args:
+        values: Any shape, float.
+        moments: Mean and deviation to use; None for those of ``values``.
+    """
     if moments is not None:
         return (values - moments.mean) / (moments.std + EPSILON)
     known = values[~values.isnan()]
@@ -73,13 +78,13 @@ def token_kl(
 
 
 def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the advantages of the token level, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
+    """Return token-level advantages, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
 
-    They come after the baseline, which is of the scores alone.
+    The KL is subtracted after the baseline, which uses the scores only.
 
     Args:
         advantages: ``(N,)`` of the scores.
-        kl: ``(N, T)`` of tokens, in nats; 0 where there is no token.
+        kl: ``(N, T)`` of tokens, in nats; 0 after the last token.
         beta: Strength of the penalty.
 
     Returns:
@@ -93,12 +98,12 @@ def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -
 class Surrogate:
     """The clipped objective of some rows."""
 
-    # `(N,)`, with gradient: -min(rho A, clip(rho) A), summed over tokens where those differ
+    # `(N,)`, with gradient: -min(rho A, clip(rho) A), with token-level KL summed over tokens
     losses: torch.Tensor
     ratios: torch.Tensor  # (N,) probability ratios of whole completions, detached
     # `(N,)` in [0, 1]: share of the row's terms without gradient because rho is too small
     clipped_low: torch.Tensor
-    clipped_high: torch.Tensor  # the same, too large
+    clipped_high: torch.Tensor  # `(N,)` the same, because rho is too large
 
 
 def surrogate(
@@ -117,11 +122,11 @@ def surrogate(
 
     Args:
         log_probs: ``(N, T)`` with gradient.
-        old_log_probs: ``(N, T)``; the detached ``log_probs`` where the policy has not moved.
+        old_log_probs: ``(N, T)``; the detached ``log_probs`` if the policy has not moved.
         mask: ``(N, T)`` 1 on completion tokens.
         advantages: ``(N, 1)``, or ``(N, T)`` with the token-level KL.
-        epsilon_low: rho is clipped at 1 - epsilon_low ...
-        epsilon_high: ... and at 1 + epsilon_high.
+        epsilon_low: rho is clipped from below at 1 - epsilon_low.
+        epsilon_high: rho is clipped from above at 1 + epsilon_high.
         token_weights: ``(N, T)`` factors of each token's gradient; the ratio's value stays.
     """
     per_token = (log_probs - old_log_probs) * mask
@@ -145,8 +150,8 @@ def surrogate(
     )
 
 
-# Losses by the name that the setting `loss` gives: a new one is a function with the arguments of
-# `surrogate` and a row here
+# Losses by their name in the setting `loss`. A new loss is a function with the arguments of
+# `surrogate`, and a row here
 LOSSES: dict[str, Callable[..., Surrogate]] = {"clipped": surrogate}
 
 

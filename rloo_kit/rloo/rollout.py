@@ -1,14 +1,14 @@
 """One generation batch as data: its completions, their scores, and the rows that train.
 
-``Rollout.scored`` makes it of scores, before any pass. ``with_advantages`` adds the KL, group by
+``Rollout.scored`` makes it from scores, before any pass. ``with_advantages`` adds the KL, group by
 group, as soon as the log-probabilities of a group are known.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion, F reward
 functions.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -22,15 +22,10 @@ from rloo_kit.rloo.advantages import (
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl_to_go, token_kl
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Made = TypeVar("Made", bound="DataclassInstance")
-
 
 @dataclass(frozen=True)
 class Shaping:
-    """How scores become advantages; the trainer's settings of the same names."""
+    """Settings that turn scores into advantages; the trainer's settings have the same names."""
 
     beta: float = 0.0
     missing_eos_penalty: float | None = None
@@ -51,13 +46,13 @@ class Completions:
     prompts: list[Any]  # texts or conversations
     completions: list[Any]  # texts, or conversations of one message
     tokens: TokenRows
-    # Whether the completion ends with an EOS id (or a pad id, which some models end with)
+    # True if the completion ends with an EOS id (or a pad id, which some models end with)
     ended: list[bool]
-    # Of the completion tokens, as the engine reported them; None where it does not
+    # Of the completion tokens, as the engine reported them; None if it does not report them
     sampler_log_probs: list[list[float]] | None = None
 
     def unmasked_rows(self, shaping: Shaping) -> list[int]:
-        """Return the rows that ``mask_truncated_completions`` leaves."""
+        """Return the rows that ``mask_truncated_completions`` does not mask."""
         masks = shaping.mask_truncated_completions
         return [row for row, ended in enumerate(self.ended) if ended or not masks]
 
@@ -84,15 +79,15 @@ class ScoredBatch(Completions):
         return scores, ~ended & shaping.mask_truncated_completions
 
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
-        """Return ``(P,)`` bool: whether the scores of a group differ at all, before any KL."""
+        """Return ``(P,)`` bool: True for groups whose scores differ, before any KL."""
         scores, _ = self.shaped_scores(shaping, num_generations)
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
     def with_signal_of(self, other: Self, shaping: Shaping, num_generations: int) -> Self:
-        """Return the batch with groups without signal replaced by groups of ``other`` that have it.
+        """Return the batch with groups without signal replaced by groups of ``other`` with signal.
 
-        Where ``other`` has fewer of them, the last groups without signal stay.
+        If ``other`` has too few of them, the last groups without signal stay.
         """
         size = num_generations
         num_groups = len(self.tokens) // num_generations
@@ -126,7 +121,7 @@ class ScoredBatch(Completions):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A scored generation batch, and the log-probabilities and advantages known of it so far.
+    """A scored generation batch, and its log-probabilities and advantages known so far.
 
     It is plain data: each ``with_...`` method returns a new rollout.
     """
@@ -145,7 +140,7 @@ class Rollout:
     reference_log_probs: torch.Tensor
     advantages: torch.Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
-    # `(B, T)` float32 as the engine reported them; None where it does not
+    # `(B, T)` float32 as the engine reported them; None if it does not report them
     sampler_log_probs: torch.Tensor | None = None
     on_policy: bool = True  # False from the second optimizer step that learns from it
 
@@ -195,30 +190,26 @@ class Rollout:
         return rollout.with_advantages() if shaping.beta == 0 else rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything as dicts, lists and tensors, for a checkpoint."""
+        """Return all fields as dicts, lists and tensors, for a checkpoint."""
         tokens = self.sampled.tokens
         ids = {"prompt_ids": tokens.prompt_ids, "completion_ids": tokens.completion_ids}
         sampled = vars(self.sampled) | {"tokens": ids}
         return vars(self) | {"sampled": sampled, "shaping": asdict(self.shaping)}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], device: Any) -> Self:
-        """Return the rollout that ``state_dict`` was called on, with its tensors on a device.
-
-        A checkpoint of an older version may hold fields that are gone, or one advantage per row.
-        """
-        tokens = TokenRows(**state["sampled"]["tokens"])
-        values = state | {
-            "sampled": _made(ScoredBatch, state["sampled"] | {"tokens": tokens}, device),
-            "shaping": _made(Shaping, state["shaping"], device),
-            "advantages": state["advantages"].view(len(state["scores"]), -1),
+    def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> Self:
+        """Return the rollout of a ``state_dict``, with its tensors on a device."""
+        sampled = state["sampled"] | {"tokens": TokenRows(**state["sampled"]["tokens"])}
+        parts = {
+            "sampled": ScoredBatch(**_on_device(sampled, device)),
+            "shaping": Shaping(**state["shaping"]),
         }
-        return _made(cls, values, device)
+        return cls(**_on_device(state | parts, device))
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
 
-    # --- what follows from the fields ------------------------------------------------------------
+    # --- derived values --------------------------------------------------------------------------
 
     @property
     def learnable_rows(self) -> list[int]:
@@ -239,7 +230,7 @@ class Rollout:
 
     @property
     def pull(self) -> torch.Tensor:
-        """``(B,)`` what another baseline adds to leave-one-out advantages; else exactly 0."""
+        """``(B,)`` difference to leave-one-out advantages, exactly 0 with that baseline."""
         grouped = self.scores.view(-1, self.num_generations)  # (P, G)
         return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
 
@@ -258,7 +249,7 @@ class Rollout:
 
     @property
     def row_advantages(self) -> torch.Tensor:
-        """``(B,)`` one number a row; at token level the mean over its tokens."""
+        """``(B,)`` one advantage per row; at token level the mean over its tokens."""
         if not is_token_level(self.shaping):
             return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
@@ -274,7 +265,7 @@ class Rollout:
         """Return the rollout with log-probabilities of the policy that sampled, for some rows.
 
         Args:
-            rows: ``(N,)`` numbers of rows.
+            rows: ``(N,)`` row numbers.
             log_probs: ``(N, C)`` of their first C completion tokens.
         """
         old = self.old_log_probs.clone()
@@ -284,12 +275,12 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with the advantages of groups whose log-probabilities are known.
 
-        At sequence level the KL is subtracted from the scores, before the leave-one-out baseline;
-        another baseline changes the part of the scores alone, so that a group needs the KL of no
-        other one. At token level it is subtracted after the baseline.
+        At sequence level the KL is subtracted from the scores, before the leave-one-out baseline.
+        Another baseline changes only the part of the scores, so that a group does not need the KL
+        of other groups. At token level the KL is subtracted after the baseline.
 
         Args:
-            groups: Their numbers; None: all.
+            groups: Numbers of these groups; None for all.
         """
         shaping = self.shaping
         final = torch.zeros_like(self.settled)  # (P,)
@@ -318,8 +309,8 @@ class Rollout:
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     """Return the rows whose old log-probabilities need a pass of their own.
 
-    The training forward gives them where the row is trained before any optimizer step (it is in
-    ``first_step``) and, at beta > 0, so is every other row that its advantage depends on.
+    The training forward pass gives them if the row is trained before any optimizer step (it is in
+    ``first_step``) and, with beta above 0, so is every other row that its advantage depends on.
     """
     rows = rollout.learnable_rows
     if not rollout.shaping.beta:
@@ -334,7 +325,5 @@ def is_token_level(shaping: Shaping) -> bool:
     return shaping.token_level_kl and shaping.beta != 0
 
 
-def _made(kind: type[Made], values: dict[str, Any], device: Any) -> Made:
-    """Return a dataclass of those values that are its fields, tensors on a device."""
-    known = {field.name: values[field.name] for field in fields(kind) if field.name in values}
-    return kind(**{n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in known.items()})
+def _on_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}

@@ -1,22 +1,22 @@
 """One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-The whole algorithm is called from here, up to the gradient; transformers then applies it. Each part
-is given what it uses when it is made: the package ``training`` makes the parts for a model, and a
-test makes them for a tabular policy.
+This module calls the whole algorithm, up to the gradient; transformers then applies the gradient.
+The package ``training`` makes the parts of the step for a model; a test makes them for a tabular
+policy.
 
-Where the rest is:
+Other parts of the algorithm:
 
 - ``rloo.advantages`` subtracts the baseline: ``Rollout.scored`` calls the function that
   ``BASELINES`` has under the setting ``baseline``, a field of ``shaping``.
 - A loss is a function in ``LOSSES`` of ``rloo.objective``; ``Learner`` calls it.
-- ``training.dynamic_sampling`` is ``after_scoring``. It decides whether groups without signal are
-  replaced by completions of other prompts.
+- ``training.dynamic_sampling`` is ``after_scoring``. It replaces groups without signal by
+  completions of other prompts, if that is asked for.
 - ``Sampler.draw`` of ``training.sampler`` puts vLLM to sleep after a batch; the next ``sample``
   wakes it. Until then rewards, the reference pass, the learner's passes and the optimizer can use
   the memory that it freed.
 - ``LeaveOneOutTrainer.state_dict`` puts ``Step.state_dict`` and the order of prompts of dynamic
-  sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer,
-  schedule, gradient scaler, random states, callbacks and rewards.
+  sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer, schedule, gradient
+  scaler, random states, callbacks and rewards.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, N some of their rows, T the
 longest completion. A row is one completion; the G rows of a prompt are neighbours.
@@ -37,7 +37,7 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
-# A row of the training set, with `prompt`; it is repeated G times in a row, once per completion
+# A row of the training set, with `prompt`; it is repeated G times, once per completion
 Row = Mapping[str, Any]
 Result = TypeVar("Result")
 
@@ -46,30 +46,30 @@ Result = TypeVar("Result")
 class Pending(Generic[Result]):
     """Rewards that are being computed."""
 
-    in_background: bool  # whether async rewards run already; the others run in `result`
+    in_background: bool  # True if async rewards run already; the others run in `result`
     result: Callable[[], Result]  # waits for all rewards
 
 
 class Log(Protocol):
-    """What a step reports to."""
+    """Receiver of a step's metrics."""
 
     def note(self, name: str, value: float) -> None:
         """Add a value to a metric."""
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Take a new rollout, once it has its advantages, and the number of its step."""
+        """Log a new rollout with final advantages, in the step of that number."""
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Take the counts of a step, its time, and the number of steps skipped so far."""
+        """Log the counts of a step, its time, and the number of steps skipped so far."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Step:
-    """Makes the gradient of one optimizer step after another.
+    """Computes the gradient of one optimizer step after another.
 
     The rows of a rollout are cut into ``num_slices`` slices of equal size, in random order. Each
-    slice is trained ``num_iterations`` times. By default a step takes all slices of one rollout. It
-    takes some of them if TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``,
+    slice is trained ``num_iterations`` times. By default a step uses all slices of one rollout. It
+    uses some of them if TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``,
     and those of several rollouts if it is above.
     """
 
@@ -78,7 +78,8 @@ class Step:
     score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
     # `(B, T)` log-probabilities of some rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
-    # returns the same learner each time; made at the first, when free memory sets its token budget
+    # Returns the same learner each time. The first call makes it, since the free memory of that
+    # moment sets its token budget
     learner: Callable[[], Learner]
     guard: StepGuard
     log: Log
@@ -91,10 +92,9 @@ class Step:
     after_scoring: Callable[[ScoredBatch, Callable[[list[Row]], ScoredBatch]], ScoredBatch] = (
         lambda batch, sample_and_score: batch
     )
-    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: (
-        rollout
-    )  # may set `learnable` to False
-    # Whether the reference pass may run during async rewards; False if `after_scoring` can replace
+    # may set `learnable` to False
+    rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout
+    # True if the reference pass may run during async rewards; False if `after_scoring` can replace
     # rows, since the pass would belong to the old ones
     overlap: bool = True
     # the state
@@ -112,7 +112,7 @@ class Step:
 
         Raises:
             DivergedError: Weights are NaN or Inf, or too many steps in a row were skipped.
-            MemoryRanOutError: Not even a single completion fits.
+            MemoryRanOutError: Not even a single completion fits into memory.
         """
         started = time.perf_counter()
         learner = self.learner()
@@ -132,10 +132,8 @@ class Step:
                 self.log.note_rollout(learned, number)
             self.rollout = replace(learned, on_policy=False)
         tally = learner.take_tally()
-        if not self.guard.check(
-            tally.loss, learner.parameters, number
-        ):  # it has dropped the gradients
-            self.log.note("grad_norm", math.nan)  # not the 0 of a norm over no gradients
+        if not self.guard.check(tally.loss, learner.parameters, number):
+            self.log.note("grad_norm", math.nan)  # the guard dropped the gradients: no norm of 0
         self.log.note_step(tally, time.perf_counter() - started, self.guard.skipped)
         return torch.tensor(tally.loss, device=learner.device)
 
@@ -147,7 +145,7 @@ class Step:
         Args:
             batch: The B rows of a new rollout.
             number: The number of the step.
-            slices_left: How many slices the step has yet to take, with this one.
+            slices_left: How many slices the step still needs, this one included.
         """
         if not self.waiting or self.rollout is None:
             rollout = self.make_rollout(batch, number)
@@ -157,9 +155,7 @@ class Step:
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
             rollout = self.learner().with_old(rollout, needs_pass)
-            if (
-                needs_pass and self.reference is not None
-            ):  # of all rows, if beta is not 0: the KL is known
+            if needs_pass and self.reference is not None:  # a pass of all rows: the KL is known
                 rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
@@ -168,11 +164,14 @@ class Step:
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
         """Return a rollout with scores and, if beta is not 0, reference log-probabilities.
 
-        If beta is 0 its advantages are final. If not, they need the KL, and so the old
-        log-probabilities. ``next_slice`` computes them if it runs a pass for the latter. If it does
-        not, ``Learner.learn`` does.
+        With beta 0 its advantages are final. Otherwise they need the KL, and so the old
+        log-probabilities. ``next_slice`` computes them if it runs a pass for these; if not,
+        ``Learner.learn`` does.
+
+        Raises:
+            DivergedError: Weights are NaN or Inf after the step before.
         """
-        check_finite(self.learner().parameters, number - 1)  # as that step left them
+        check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
         completions = self.sample(rows)
         scoring = self.score(rows, completions)
@@ -193,7 +192,7 @@ class Step:
         return self.score(rows, self.sample(rows)).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs of the steps so far."""
+        """Return the state that a resumed run needs."""
         batch = None
         if self.waiting and self.rollout is not None:
             batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
@@ -204,25 +203,11 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned; a resumed run may have slices of another size."""
+        """Load a state that ``state_dict`` returned; slices may have another size now."""
         self.moments = RunningMoments(**state["moments"])
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
         self.rollout = None
         self.waiting = []
         if batch := state["batch"]:
             self.rollout = Rollout.from_state_dict(batch["rollout"], self.learner().device)
-            rows = _rows_left(state, self.num_iterations)
-            self.waiting = [*rows.split(len(self.rollout) // self.num_slices)]
-
-
-def _rows_left(state: dict[str, Any], num_iterations: int) -> torch.Tensor:
-    """Return ``(N,)`` rows yet to train.
-
-    Older checkpoints hold all slices of the rollout as ``order``, and as ``micro_step`` the number
-    of slices that were trained in the whole run.
-    """
-    batch = state["batch"]
-    if "rows" in batch:
-        return batch["rows"]
-    slices = [*batch["order"]] * num_iterations
-    return torch.cat(slices[state["micro_step"] % len(slices) :])
+            self.waiting = [*batch["rows"].split(len(self.rollout) // self.num_slices)]

@@ -17,20 +17,20 @@ def default_token_budget(  # noqa: PLR0913
 ) -> int:
     """Return how many positions a training pass may have: between 512 and 16,384.
 
-    Half of the free memory (bytes, once the model is loaded) is for activations, on a CPU at most
-    512 MiB: more makes nothing faster there.
+    Half of the free memory (bytes, after the model is loaded) is for activations. On a CPU it is at
+    most 512 MiB, since larger passes are not faster there.
     """
-    # values that a layer keeps of a position: inputs of its matrices, norms, attention, gated MLP
+    # values that a layer keeps per position: inputs of its matrices, norms, attention, gated MLP
     layer = 12 * hidden_size + 5 * intermediate_size
-    # with gradient checkpointing one layer does so at a time, and each keeps its input
+    # with gradient checkpointing one layer at a time keeps these, and each layer keeps its input
     values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
     room = min(free_memory // 2, 512 * MIB) if on_cpu else free_memory // 2
     return max(512, min(room // (values * bytes_per_value), 16_384))
 
 
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
-    """Return what a training pass costs besides its positions, in positions."""
-    # Seconds to start a layer's operations, and operations a second; a position takes about 4 per
-    # parameter. Constants, not measured here: the same run is cut in the same way again.
+    """Return the fixed cost of a training pass, in positions."""
+    # Seconds to start a layer's operations, and operations per second; a position needs about 4 per
+    # parameter. These are constants, so that the same run is always cut in the same way.
     seconds, operations = (5e-3, 1.5e11) if on_cpu else (1.5e-3, 3e13)
     return round(num_layers * seconds * operations / (4 * num_parameters))

@@ -25,25 +25,31 @@ _TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if 
 
 
 class _OtherFlag(argparse.Action):
-    """Collect the flags that another trainer has, under their names."""
+    """Action that collects the flags of another trainer under their names."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Add one."""
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add one flag."""
         found = getattr(namespace, self.dest) or {}
-        setattr(namespace, self.dest, found | {option_string[2:]: read_value(values)})
+        setattr(namespace, self.dest, found | {str(option_string)[2:]: read_value(values)})
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(KitSettings, RLOOConfig):
     """Every field of TRL's ``RLOOConfig`` under TRL's name, and the kit's own (``KitSettings``).
 
-    Names of other trainers (``config.other_names``) are translated or refused. Defaults that differ
-    from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4, ``learning_rate``
-    1e-5, ``logging_steps`` 1, ``report_to`` none, ``num_completions_to_print`` 0
+    Names of other trainers (``config.other_names``) are translated or rejected. Defaults that
+    differ from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4,
+    ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, ``num_completions_to_print`` 0
     (``log_completions`` fills the tables of ``report_to``), ``bf16``/``fp16`` by the device,
     ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes are
-    TRL's again, so that one file means the same with and without Unsloth. ``TrlParser`` and
-    ``HfArgumentParser`` take the class as they take TRL's.
+    TRL's again, so that a file means the same with and without Unsloth. ``TrlParser`` and
+    ``HfArgumentParser`` accept the class like TRL's.
 
     Raises:
         ConfigError: An unknown name (with the nearest one), another trainer's name that has no
@@ -70,14 +76,14 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         steps_per_generation: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as trackers and checkpoints get them: without secrets."""
+        """Return the settings without secrets, for trackers and checkpoints."""
         return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         others = arguments.pop("other_names", None) or {}
         for name in {RENAMED[other] for other in others if other in RENAMED} & arguments.keys():
             if arguments[name] == self.__dataclass_fields__[name].default:
-                del arguments[name]  # a parser gives what was not asked for, too
+                del arguments[name]  # a parser also gives defaults
         arguments |= others
         arguments = {n: v for n, v in arguments.items() if v is not None or n not in BY_DEVICE}
         if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
@@ -119,7 +125,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             RLOOConfig.__init__(
                 self, **{**defaults, **values, "output_dir": output_dir or "runs/trainer"}
             )
-        except Exception as exc:  # what the libraries below raise differs by the setting
+        except Exception as exc:  # each setting raises another error in the libraries
             raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
         self._warn_of_precision(arguments)
         if not self.bf16 and not self.fp16:
@@ -128,7 +134,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
 
     def _warn_of_precision(self, arguments: dict[str, Any]) -> None:
-        """Warn of a precision that was asked for, and that Unsloth turns off on a CPU."""
+        """Warn about a requested precision that Unsloth turns off on a CPU."""
         for name in ("bf16", "fp16", "tf32"):
             if arguments.get(name) and not getattr(self, name):
                 text = f"{name}=True is slow or unknown on this CPU: Unsloth turns it off"
@@ -136,18 +142,18 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
     @property
     def n_gpu(self) -> int:
-        """The GPUs that train: of several the first, where transformers would divide batches."""
+        """Number of GPUs: at most 1, since transformers would divide batches among several."""
         return min(1, super().n_gpu)
 
     @property
     def device(self) -> torch.device:
-        """The device that trains; a CPU has no number, since torch.load would not find it."""
+        """The device that trains; a CPU has no index, since torch.load cannot map to one."""
         found = super().device
         return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def shaping(self) -> Shaping:
-        """How scores become advantages."""
+        """Settings that turn scores into advantages."""
         mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
         names = [field.name for field in dataclasses.fields(Shaping)]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -160,7 +166,7 @@ _OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
 
 
 def _show_parsers_the_defaults() -> None:
-    """Let a command-line parser read the kit's defaults and help, and one type for each setting."""
+    """Give command-line parsers the kit's defaults and help, and one type for each setting."""
     parsed = LeaveOneOutConfig.__dataclass_fields__
     for name, default in {**dict.fromkeys(BY_DEVICE), **TRL_DEFAULTS}.items():
         parsed[name] = copy.copy(parsed[name])  # TRL's own class stays as it is
@@ -174,20 +180,19 @@ def _show_parsers_the_defaults() -> None:
 _show_parsers_the_defaults()
 
 
-def _own_config(args: Any) -> LeaveOneOutConfig:
+def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
     """Return a trainer's ``args`` as a ``LeaveOneOutConfig``.
 
-    An ``RLOOConfig`` does not say which of its values were set, so each is taken as it stands: it
-    trains with the values that it shows, those of Unsloth's patched class too, and the kit's own
-    settings keep their defaults. What TRL's default leaves to the machine (``BY_DEVICE``) follows
-    the machine here too.
+    An ``RLOOConfig`` does not know which of its values were set, so all of them are used, those of
+    Unsloth's patched class too, and the kit's own settings keep their defaults. Settings that TRL's
+    defaults leave to the machine (``BY_DEVICE``) depend on the machine here too.
 
     Raises:
-        ConfigError: It is the configuration of something else.
+        ConfigError: ``args`` is the configuration of another trainer.
     """
     if args is None or isinstance(args, LeaveOneOutConfig):
         return args or LeaveOneOutConfig()
-    # by name, since Unsloth puts a class of its own into the place of TRL's
+    # by name, since Unsloth replaces TRL's class by its own
     if not any(kind.__name__ == "RLOOConfig" for kind in type(args).__mro__):
         raise ConfigError(
             f"args is of type {type(args).__name__}, must be a LeaveOneOutConfig or TRL's "

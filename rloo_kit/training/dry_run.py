@@ -1,8 +1,8 @@
-"""Worst-case dry run: one learning step at full length before the first, so that a run fails early.
+"""Worst-case dry run: one learning step at full length, so that a run without memory fails early.
 
-The largest passes that a run can have are made, of which nothing stays: weights, random states and
-metrics are restored. Sampling is not tried, since it halves its rows by itself where memory runs
-out. docs/how-to/plan.md says which passes are made, and why.
+It makes the largest passes that the run can have, and then restores weights, random states and
+metrics. It does not sample, since sampling halves its rows by itself if memory runs out.
+docs/how-to/plan.md explains which passes are made, and why.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
 
-# Optimizers, by parts of their names, that make no step: the first keep their states in main
-# memory and never give them back, the others hook into the backward pass
+# Optimizers that make no step here, by parts of their names: the first keep their states in main
+# memory and never free them, the others hook into the backward pass
 NOT_STEPPED = ("paged", "layerwise", "lomo")
 REMEDY = (
     "set model.load_in_4bit and trainer.gradient_checkpointing, lower lora.r, or last lower "
@@ -43,15 +43,15 @@ REMEDY = (
 class DryRun:
     """Memory and time of one step in the worst case."""
 
-    # the most that was held at once: on a GPU by tensors and by what lies outside of torch's
-    # allocator (CUDA context, an engine), on a CPU the process's resident memory
+    # peak memory: on a GPU of tensors and of everything outside of torch's allocator (CUDA context,
+    # an engine), on a CPU the process's resident memory
     peak_bytes: int
     device_bytes: int  # of the card, or of the machine
     seconds: float
     rows: int  # completions of a generation batch
-    tokens: int  # of each, its prompt included
+    tokens: int  # of each completion with its prompt
     budget: int  # `tokens_per_micro_batch` from here on
-    lowered: bool  # whether that had to be lowered because memory ran out
+    lowered: bool  # True if memory ran out and the budget was lowered
 
     def __str__(self) -> str:
         text = (
@@ -66,7 +66,7 @@ class DryRun:
 
 @dataclass(kw_only=True, eq=False)
 class WorstCase:
-    """The largest step of a training that has not begun, made of its parts."""
+    """Largest step of a training that has not begun."""
 
     args: LeaveOneOutConfig
     model: Model
@@ -74,10 +74,10 @@ class WorstCase:
     learner: Learner
     tokenizer: Tokenizer
     dataset: Any  # rows with `prompt`
-    make_optimizer: Callable[[], Any] | None  # like the run's; None: it has one already
+    make_optimizer: Callable[[], Any] | None  # None if the run has its optimizer already
 
     def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
-        """Return whether ``args.dry_run`` asks for a dry run; None does on a GPU."""
+        """Return whether ``args.dry_run`` asks for a dry run; None means on a GPU only."""
         if self.args.dry_run is not None:
             return self.args.dry_run
         limit = max_prompt_tokens or notes_of(self.model).max_seq_length
@@ -90,17 +90,17 @@ class WorstCase:
         max_prompt_tokens: int | None = None,
         remedy: Callable[[], str] | None = None,
     ) -> DryRun:
-        """Take the memory of one learning step in the worst case, and give it back.
+        """Run one learning step in the worst case, and free its memory.
 
-        Nothing changes but the learner's token budget, which halves where memory runs out.
+        Only the learner's token budget may change: it is halved if memory runs out.
 
         Args:
-            max_prompt_tokens: Of a stream, whose prompts are not known; None: what the model's
-                ``max_seq_length`` leaves.
-            remedy: Called when memory ran out: what to change, as a part of a sentence.
+            max_prompt_tokens: Longest prompt of a stream, whose prompts are not known; None uses
+                the rest of the model's ``max_seq_length``.
+            remedy: Called when memory ran out; returns what to change, as a part of a sentence.
 
         Raises:
-            MemoryRanOutError: The worst case does not fit, not even a single completion of it.
+            MemoryRanOutError: Not even a single completion of the worst case fits.
         """
         started = time.perf_counter()
         learner = self.learner
@@ -108,7 +108,7 @@ class WorstCase:
         width = len(ids) + self.args.max_completion_length
         rows = self.args.generation_batch_size
         shares = learner.may_share
-        learner.may_share = lambda: False  # all rows have one prompt here, which would run once
+        learner.may_share = lambda: False  # all rows have the same prompt here
         budget = learner.budget
         total = detect_hardware().total_memory
         take_peak()
@@ -138,7 +138,7 @@ class WorstCase:
         )
 
     def _longest_prompt(self, max_prompt_tokens: int | None) -> list[int]:
-        """Return the ids of the longest prompt; of a stream, as many as it may have at most."""
+        """Return the ids of the longest prompt; for a stream, ids of the greatest length."""
         if hasattr(self.dataset, "__len__"):
             settings = cast(dict[str, Any] | None, self.args.chat_template_kwargs)
             return longest_prompt(self.dataset, self.tokenizer, settings)
@@ -149,7 +149,7 @@ class WorstCase:
         return self.tokenizer("1").input_ids[:1] * min(max_prompt_tokens or left, left)
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
-        """Run the largest passes of a step; again where the budget had to be lowered."""
+        """Run the largest passes of a step; repeat them if the budget had to be lowered."""
         args = self.args
         learner = self.learner
         budget = None
@@ -175,7 +175,7 @@ class WorstCase:
                 learner.learn(rollout, weights)
 
     def _rollout(self, ids: list[int], rows: int, width: int) -> Rollout:
-        """Return a rollout of whole groups; equal scores would give no advantage, and no pass."""
+        """Return a rollout of whole groups, with scores that differ so that every row trains."""
         group = self.args.num_generations
         rows = -(-rows // group) * group
         row = (ids * (width // len(ids) + 1))[:width]
@@ -194,7 +194,7 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
-        """Hold an optimizer like the run's that has made a step; the weights are put back."""
+        """Hold an optimizer like the run's after one step; restore the weights."""
         parameters = self.learner.parameters
         name = OptimizerNames(self.args.optim).value
         if self.make_optimizer is None or any(mark in name for mark in NOT_STEPPED):
@@ -217,7 +217,7 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Train as transformers' loop does; put back what the passes change."""
+        """Set the model up as transformers' loop does; undo what the passes change."""
         args = self.args
         model = self.model
         states = random_states()
@@ -241,10 +241,10 @@ class WorstCase:
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:
-    """Return (rows, width) of the micro-batches that take the most memory.
+    """Return (rows, width) of the micro-batches that need the most memory.
 
-    The longest rows, as many as fit into the budget of positions; and where they leave some of it
-    free, rows just short enough for one more.
+    First, as many of the longest rows as fit into the budget of positions. If they do not fill it,
+    also one row more, with rows just short enough for that.
 
     >>> largest_passes(64, 9000, 16_384)
     [(1, 9000), (2, 8192)]

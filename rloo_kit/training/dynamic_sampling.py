@@ -15,18 +15,23 @@ from rloo_kit.training.step_log import StepLog
 
 @dataclass(kw_only=True, eq=False)
 class DynamicSampling:
-    """Looks for groups without signal after scoring, and replaces them where it is asked to."""
+    """Counts groups without signal after scoring; replaces them if ``dynamic_sampling`` is on."""
 
     args: LeaveOneOutConfig
     dataset: Callable[[], Any]  # rows with `prompt`
     log: StepLog
     order: deque[int] = field(default_factory=deque)  # rows of the dataset that come next
-    num_orders: int = 0  # that were begun
+    num_orders: int = 0  # begun so far
 
     def after_scoring(
         self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
     ) -> ScoredBatch:
-        """Replace groups without signal by groups of further prompts (``dynamic_sampling``)."""
+        """Return the batch, with groups without signal replaced by groups of further prompts.
+
+        Args:
+            batch: A scored generation batch.
+            complete: Samples and scores rows.
+        """
         shaping = self.args.shaping
         size = self.args.num_generations
         drawn = 0
@@ -46,7 +51,7 @@ class DynamicSampling:
         return batch
 
     def _next_row(self) -> Row:
-        """Return the next row of a random order of the training set, apart from the run's own."""
+        """Return the next row of a random order of the training set, not the order of the run."""
         dataset = self.dataset()
         if not self.order:
             generator = torch.Generator().manual_seed(self.args.seed + self.num_orders)
@@ -55,11 +60,10 @@ class DynamicSampling:
         return dataset[self.order.popleft()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept from batch to batch, in copies."""
+        """Return copies of the state that is kept from batch to batch."""
         return {"prompt_order": list(self.order), "prompt_orders": self.num_orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self.order = deque(state["prompt_order"])
-        # an older checkpoint has no count, and began each order by the number of its slice
-        self.num_orders = state.get("prompt_orders", state.get("micro_step", 0) + 1)
+        self.num_orders = state["prompt_orders"]

@@ -1,4 +1,4 @@
-"""Passes of the policy and of its reference over micro-batches."""
+"""Forward passes of the policy and of its reference over micro-batches."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,24 +19,30 @@ from rloo_kit.types import Model
 
 @dataclass(eq=False)
 class Policy:
-    """Passes over micro-batches, under the policy and under its reference."""
+    """Forward passes over micro-batches, under the policy and under its reference."""
 
     model: Any  # the policy, with or without an adapter
-    # A reference that is a model of its own; None: the adapter `ref`, or the model without adapter
+    # A separate reference model; None if it is the adapter `ref`, or the model without adapter
     ref_model: Any
     accelerator: Accelerator  # casts and unwraps
     args: LeaveOneOutConfig
 
     def forward(self, batch: MicroBatch) -> PassOutput:
-        """Return log-probabilities under the policy, and entropies where gradients are kept."""
+        """Return log-probabilities under the policy, and entropies if gradients are enabled."""
         return self.run(batch, entropies=torch.is_grad_enabled())
 
     def run(self, batch: MicroBatch, *, entropies: bool, model: Any = None) -> PassOutput:
-        """Return ``(N, C)`` log-probabilities of a micro-batch's completions, and entropies."""
+        """Return ``(N, C)`` log-probabilities of a micro-batch's completions, and entropies.
+
+        Args:
+            batch: The rows.
+            entropies: Return ``(N, C)`` entropies too, detached.
+            model: The model that computes; None for the policy.
+        """
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         with self.accelerator.autocast():
-            # No attention mask: rows are padded on the right alone. (Unsloth's kernels may drop it
-            # while they train, and TRL's left-padded prompts would then attend to their padding.)
+            # No attention mask, since rows are padded on the right only. (Unsloth's kernels may
+            # drop it while they train; left-padded prompts would then attend to their padding.)
             after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch.labels)
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
@@ -50,7 +56,7 @@ class Policy:
         return PassOutput(log_probs, of_completions(output.entropy.detach()) if entropies else None)
 
     def may_share(self) -> bool:
-        """Return whether a prompt may run once for its group; checkpointing drops its keys."""
+        """Return whether a prompt may run once for its group; not with gradient checkpointing."""
         checkpoints = self.args.gradient_checkpointing or self.model.is_gradient_checkpointing
         return not (checkpoints and torch.is_grad_enabled()) and continues_prompts(self.model)
 
@@ -82,13 +88,13 @@ def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
     kwargs = {**cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})}
     # two arguments of transformers; the others are for torch
     own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
-    # by name: what Unsloth puts into its place for Gemma 3n and 4 takes nothing by position
+    # by name: Unsloth's replacement for Gemma 3n and 4 accepts no positional arguments
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
 
 
 @contextlib.contextmanager
 def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[None]:
-    """Turn gradient checkpointing off, and on again where it was."""
+    """Turn gradient checkpointing off for the body."""
     was_enabled = model.is_gradient_checkpointing
     if was_enabled:
         model.gradient_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""Draw completions from the policy that trains, log them, and weigh their rewards.
+"""Sampler of completions from the policy that trains, and the weighted sum of their rewards.
 
 Shapes: B completions, F reward functions.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from trl.trainer import rloo_trainer  # whose names Unsloth replaces
+from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
 from rloo_kit.rloo.advantages import weighted_sum
@@ -33,36 +33,36 @@ from rloo_kit.types import Score
 
 # For a single completion that does not fit into memory
 SAMPLING_REMEDY = (
-    "lower trainer.max_completion_length, take a smaller model, or set model.load_in_4bit"
+    "lower trainer.max_completion_length, use a smaller model, or set model.load_in_4bit"
 )
 
 
 @dataclass(kw_only=True, eq=False)
 class Sampler:
-    """Draws completions of tokenized prompts from the policy as it is now."""
+    """Samples completions of tokenized prompts from the current policy."""
 
     model: Any
     accelerator: Accelerator
     args: LeaveOneOutConfig
-    policy: Policy  # whose passes check the engine
+    policy: Policy  # its passes check the engine
     log: StepLog
     pad_token_id: int
     eos_token_ids: list[int]
     thought: ThoughtLimit | None
-    engine: Engine | None  # None: the model itself
-    generation_config: Any  # of transformers, where the model samples; and the same as a dict
+    engine: Engine | None  # None if the model itself samples
+    generation_config: Any  # of transformers, if the model samples; and the same as a dict
     generation_kwargs: dict[str, Any]
-    trl_generate: Callable[[list[list[int]], Any, Any], list[list[int]]]  # continuous batching
+    trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # continuous batching
     canary: Canary | None = None
-    is_synced: bool = False  # whether the engine has the weights; a step makes it false
+    is_synced: bool = False  # True if the engine has the current weights
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
     def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return completion ids, and their log-probabilities where an engine reports them.
+        """Return completion ids, and their log-probabilities if an engine reports them.
 
         Raises:
             StalePolicyError: The engine sampled from another policy.
-            MemoryRanOutError: Not even a single completion fits.
+            MemoryRanOutError: Not even a single completion fits into memory.
         """
         engine = self.engine
         if engine is None:
@@ -79,28 +79,28 @@ class Sampler:
         return drawn.completion_ids, drawn.log_probs
 
     def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Let the model sample, fewer rows at a time where memory runs out."""
+        """Sample with the model itself, in smaller pieces if memory runs out."""
 
-        def draw(prompts: Any) -> list[list[int]]:
+        def draw(prompts: Sequence[list[int]]) -> list[list[int]]:
             # TRL turns checkpointing off to sample, and does not turn it on again after an error.
             off = without_checkpointing(self.model, self.args)
             training = self.model.training
             with blame_generation_kwargs(self.args), finite_logits(), off:
                 try:
                     return self.generate(prompts)
-                finally:  # Unsloth always ends in training mode, or after an error out of it
+                finally:  # Unsloth ends in training mode, or after an error in evaluation mode
                     self.model.train(training)
 
         return self.pieces.run(draw, prompt_ids, len(prompt_ids))
 
-    def generate(self, prompt_ids: list[list[int]]) -> list[list[int]]:
+    def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
         """Return the model's own completions."""
         if self.args.use_transformers_continuous_batching:
             with _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
             cut = self.thought.cut if self.thought else lambda _, ids: ids
             return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-        # Unsloth puts its own there, which pyright cannot know
+        # Unsloth puts its own function there
         unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             self.model,
             self.accelerator,
@@ -117,7 +117,7 @@ class Sampler:
             )
 
     def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
-        """Send the adapter where it has changed; before the first step, prove that it arrives."""
+        """Send the adapter if it has changed; before the first step, prove that it arrives."""
         prove = self.args.canary and self.model.training and self.canary is None
         if self.is_synced and not prove:
             return
@@ -145,7 +145,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
-    """Keep TRL's continuous batching from casting the model that trains, its adapter included."""
+    """Prevent TRL's continuous batching from casting the model that trains and its adapter."""
     given = args.bf16, args.fp16
     args.bf16 = args.fp16 = False
     try:
@@ -159,23 +159,23 @@ def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False)
 class TrainingCompleter(Completer):
-    """A completer that logs, and adds up rewards by their weights of the moment."""
+    """A completer that logs, and sums rewards with their current weights."""
 
     log: StepLog
-    rewards: list[LoadedReward]  # F: their names and weights
-    weights: torch.Tensor  # (F,) those weights now
-    progress: Callable[[], float]  # share of the training that is done
+    rewards: list[LoadedReward]  # F, with names and weights
+    weights: torch.Tensor  # (F,) their current weights
+    progress: Callable[[], float]  # finished share of the training
     device: torch.device
 
     def sample(self, rows: Sequence[Row]) -> Completions:
-        """Sample one completion of each row, as ``Completer`` does."""
+        """Sample one completion of each row like ``Completer``, and log them."""
         started = time.perf_counter()
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
-        """Start the rewards of completions of rows; the async ones run in the background."""
+        """Start the rewards of completions; async rewards run in the background."""
         pending = super().score(rows, completions)
         return Pending(pending.in_background, lambda: self._batch(pending.result, completions))
 
@@ -197,13 +197,13 @@ class TrainingCompleter(Completer):
 def follow_schedules(
     weights: torch.Tensor, rewards: Sequence[LoadedReward], progress: float, log: StepLog
 ) -> None:
-    """Set the weights of rewards that have a schedule to what they are now, and log them.
+    """Set the current weights of rewards that have a schedule, and log these weights.
 
     Args:
         weights: ``(F,)``, changed in place.
-        rewards: F of them.
-        progress: Share of the training that is done, in [0, 1].
-        log: Takes each such weight.
+        rewards: F rewards.
+        progress: Finished share of the training, in [0, 1].
+        log: The log.
     """
     for place, reward in enumerate(rewards):
         if isinstance(reward.weight, WeightSchedule):

@@ -1,4 +1,4 @@
-"""The choice between the kit's training step and TRL's own: one row for each reason."""
+"""The choice between the kit's training step and TRL's own step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rloo_kit.text.wording import format_value
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.types import Model
 
-# Methods of TRL that the kit's step never calls: a subclass that overrides one is obeyed by TRL's
+# Methods of TRL that the kit's step never calls; a subclass that overrides one needs TRL's step
 TRL_METHODS = {
     "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions",
     "_generate_single_turn", "_get_per_token_logps_and_entropies", "_prepare_inputs",
@@ -22,7 +22,7 @@ TRL_METHODS = {
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The step that trains, the kit's or TRL's own, and why it is TRL's."""
+    """The step that trains, the kit's or TRL's own, and the reason for TRL's."""
 
     by_trl: bool = False
     reason: str = ""
@@ -38,17 +38,17 @@ def choose_step(
     router_loss: float = 0.0,
     overridden: Collection[str] = (),
 ) -> StepChoice:
-    """Return whose step trains.
+    """Return the step that trains.
 
     Args:
-        args: Of the training.
-        images: Whether the prompts have images.
-        router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0: none.
+        args: Settings of the training.
+        images: True if the prompts have images.
+        router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0 for none.
         overridden: Methods that a subclass of the trainer overrides.
 
     Raises:
-        ConfigError: ``step: kit`` cannot make this training, or a setting is the kit's step's alone
-            and TRL's step trains.
+        ConfigError: ``step: kit`` cannot run this training, or a setting has no effect on the step
+            that trains.
     """
     names = sorted(TRL_METHODS & set(overridden))
     reasons = {
@@ -64,7 +64,7 @@ def choose_step(
     if args.step == "kit" and reason:
         raise ConfigError(
             f"trainer.step is 'kit', and the kit's own step cannot train here, because {reason}: "
-            f"set trainer.step to auto, which takes TRL's"
+            f"set trainer.step to auto, which uses TRL's"
         )
     if args.step != "trl" and not reason:
         _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
@@ -75,7 +75,7 @@ def choose_step(
 
 
 def _check_fsdp(args: LeaveOneOutConfig) -> None:
-    """Refuse FSDP where accelerate would ignore it without a word."""
+    """Reject FSDP if accelerate would ignore it silently."""
     asked = args.fsdp or uses_fsdp()
     state = args.distributed_state
     if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
@@ -86,7 +86,7 @@ def _check_fsdp(args: LeaveOneOutConfig) -> None:
 
 
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Set whether TRL starts vLLM: for its own step as ``generation`` says, else never."""
+    """Set TRL's vLLM arguments: from ``generation`` for its own step, else to off."""
     if choice.by_trl and args.generation in ("vllm", "server"):
         args.use_vllm = True
         args.vllm_mode = "server" if args.generation == "server" else "colocate"
@@ -95,10 +95,11 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
 
 
 def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
-    """Return the coefficient of a mixture of experts' load-balancing loss, 0 where it has none.
+    """Return the coefficient of a mixture of experts' load-balancing loss; 0 for other models.
 
-    Where it is not set and no router trains, it becomes 0 in ``args``: the loss would only move
-    the hidden states that the frozen router reads. A model given as a path is trained whole.
+    If it is not set and no router trains, it becomes 0 in ``args``, because the loss would only
+    change the hidden states that the frozen router reads. If the model is a path, all its weights
+    train.
     """
     whole = isinstance(model, str)
     remote = args.trust_remote_code
@@ -112,13 +113,13 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     if args.router_aux_loss_coef is None and not trains_router:
         args.router_aux_loss_coef = 0.0
     given = args.router_aux_loss_coef
-    # TRL asks for the loss where it trains it; here it would break sampling and other passes
+    # TRL turns the loss on in its training passes; in other passes and in sampling it would fail
     config.output_router_logits = False
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Refuse settings that TRL's step does not obey."""
+    """Reject settings that have no effect on TRL's step."""
     why = f"only the kit's step obeys, and TRL's trains because {choice.reason}:"
     _check_defaults(args, OF_KIT_STEP, why)
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
@@ -133,7 +134,7 @@ def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
 
 
 def _check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
-    """Refuse another value than the default of settings that have no effect."""
+    """Reject a value other than the default for settings that have no effect."""
     for name in names:
         if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:
             value = format_value(getattr(args, name))

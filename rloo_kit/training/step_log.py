@@ -21,11 +21,11 @@ class StepLog:
     """Collects metrics and completions until TRL writes its next line.
 
     Args:
-        names: Of the rewards.
-        tokenizer: Finds thoughts in completions.
-        tables: TRL's columns, which ``log_completions`` shows.
+        names: Names of the rewards.
+        tokenizer: The tokenizer, whose marks divide thoughts from answers.
+        tables: Columns of TRL's table of completions (``log_completions``).
         state: Returns transformers' state of the training, which counts tokens.
-        tell: Called with a record of every completion and their rollout, once for each rollout.
+        tell: Called once for each rollout, with a record of every completion and the rollout.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class StepLog:
         self.trainer_state = state
         self.tell = tell
         self.metrics = defaultdict[str, list[int | float]](list)  # since the last line
-        # of rewards, until the next rollout: columns of the table, and their own metrics
+        # from rewards, until the next rollout: columns of the table, and their own metrics
         self.extra = defaultdict[str, list[Any]](list)
         self.of_rewards = defaultdict[str, list[int | float]](list)
         self.tokenizer = tokenizer
-        self.loss_sum = 0.0  # of all optimizer steps whose loss was a number
-        self.episodes = 0  # completions that were trained on so far
-        self.elsewhere = 0.0  # seconds of the optimizer step in progress that were not learning
+        self.loss_sum = 0.0  # over all optimizer steps with a finite loss
+        self.episodes = 0  # completions so far
+        self.elsewhere = 0.0  # seconds of the optimizer step in progress outside of learning
         self.groups_of_step = (0, 0)  # a step, and the groups it has learned from so far
         self.first_started: float | None = None
         self.used = 0  # bytes of the GPU at the end of the step's sampling; 0: no GPU
@@ -62,16 +62,16 @@ class StepLog:
             self.note(name, value)
 
     def note_used(self) -> None:
-        """Look at the memory of the GPU, at the end of a phase and before an engine sleeps."""
+        """Measure the memory of the GPU, at the end of a phase and before an engine sleeps."""
         self.used = max(self.used, used_on_gpu())
 
     def take_means(self) -> dict[str, float | None]:
-        """Return the mean of each metric since the last call, without NaN; None: nothing else."""
+        """Return the mean of each metric since the last call, without NaN; None if all are NaN."""
         known = {n: [v for v in all if not math.isnan(v)] for n, all in self.metrics.items()}
         self.metrics.clear()
         return {name: sum(v) / len(v) if v else None for name, v in known.items()}
 
-    # --- rewards: the two functions that TRL gives them ------------------------------------------
+    # --- TRL's two functions for rewards: log_extra, log_metric ----------------------------------
 
     def note_extra(self, column: str, values: list[Any]) -> None:
         """Add a column of values, one per completion, to the table of completions."""
@@ -81,10 +81,10 @@ class StepLog:
         """Add a value of a reward's own metric."""
         self.of_rewards[name].append(value)
 
-    # --- what a step reports ---------------------------------------------------------------------
+    # --- reports of a step -----------------------------------------------------------------------
 
     def note_sampled(self, completions: Completions, seconds: float) -> None:
-        """Count what was sampled, as TRL does."""
+        """Log the lengths and the number of sampled tokens, as TRL does."""
         lengths = [len(ids) for ids in completions.tokens.completion_ids]
         state = self.trainer_state()
         state.num_input_tokens_seen += sum(completions.tokens.lengths)
@@ -94,7 +94,7 @@ class StepLog:
         self.elsewhere += seconds
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Log a rollout whose advantages are final, in the optimizer step of that number."""
+        """Log a rollout with final advantages, in the optimizer step of that number."""
         self.episodes += len(rollout)
         self.note_all(rollout_metrics(rollout, self.names))
         of_step, first = self.groups_of_step
@@ -120,7 +120,7 @@ class StepLog:
         for place, name in enumerate(self.names):
             tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
         for column, values in self.extra.items():
-            # Dynamic sampling scores more rows than it trains: which is whose is then unknown.
+            # Dynamic sampling scores more rows than it trains, so that values have no row then
             of_rows = values if len(values) == len(rollout) else [None] * len(rollout)
             tables["extra"][redact(column)].extend(redact_tree(of_rows))
         self.extra.clear()
@@ -130,7 +130,13 @@ class StepLog:
         self.tell(records, rollout)
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Log an optimizer step: its tally, its seconds, and the steps skipped so far."""
+        """Log an optimizer step.
+
+        Args:
+            tally: Its counts.
+            seconds: Its duration.
+            skipped: Steps skipped in the whole training so far.
+        """
         if self.first_started is None:
             self.first_started = time.perf_counter() - seconds
         learning = max(1e-9, seconds - self.elsewhere)
@@ -150,7 +156,7 @@ class StepLog:
         self.elsewhere = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept from step to step, in copies."""
+        """Return copies of the state that is kept from step to step."""
         started = self.first_started
         return {
             "episodes": self.episodes,
@@ -161,7 +167,7 @@ class StepLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self.episodes, self.loss_sum = state["episodes"], state["loss_sum"]
         self.first_started = time.perf_counter() - state["seconds"]
         self.groups_of_step = state["groups_of_step"]

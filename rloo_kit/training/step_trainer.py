@@ -1,6 +1,6 @@
-"""TRL's trainer around the kit's step: the one place that takes the parts of a step out of TRL.
+"""TRL's trainer around the kit's step: makes the parts of a step from TRL's trainer.
 
-Where ``step_choice`` says so, TRL's own step trains, and the kit's hooks stand aside.
+If ``step_choice`` decides for TRL's own step, that step trains, and the kit's hooks do nothing.
 """
 
 import copy
@@ -48,7 +48,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
 
     def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
-        """Make the parts of the step, each of what it uses."""
+        """Make the parts of the step."""
         route_trl_lm_head()
         args = self.args
         longest = notes_of(self.model).max_seq_length  # Unsloth would cut longer prompts
@@ -57,8 +57,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.loaded_rewards = rewards
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
-        self.is_first_batch, self.warned_of_rows = True, False  # rows that no reward scores
-        self.fault: RewardContractError | None = None  # that stopped the training
+        self.is_first_batch = True
+        self.warned_of_rows = False  # that no reward scores
+        self.fault: RewardContractError | None = None  # stopped the training
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
@@ -90,11 +91,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
-        """Warn of rows and rewards without scores; give the batch to the callbacks."""
+        """Warn about rows and rewards without scores; pass the batch to the callbacks."""
         missing = rollout.sampled.rewards.isnan()  # (B, F)
         rows = missing.all(dim=1).tolist()
         silent = missing.all(dim=0).tolist()
-        if any(rows) and not (self.by_trl or self.warned_of_rows):  # TRL's step warns by itself
+        if any(rows) and not (self.by_trl or self.warned_of_rows):  # TRL's step has its own warning
             self.warned_of_rows = True
             prompt = format_value(text_of(records[rows.index(True)]["prompt"]))
             logging.getLogger(__name__).warning(  # begins with TRL's words
@@ -129,7 +130,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
                 "log_extra": self.step_log.note_extra,
                 "log_metric": self.step_log.note_of_reward,
             },
-            loop=getattr(self, "async_loop", None),  # TRL's, where a reward is async
+            loop=getattr(self, "async_loop", None),  # TRL's, if a reward is async
             log=self.step_log,
             rewards=rewards,
             weights=self.reward_weights,
@@ -161,7 +162,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         """The learner; its first use sets the token budget from the free memory."""
         args = self.args
         if self.engine is not None:
-            self.engine.sleep()  # the budget of a pass is measured without its memory
+            self.engine.sleep()  # so that its memory counts as free for the budget
         level = args.rollout_correction
         cap = args.rollout_correction_cap
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
@@ -184,12 +185,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     @property
     def by_trl(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether TRL's own step trains."""
+        """True if TRL's own step trains."""
         return self.step_choice.by_trl
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that samples; None: the model itself, or what TRL samples with."""
+        """The engine that samples; None if the model itself or TRL samples."""
         return None if self.by_trl else self.sampler.engine
 
     @engine.setter
@@ -199,7 +200,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
         """Write the trained adapter to a folder, as ``models.save_adapter`` does.
 
-        Every process calls it: the tensors are gathered, and the first process writes.
+        Every process must call it, since the tensors are gathered; the first process writes.
         """
         state = None
         if num_processes() > 1 or divided_by_launcher():
@@ -209,7 +210,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.accelerator.wait_for_everyone()
 
     def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
-        """Make the dry run where ``args.dry_run`` asks for it, and print it; ``how`` as it has.
+        """Make the dry run if ``args.dry_run`` asks for it, and print its result.
+
+        Args:
+            say: Called with the result as a line.
+            **how: Arguments of ``WorstCase.run``.
 
         Raises:
             MemoryRanOutError: The worst case does not fit.
@@ -221,7 +226,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return found
 
     def dry_run(self, **how: Any) -> DryRun:
-        """Take the memory of one learning step in the worst case; ``how`` as ``WorstCase.run``."""
+        """Run one learning step in the worst case, with the arguments of ``WorstCase.run``.
+
+        Raises:
+            MemoryRanOutError: The worst case does not fit.
+        """
         found = self._worst_case().run(**how)
         self.dry_run_done = True
         return found
@@ -238,15 +247,15 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _new_optimizer(self) -> Any:
-        """Return an optimizer of a trainer that has none, and that does not keep it."""
+        """Return a new optimizer, which the trainer does not keep."""
         optimizer = self.create_optimizer()
         self.optimizer = None
         return optimizer
 
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any
+        self, prompt_ids: list[list[int]], images: object, multimodal_fields: object
     ) -> list[list[int]]:
-        """Sample for TRL's own evaluation, or leave it to TRL."""
+        """Sample for TRL's own evaluation; if TRL's step trains, TRL samples."""
         if self.by_trl:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         return self.sampler.draw(prompt_ids)[0]
@@ -254,7 +263,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
-        """Collect the rows of a slice; with the last one of an optimizer step, make the step."""
+        """Collect the rows of a slice; after the last slice of an optimizer step, run the step."""
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
@@ -275,14 +284,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return loss
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the metrics of the steps since the last line of the training.
+        """Add the metrics of the steps since the last line of the log.
 
-        transformers starts to count losses again when a training resumes, so ``loss`` and
-        ``train_loss`` are the kit's own means.
+        ``loss`` and ``train_loss`` are the kit's own means, because transformers forgets earlier
+        losses when a training resumes.
         """
         if self.model.training:
             logs.update(self.step_log.take_means())
-        if self.by_trl and "learning_rate" in logs:  # what the kit's step logs by itself
+        if self.by_trl and "learning_rate" in logs:  # metrics that the kit's step logs by itself
             logs["step/by_trl"] = 1.0
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.step_log.episodes
@@ -293,7 +302,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
 
 def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
-    """Return the token budget and the overhead of a pass, from the model and the machine."""
+    """Return the token budget and the overhead of a pass for this model and machine."""
     hardware = detect_hardware()
     on_cpu = hardware.device == "cpu"
     hidden = config.hidden_size
@@ -308,5 +317,5 @@ def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
         checkpointing=args.gradient_checkpointing,
         on_cpu=on_cpu,
     )
-    weights = layers * hidden * (4 * hidden + 3 * inner)  # 4-bit weights would be counted packed
+    weights = layers * hidden * (4 * hidden + 3 * inner)  # numel() counts 4-bit weights packed
     return budget, pass_overhead(layers, weights, on_cpu=on_cpu)

@@ -1,6 +1,6 @@
-"""TRL's trainers on rows that are given: settings by the device, a line every few steps.
+"""Supervised training by TRL's trainers: settings for the device, a line every few steps.
 
-Loaded after ``setup()``.
+Imported after ``setup()``.
 """
 
 import contextlib
@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback, TrainerState
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from rloo_kit.errors import ConfigError, MemoryRanOutError
 from rloo_kit.machine.cleanup import is_out_of_memory
@@ -18,7 +25,7 @@ from rloo_kit.models.adapters import adapter_values, trained_parameters
 from rloo_kit.training.trl_step import route_trl_lm_head
 
 PROGRESS_LINES = 10
-# What the kit sets; also `use_cpu`
+# Arguments that the kit sets; also `use_cpu`
 FIXED = {
     "save_strategy": "no",
     "report_to": "none",
@@ -28,12 +35,21 @@ FIXED = {
 
 
 def make_arguments(
-    config_class: Any, what: str, fixed: dict[str, Any], settings: dict[str, Any]
+    config_class: type[TrainingArguments],
+    what: str,
+    fixed: dict[str, Any],
+    settings: dict[str, Any],
 ) -> Any:
-    """Return TRL's settings of a training; ``fixed`` are the kit's, ``settings`` the user's.
+    """Return TRL's settings of a training.
+
+    Args:
+        config_class: Such as TRL's ``SFTConfig``.
+        what: The training, for messages.
+        fixed: Settings of the kit.
+        settings: Settings of the user.
 
     Raises:
-        ConfigError: TRL refuses them.
+        ConfigError: TRL refuses the settings.
     """
     hardware = setup().hardware
     on_cpu = hardware.device == "cpu"
@@ -63,9 +79,16 @@ def make_arguments(
 
 
 def make_trainer(
-    trainer_class: Any, say: Callable[[str], None], shown: Sequence[str], **parts: Any
+    trainer_class: type[Trainer], say: Callable[[str], None], shown: Sequence[str], **parts: Any
 ) -> Any:
-    """Return TRL's trainer with the adapter in float32; ``shown`` are metrics of its lines."""
+    """Return TRL's trainer with the adapter in float32.
+
+    Args:
+        trainer_class: Such as TRL's ``SFTTrainer``.
+        say: Called with a line every few steps.
+        shown: Metrics of these lines.
+        **parts: Arguments of the trainer, ``model`` and ``args`` among them.
+    """
     route_trl_lm_head()
     adapter = adapter_values(parts["model"])
     with precision_as_asked(parts["args"]), quiet():
@@ -79,7 +102,11 @@ def make_trainer(
 
 @contextlib.contextmanager
 def memory_errors(what: str, remedy: str) -> Iterator[None]:
-    """Raise what says that memory ran out while the body trains as a MemoryRanOutError."""
+    """Translate out of memory in the body into an error with a remedy.
+
+    Raises:
+        MemoryRanOutError: Memory ran out while the body trained ``what``.
+    """
     try:
         yield
     except Exception as exc:
@@ -89,15 +116,21 @@ def memory_errors(what: str, remedy: str) -> Iterator[None]:
 
 
 class _Lines(TrainerCallback):
-    """Says where a training is."""
+    """Callback that prints the loss every few steps."""
 
     def __init__(self, say: Callable[[str], None], shown: Sequence[str]) -> None:
         self.say = say
         self.shown = shown
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **_: Any,
     ) -> None:
+        """Print a line if it is time."""
         step = state.global_step
         total = state.max_steps
         if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):

@@ -1,8 +1,8 @@
-"""The leave-one-out trainer: TRL's RLOO with the same gradient for less work, and honest metrics.
+"""The leave-one-out trainer: TRL's RLOO with the same gradient in fewer passes.
 
-Loaded after ``setup()`` (the lazy public names see to it), so that ``trl.RLOOTrainer`` is Unsloth's
-patched class wherever Unsloth patches it. This module holds the hooks of TRL and transformers;
-docs/explanation/trainer.md says what they save and why it is exact.
+The lazy public names import this module after ``setup()``, so that ``trl.RLOOTrainer`` is Unsloth's
+patched class if Unsloth is there. The module holds the hooks of TRL and transformers;
+docs/explanation/trainer.md explains which passes they save, and why the gradient is exact.
 """
 
 import copy
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
@@ -59,32 +60,33 @@ RENAMED_PARTS = {
 
 
 class LeaveOneOutTrainer(StepTrainer):
-    """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, honest metrics.
+    """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, more metrics.
 
     Args:
-        model: As ``attach_lora`` returned it; anything TRL takes works too.
+        model: The policy, from ``attach_lora`` or in any form that TRL accepts.
         reward_funcs: One or several of: a built-in name, ``file.py:function``,
-            ``package.module:function`` (each with ``:weight`` if wanted), a table, a function, an
+            ``package.module:function`` (each may have ``:weight``), a table, a function, an
             object with ``get_rewards(prompts, completions)``, a sequence-classification model, its
             folder, or its name on the hub (``org/name``).
-        args: A ``LeaveOneOutConfig``, or TRL's ``RLOOConfig``, whose values are all taken.
-        train_dataset: Rows with ``prompt``; other columns reach the rewards by name.
-        processing_class: The tokenizer; TRL pads prompts on the left whatever it says.
+        args: A ``LeaveOneOutConfig``, or TRL's ``RLOOConfig``, all values of which are used.
+        train_dataset: Rows with ``prompt``; rewards receive other columns by name.
+        processing_class: The tokenizer; TRL pads prompts on the left whatever its setting.
         callbacks: Added to the kit's own progress.
-        engine: One that ``start_engine`` started for this model; None: as ``args.generation`` says.
-        **others: TRL's other arguments, and of its older ones ``reward_model``, ``config``,
-            ``policy``, ``tokenizer`` and ``ref_policy`` (a model of its own as the reference), each
-            with a warning.
+        engine: An engine of ``start_engine`` for this model; None starts the one that
+            ``args.generation`` names.
+        **others: TRL's other arguments, and some of its older ones, each with a warning:
+            ``reward_model``, ``config``, ``policy``, ``tokenizer`` and ``ref_policy`` (a separate
+            model as the reference).
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice; or ``args.step`` is ``kit``,
-            and the kit's step cannot make this training.
+            and the kit's step cannot run this training.
         DataError: The dataset has no rows, or no column ``prompt``.
-        RewardError: A reward cannot be loaded, or returns something else than scores.
-        GenerationError: The engine that was asked for by name cannot sample.
+        RewardError: A reward cannot be loaded, or does not return scores.
+        GenerationError: An engine was requested by name and cannot sample.
     """
 
-    # the doctor's rules on this training; None where `args.doctor` is off
+    # the doctor's rules on this training; None if `args.doctor` is off
     watch: RunWatch | None = None
 
     def __init__(  # noqa: PLR0913
@@ -140,7 +142,7 @@ class LeaveOneOutTrainer(StepTrainer):
         restore_adapter(self.model, adapter)
         keep_trainable_layout(self.model)
         self._choose_reference(reference, starts_at_base(adapter))
-        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # one calm line instead
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit has its own view
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
         if engine is None and not self.by_trl:
@@ -150,13 +152,13 @@ class LeaveOneOutTrainer(StepTrainer):
         add_to_session(self)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
-        """Return whose step trains; an unset coefficient of a frozen router becomes 0."""
+        """Choose the kit's step or TRL's; an unset coefficient of a frozen router becomes 0."""
         kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
         images = has_images(parts["train_dataset"])
         if images:
             check_images(parts["train_dataset"], parts["processing_class"])
         if args.ddp_find_unused_parameters is None and not images:
-            args.ddp_find_unused_parameters = False  # every adapter takes part in every pass
+            args.ddp_find_unused_parameters = False  # every pass uses every adapter
         return choose_step(
             args,
             images=images,
@@ -164,16 +166,16 @@ class LeaveOneOutTrainer(StepTrainer):
             overridden={name for kind in kinds for name in vars(kind)},
         )
 
-    def _choose_reference(self, reference: Any, at_base: bool) -> None:
-        """Take the caller's own model, or the adapter's copy that TRL made, or the adapter off."""
+    def _choose_reference(self, reference: torch.nn.Module | None, at_base: bool) -> None:
+        """Use the caller's own model, TRL's copy of the adapter, or the base as the reference."""
         if not self.args.beta or at_base or reference is not None:
-            drop_old_reference(self.model)  # the adapter switched off is the same, and cheaper
+            drop_old_reference(self.model)  # to switch the adapter off is the same, and cheaper
         if reference is not None:  # as TRL prepares one that it has loaded
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
     def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
-        """Return the callbacks that show the training: of several processes the first has them."""
+        """Return the callbacks that show the training, in the first process only."""
         if args.process_index:
             return []
         if not args.doctor:
@@ -187,11 +189,11 @@ class LeaveOneOutTrainer(StepTrainer):
         )
         return [self.watch, live_progress()]
 
-    # --- what others use -------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back all memory: of models, rewards, engine and optimizer. Safe to call twice."""
-        # Weights that are shared with vLLM go before the engine: see VllmEngine.close.
+        """Free the memory of models, rewards, engine and optimizer; may be called twice."""
+        # Weights that vLLM shares are freed before the engine: see VllmEngine.close.
         for model in (self.model, self.ref_model):
             if model is not None:
                 release_model(model)
@@ -219,7 +221,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 release_model(reward)
 
     def _release_parts(self) -> None:
-        """Drop what keeps tensors alive through the parts of the kit's step."""
+        """Drop the references to tensors in the parts of the kit's step."""
         self.sampler.canary = self.sampler.engine = self.sampler.model = None
         self.policy.model = self.policy.ref_model = None
         self.rloo.rollout = None
@@ -236,9 +238,15 @@ class LeaveOneOutTrainer(StepTrainer):
     ) -> Any:
         """Make the dry run and train, or resume; views are closed at the end.
 
+        Args:
+            resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
+            trial: As in transformers.
+            ignore_keys_for_eval: As in transformers.
+
         Raises:
-            CheckpointError: There is no checkpoint, it is broken, or of another run.
+            CheckpointError: The checkpoint is missing, broken or from another run.
             MemoryRanOutError: The worst case does not fit (``args.dry_run``).
+            KeyboardInterrupt: A signal stopped the training; its last step is saved.
         """
         if not self.by_trl:
             self.collected = []
@@ -255,7 +263,7 @@ class LeaveOneOutTrainer(StepTrainer):
                     close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this trainer keeps from step to step, in copies."""
+        """Return copies of the state that this trainer keeps from step to step."""
         if self.by_trl:
             return super().state_dict() | {"trainer": self.step_log.state_dict()}
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
@@ -264,23 +272,21 @@ class LeaveOneOutTrainer(StepTrainer):
         return super().state_dict() | {"trainer": passes | parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         super().load_state_dict(state)
-        older = state.get("loss", {})  # where checkpoints had the sum of losses
-        held = {"loss_sum": older.get("total", 0.0) + older.get("since_log", 0.0)}
-        held |= state["trainer"]
+        held = state["trainer"]
         self.step_log.load_state_dict(held)
         if self.by_trl:
             return
         if not self.args.tokens_per_micro_batch:
-            self.learner.budget = held["budget"] or self.learner.budget
+            self.learner.budget = held["budget"]
         self.sampler.pieces.size = held["at_once"]
         self.rloo.load_state_dict(held)
         self.dynamic_sampling.load_state_dict(held)
 
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
-    """Return what a run file would say of a trainer that has none."""
+    """Return the settings of a trainer without a run file as a run file would have them."""
     names = {*DEFAULTS, "steps_per_generation", "max_steps"}
     path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
     longest = 4 * args.max_completion_length
@@ -304,7 +310,12 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Raise DataError where the training set has too few rows, or other columns than it needs."""
+    """Check the rows and columns of the training set.
+
+    Raises:
+        DataError: It has too few rows or no column ``prompt``, or dynamic sampling needs random
+            access and it is a stream.
+    """
     columns = getattr(dataset, "column_names", None)
     has_rows = hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
@@ -312,12 +323,12 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     if columns is not None and "prompt" not in columns:
         raise DataError(
             f"train_dataset has no column 'prompt', only {format_value(sorted(columns))}: rename "
-            "the one that is meant with train_dataset.rename_column"
+            "the column of prompts with train_dataset.rename_column"
         )
     num = args.generation_batch_size // args.num_generations
     if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
-            f"there are {len(dataset)} prompts to train on, and one batch takes {num}: give more, "
+            f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more, "
             f"or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
     if not has_rows and args.dynamic_sampling:
@@ -328,7 +339,7 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
-    """Move arguments under older names into ``parts``; raise ConfigError for what is missing."""
+    """Move arguments under older names into ``parts``; raise ConfigError for missing ones."""
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
         if value is None:
@@ -343,11 +354,13 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
 
 
-def _own_reference(ref_policy: Any, model: Model, args: LeaveOneOutConfig) -> Any:
-    """Return the reference that the caller gave; None: the model as it is before the training.
+def _own_reference(
+    ref_policy: object, model: Model, args: LeaveOneOutConfig
+) -> torch.nn.Module | None:
+    """Return the caller's reference; None if it is the model as it is before the training.
 
     Raises:
-        ConfigError: It is no model, or would be without effect.
+        ConfigError: It is not a model, or would have no effect.
     """
     if ref_policy is None:
         return None
@@ -360,20 +373,29 @@ def _own_reference(ref_policy: Any, model: Model, args: LeaveOneOutConfig) -> An
     if is_model:
         text = "ref_policy is the model that trains: the reference is that model as it is now"
     else:
-        text = "ref_policy takes memory of its own: leave it out where it equals the model's base"
+        text = "ref_policy needs memory of its own: leave it out if it equals the model's base"
     warnings.warn(text, FutureWarning, stacklevel=3)
     return None if is_model else ref_policy
 
 
 def follow_model(
-    args: LeaveOneOutConfig, model: Any, tokenizer: Any, peft_config: Any = None
+    args: LeaveOneOutConfig,
+    model: Model | str,
+    tokenizer: Any,
+    peft_config: object = None,
 ) -> None:
-    """Let settings, model and tokenizer fit each other.
+    """Adapt settings, model and tokenizer to each other.
 
-    An unset ``gradient_checkpointing`` follows ``attach_lora``; one that is false is obeyed.
+    An unset ``gradient_checkpointing`` gets the choice of ``attach_lora``; False turns it off.
+
+    Args:
+        args: Settings of the training; changed in place.
+        model: The policy, or its name, which TRL loads.
+        tokenizer: The tokenizer or processor; None if TRL loads it.
+        peft_config: TRL's argument of that name.
 
     Raises:
-        ConfigError: ``sync_ref_model`` with an adapter.
+        ConfigError: ``sync_ref_model`` is set for a model with an adapter.
     """
     if args.sync_ref_model and (peft_config or hasattr(model, "peft_config")):
         raise ConfigError(NO_SYNC)
@@ -388,17 +410,17 @@ def follow_model(
     elif not args.gradient_checkpointing and getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # transformers only turns it on
     if of_unsloth is not None and bool(of_unsloth) != args.gradient_checkpointing:
-        # its training obeys this and not the setting
+        # Unsloth's training follows this attribute and not the setting
         kind = "unsloth" if model.device.type != "cpu" else True
         model._unsloth_gradient_checkpointing = args.gradient_checkpointing and kind
 
 
-def _scale_loss(accelerator: Any) -> None:
-    """Scale the loss of float16 passes, also on a CPU, where accelerate does not.
+def _scale_loss(accelerator: Accelerator) -> None:
+    """Scale the loss of float16 passes on a CPU too, which accelerate does not.
 
-    A scale that overflows costs a whole sampled batch, so it starts at 2^10, not torch's 2^16.
+    An overflow of the scale wastes a whole sampled batch, so it starts at 2^10, not torch's 2^16.
     """
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
-    # It makes its scale at the first use, and asks for it in a step that had nothing to learn too.
+    # The scaler makes its scale at the first use, and needs it even in a step without any loss
     accelerator.scaler.scale(torch.zeros((), device=accelerator.device))

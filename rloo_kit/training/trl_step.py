@@ -1,7 +1,7 @@
-"""TRL's own training step, recorded as the kit's is.
+"""TRL's own training step, recorded like the kit's step.
 
-TRL samples, scores and learns as installed; nothing of it is copied. Its batch is gathered from all
-processes into a ``Rollout``, from which metrics and records are made as in the kit's own step.
+TRL samples, scores and learns with its own code. Its batch is gathered from all processes into a
+``Rollout``, so that metrics and records are the same as in the kit's own step.
 
 Shapes: B completions on this process, T the longest one, F reward functions.
 """
@@ -30,14 +30,14 @@ from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, Tokenizer
 
-# What TRL computes of a generation batch: completions, rewards, passes of policy and reference
+# TRL's methods for a generation batch: completions, rewards, passes of policy and reference
 GENERATE = "_generate"
 REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
 
 
 def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
-    """Return a method that also appends what it returns, and its seconds."""
+    """Return a method that also appends its results and its seconds to ``returned``."""
 
     def call(*args: Any, **keywords: Any) -> Any:
         started = time.perf_counter()
@@ -49,7 +49,7 @@ def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., A
 
 
 def with_images(rows: list[Any]) -> list[Any]:
-    """Return the prompts of rows, with their images in the messages as TRL puts them there."""
+    """Return the prompts of rows, with their images in the messages as in TRL."""
     images = [
         row["images"] if "images" in row else [row["image"]] if row.get("image") else []
         for row in rows
@@ -61,9 +61,9 @@ def with_images(rows: list[Any]) -> list[Any]:
 
 
 class TrlStep(RLOOTrainer):
-    """TRL's ``RLOOTrainer``, which reports what its own step did to the kit's log."""
+    """TRL's ``RLOOTrainer``, whose own step reports to the kit's log."""
 
-    # TRL and transformers leave these untyped, or too wide to use
+    # TRL and transformers leave these untyped, or type them too widely
     args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     model: Model
     optimizer: Any
@@ -81,16 +81,16 @@ class TrlStep(RLOOTrainer):
 
     @property
     def tokenizer(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The tokenizer, which is a part of a processor."""
+        """The tokenizer, also if ``processing_class`` is a processor."""
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def tables(self) -> dict[str, Any]:
-        """TRL's columns, which ``log_completions`` shows."""
+        """Columns of TRL's table of completions (``log_completions``)."""
         return self._logs
 
     def _generate(self, prompts: Any) -> Any:
-        """Return TRL's columns, the marks of thoughts in the text as in the kit's own step."""
+        """Return TRL's columns, with the marks of thoughts in the text as in the kit's step."""
         prompt_ids, ids, _, *others = super()._generate(prompts)
         completions = as_completions(prompts, completion_texts(self.tokenizer, ids))
         return (prompt_ids, ids, completions, *others)
@@ -102,13 +102,13 @@ class TrlStep(RLOOTrainer):
         follow_schedules(self.reward_weights, self.loaded_rewards, progress, self.step_log)
         with self._kept(GENERATE, REWARD, PASS) as returned:
             output = super()._generate_and_score_completions(inputs)
-        if returned[GENERATE] and returned[REWARD]:  # a subclass may work by itself
+        if returned[GENERATE] and returned[REWARD]:  # a subclass may not call these methods
             self._log_batch(with_images(inputs), returned)
         return output
 
     @contextlib.contextmanager
     def _kept(self, *names: str) -> Iterator[dict[str, list[Any]]]:
-        """Keep what some methods return, those of a subclass too; and the seconds they took."""
+        """Record the results and the seconds of some methods, also those of a subclass."""
         returned: dict[str, list[Any]] = {name: [] for name in names}
         for name in names:
             setattr(self, name, _keeping(getattr(self, name), returned[name]))
@@ -149,20 +149,20 @@ class TrlStep(RLOOTrainer):
     # --- evaluation ------------------------------------------------------------------------------
 
     def sample_rows(self, rows: list[Any], seed: int) -> Completions:
-        """Sample one completion of each row as TRL does, a share of them on every process.
+        """Sample one completion of each row with TRL, a share of the rows on every process.
 
-        Random states are left as they were.
+        Random states do not change.
 
         Args:
-            rows: N of them, with ``prompt``; the same on all processes.
-            seed: Of sampling.
+            rows: N rows with ``prompt``; the same on all processes.
+            seed: Seed of the samples.
 
         Returns:
             N completions in the order of the rows, on every process.
         """
         world = self.accelerator.num_processes
         index = self.accelerator.process_index
-        most = -(-len(rows) // world)  # each process takes as many
+        most = -(-len(rows) // world)  # rows per process
         mine = [rows[min(place * world + index, len(rows) - 1)] for place in range(most)]
         size = self.args.per_device_train_batch_size
         was_training = self.model.training
@@ -180,7 +180,7 @@ class TrlStep(RLOOTrainer):
             self.model.train(was_training)
             self._metrics["eval"].clear()
         columns = (gather_object([*chain(*one)]) for one in zip(*parts, strict=True))
-        # the rows of a process are together, and each process had every `world`-th row
+        # gathered rows come process by process, and each process had every `world`-th row
         order = [place % world * most + place // world for place in range(len(rows))]
         prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
         return Completions(
@@ -195,13 +195,13 @@ class TrlStep(RLOOTrainer):
         return [ids[-1] in ends for ids in completion_ids]
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``(B, T)`` values of all processes, in their order."""
+        """Return ``(B, T)`` values of all processes, in the order of the processes."""
         padded: Any = self.accelerator.pad_across_processes(values, dim=1)
         return cast(torch.Tensor, self.accelerator.gather(padded))
 
 
 def route_trl_lm_head() -> bool:
-    """Make TRL's fused LM head usable without Triton; return whether anything had to change."""
+    """Make TRL's fused LM head usable without Triton; return True if that needed a change."""
     import trl.trainer.utils
 
     utils: Any = trl.trainer.utils  # a private name of TRL 1.15 and 1.16; tests hold its signature

@@ -214,19 +214,6 @@ def test_a_step_goes_on_where_its_state_was_kept(where):
     assert other.logits.equal(whole.logits)
 
 
-def test_a_state_that_counts_slices_is_read():
-    """Checkpoints of older versions hold all slices in their order, and how many were used."""
-    table = Table()
-    step = step_of(table, num_slices=2, num_iterations=2)
-    step.run([ROWS], 1)
-    state = step.state_dict()
-    rows = state["batch"].pop("rows")
-    state["batch"]["order"] = [rows[4:8], rows[:4]]
-    state["micro_step"] = 4 * 7 + 1
-    step.load_state_dict(state)
-    assert torch.cat(step.waiting).equal(rows)
-
-
 def test_the_step_needs_none_of_the_large_libraries():
     code = (
         "import sys, rloo_kit.rloo.step; print({'trl', 'unsloth', 'transformers'} & {*sys.modules})"

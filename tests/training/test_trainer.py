@@ -164,7 +164,7 @@ def other_weights():
 
 @pytest.mark.parametrize("step", ["kit", "trl"])
 def test_a_ref_policy_with_other_weights_is_the_reference(policy, tmp_path, other_weights, step):
-    with pytest.warns(FutureWarning, match="ref_policy takes memory of its own"):
+    with pytest.warns(FutureWarning, match="ref_policy needs memory of its own"):
         trainer = legacy_trainer(policy, tmp_path, other_weights, step=step)
     trainer.train()
     (row,) = (row for row in trainer.state.log_history if "objective/kl" in row)
@@ -277,7 +277,7 @@ def test_a_thinking_budget_needs_marks_of_a_thought(policy, tmp_path):
 
 def test_fewer_prompts_than_a_batch_takes_are_refused(policy, tmp_path):
     parts = {"model": policy[0], "processing_class": policy[1], "reward_funcs": "accuracy"}
-    with pytest.raises(rk.DataError, match="3 prompts to train on, and one batch takes 4: give"):
+    with pytest.raises(rk.DataError, match="3 prompts to train on, and one batch needs 4: give"):
         rk.LeaveOneOutTrainer(
             args=config(tmp_path, per_device_train_batch_size=16),
             train_dataset=rk.load_prompts("arithmetic", num_prompts=3),
