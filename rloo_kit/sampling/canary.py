@@ -1,10 +1,10 @@
-"""Proof, on every batch, that the policy that sampled is the policy that trains.
+"""Check, on every batch, that the policy that sampled is the policy that trains.
 
 The sampler reports the log-probability of each token it drew. The trainer computes the same for the
 first tokens of a few completions, under its policy now, its policy one optimizer step ago, its base
 without adapter, and its policy now with hidden states disturbed as much as rounding disturbs them.
-No fixed threshold tells rounding from an adapter that never arrived: in 16 bit two right kernels
-are 0.0005 nats apart for one model and 0.04 for another.
+No fixed threshold separates rounding from an adapter that never arrived: in 16 bit two correct
+kernels are 0.0005 nats apart for one model and 0.04 for another.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ EXACT_FIT = 0.1
 HISTORY = 20
 HISTORY_ERRORS = 8.0
 # A mean difference has another cause than rounding if it is this many times the noise, and larger
-# than the floor (nats): where nearly every token is certain, rounding moves nothing in most
-# batches and one undecided token by a third of a nat in another.
+# than the floor (nats). If nearly every token is certain, rounding changes nothing in most batches,
+# and one undecided token by a third of a nat in another.
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 0.01
 
@@ -71,7 +71,7 @@ UNKNOWN = (
 
 @dataclass(frozen=True)
 class Position:
-    """Where the sampler is between another policy (0) and the one that trains (1)."""
+    """Position of the sampler between another policy (0) and the one that trains (1)."""
 
     evidence: float  # <sampler - middle, delta>, delta from the other to the one that trains
     size: float  # <delta, delta>
@@ -80,28 +80,33 @@ class Position:
 
     @property
     def share(self) -> float:
-        """1 where the sampler is the policy that trains, 0 where it is the other."""
+        """1 if the sampler is the policy that trains, 0 if it is the other."""
         return 0.5 + self.evidence / self.size
 
     @property
     def errors(self) -> float:
-        """Standard errors from the middle; negative: nearer to the other policy."""
+        """Standard errors from the middle; negative if it is nearer to the other policy."""
         return self.evidence / math.sqrt(self.variance)
 
     @property
     def resolved(self) -> bool:
-        """Whether the two policies are further apart than rounding."""
+        """True if the two policies are further apart than rounding."""
         return self.size > 2 * SURE_ERRORS * math.sqrt(self.variance)
 
 
 def position_between(
     sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor, noise: torch.Tensor
 ) -> Position | None:
-    """Return where the sampler is on the line from ``other`` to ``now``; None if they are equal.
+    """Return the sampler's position on the line from ``other`` to ``now``; None if they are equal.
 
-    The share is the least squares estimate; its distance from 1/2, over its standard error under
-    rounding, says on which side it is. All are ``(N,)``: log-probabilities as the engine reported
-    them, of the policy that trains and of the other, and their standard deviation under rounding.
+    The share is the least squares estimate. Its distance from 1/2, divided by its standard error
+    under rounding, tells which of the two is nearer.
+
+    Args:
+        sampler: ``(N,)`` log-probabilities as the engine reported them.
+        now: ``(N,)`` of the policy that trains.
+        other: ``(N,)`` of the other policy.
+        noise: ``(N,)`` standard deviations under rounding.
     """
     delta = now - other
     if len(delta) >= 100:  # a few tokens that flip in rounding must not decide
@@ -114,7 +119,7 @@ def position_between(
     size = float(delta.square().sum())
     if size == 0:
         return None
-    # A token that fits neither was moved by something else, and says nothing about the two.
+    # A token that fits neither policy has another cause, and is no evidence for either
     neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
     from_now, from_other = ((sampler - one).abs().mean() for one in (now, other))
     return Position(
@@ -126,7 +131,7 @@ def position_between(
 
 
 def is_other(positions: Sequence[Position]) -> bool:
-    """Return whether another policy sampled, from the last batch alone or from all together."""
+    """Return whether another policy sampled, by the last batch alone or by all batches together."""
     last = positions[-1]
     sure = last.errors < -SURE_ERRORS and last.fit < SURE_FIT
     exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
@@ -162,16 +167,16 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """The trainer's pass under other adapters than the one that trains; all come back unchanged."""
+    """The trainer's pass with other adapters than the one that trains, which stays unchanged."""
 
-    run: Pass  # under whatever adapter the model has at the moment
+    run: Pass  # with the adapter that the model has at the moment
     model: Model  # with an adapter of PEFT
     pad_token_id: int
-    dtype: torch.dtype  # that the pass computes in
+    dtype: torch.dtype  # of the pass
 
     @cached_property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that train, by name."""
+        """Trained parameters, by name."""
         return trained_parameters(self.model)
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
@@ -182,7 +187,7 @@ class Policies:
 
     @contextlib.contextmanager
     def adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Lend the adapter other values; its own tensors stay as they are."""
+        """Give the adapter other values during the body; its own tensors do not change."""
         own = {name: parameter.data for name, parameter in self.adapter.items()}
         try:
             for name, parameter in self.adapter.items():
@@ -193,13 +198,13 @@ class Policies:
                 parameter.data = own[name]
 
     def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the adapter's values on the CPU."""
+        """Return copies of the adapter's values on the CPU, in ``dtype`` or their own."""
         return {n: p.detach().to("cpu", dtype, copy=True) for n, p in self.adapter.items()}
 
     def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
         """Return the adapter with noise that moves log-probabilities by 0.3 to 3 nats."""
         generator = torch.Generator().manual_seed(seed)
-        # B alone: it is zero in a fresh adapter, and then noise in A changes nothing
+        # only B, because it is zero in a new adapter, so that noise in A would change nothing
         noise = {
             name: torch.randn(parameter.shape, generator=generator)
             for name, parameter in self.adapter.items()
@@ -222,7 +227,7 @@ class Policies:
 
 
 class Canary:
-    """Compares sampler and trainer, and stops the run if they are two policies."""
+    """Comparison of sampler and trainer, which stops the run if their policies differ."""
 
     def __init__(self, policies: Policies, sampling: Sampling) -> None:
         self._policies = policies
@@ -232,15 +237,20 @@ class Canary:
         self._noises = deque[tuple[float, float]](maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
-        """Remember the adapter as it was just sent, rounded to ``dtype``."""
-        # a small step can be lost in that rounding, which does not make the sampler stale
+        """Keep a copy of the adapter that was just sent, rounded to ``dtype``."""
+        # that rounding can hide a small step, which does not make the sampler stale
         self._sent.append(self._policies.copy_adapter(dtype))
 
     def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
-        """Send an adapter that is shifted on purpose, and check that the sampler follows it.
+        """Send an adapter that is shifted on purpose, and check that the sampler uses it.
+
+        Args:
+            engine: The engine that samples.
+            prompt_ids: Prompts, of which the first 8 are used.
+            seed: Seed of the shift and of the samples.
 
         Raises:
-            StalePolicyError: The sampler did not follow.
+            StalePolicyError: The sampler did not use it.
         """
         prompts = prompt_ids[:8]
         short = Sampling(
@@ -270,16 +280,21 @@ class Canary:
     def check(
         self, tokens: TokenRows, log_probs: list[list[float]], engine_name: str
     ) -> dict[str, float]:
-        """Compare a batch with the policies it could have come from; return metrics.
+        """Compare a batch with the policies that may have sampled it; return metrics.
 
-        ``sent`` comes before, after every sync.
+        ``sent`` must be called after every sync.
 
         ``sampling/adapter_reached`` and ``sampling/step_reached`` are 1 for the policy that trains,
-        0 for its base or itself a step ago, and absent where rounding hides which;
-        ``sampling/probe_difference`` and ``sampling/rounding_noise`` are mean nats.
+        0 for its base or for itself a step ago, and absent if rounding hides the difference.
+        ``sampling/probe_difference`` and ``sampling/rounding_noise`` are means in nats.
+
+        Args:
+            tokens: The batch of B completions.
+            log_probs: Log-probabilities of their tokens, as the engine reported them.
+            engine_name: Name of the engine, for messages.
 
         Raises:
-            StalePolicyError: Another policy sampled; the message says which, most likely.
+            StalePolicyError: Another policy sampled; the message names the most likely one.
             GenerationError: The engine reported NaN or Inf.
         """
         tokens, log_probs = _cut_probe(tokens, log_probs)
@@ -301,7 +316,7 @@ class Canary:
             "sampling/probe_difference": difference, "sampling/rounding_noise": noise_mean
         }  # fmt: skip
         if not self._sampling.whole_distribution:
-            # Truncation renormalises what is left, so the sampler's numbers are not the policy's.
+            # Truncation renormalises the rest, so the sampler's numbers are not the policy's
             return metrics
         with policies.model.disable_adapter():
             others = {BASE: policies.log_probs(tokens)}
@@ -324,7 +339,7 @@ class Canary:
         )
 
     def _nearest(self, positions: dict[str, Position]) -> str:
-        """Return the name of the other policy that sampled, or nothing."""
+        """Return the name of the other policy that sampled, or ""."""
         for name, position in positions.items():
             self._history[name].append(position)
         found = [name for name in positions if is_other(self._history[name])]
@@ -333,8 +348,8 @@ class Canary:
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Return each token's standard deviation under rounding, and the mean of the last batches.
 
-        Rounding is bursty: for many batches it moves nothing, then one undecided token by a tenth
-        of a nat. So the mean square of the last batches is added to the token's own.
+        Rounding is bursty: it changes nothing in many batches, and then one undecided token by a
+        tenth of a nat. So the mean square of the last batches is added to the token's own.
         """
         self._noises.append((float(moved.abs().mean()), float(moved.square().mean())))
         mean, square = (sum(values) / len(values) for values in zip(*self._noises, strict=True))
@@ -344,8 +359,8 @@ class Canary:
 def _cut_probe(
     tokens: TokenRows, log_probs: list[list[float]]
 ) -> tuple[TokenRows, list[list[float]]]:
-    """Return the beginnings of some completions, spread over the batch."""
-    # multiples of the golden ratio are spread evenly, however many rows are taken
+    """Return the first tokens of some completions, spread over the batch."""
+    # multiples of the golden ratio are spread evenly for any number of rows
     order = sorted(range(len(tokens)), key=lambda row: (row * 0.6180339887) % 1)
     rows: list[int] = []
     completion_tokens = positions = 0

@@ -29,19 +29,19 @@ from rloo_kit.types import Model, Tokenizer
 def start_engine(
     model: Model, args: Any, *, why_not: str | None = None, trains: bool = True
 ) -> tuple[Engine | None, Choice]:
-    """Start what ``args.generation`` asks for.
+    """Start the engine that ``args.generation`` asks for.
 
     Args:
-        model: As ``attach_lora`` returned it.
+        model: The policy, from ``attach_lora``.
         args: A ``LeaveOneOutConfig``.
-        why_not: Why vLLM cannot sample here, or None.
-        trains: Whether a training samples, and not an evaluation, which draws otherwise.
+        why_not: A reason why vLLM cannot sample here, or None.
+        trains: True for a training, False for an evaluation, which samples with other settings.
 
     Returns:
-        The engine, None where transformers samples; and the choice, with its reason.
+        The engine, or None if transformers samples; and the choice, with its reason.
 
     Raises:
-        GenerationError: What was asked for by name cannot be used, or does not start.
+        GenerationError: The engine was requested by name and cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
     asked = requested_engine(args)
@@ -64,15 +64,15 @@ def start_engine(
 
 
 def _why_not_here(asked: str, model: Model) -> str | None:
-    """Return why vLLM cannot sample from this model in this process, or None."""
+    """Return the reason why vLLM cannot sample from this model in this process, or None."""
     reason = why_not_vllm() if asked in ("vllm", "auto") else None
-    if asked == "auto":  # by name, vLLM gets a copy of its own
+    if asked == "auto":  # if requested by name, vLLM gets a copy of its own
         reason = reason or notes_of(model).why_not_shared
     return reason or why_no_hot_swap(model)
 
 
 def _check_vllm_table(model: Model, choice: Choice) -> None:
-    """Raise ConfigError where the run file's ``vllm:`` is set, and another engine samples."""
+    """Raise ConfigError if the run file's ``vllm:`` is set and another engine samples."""
     for name in notes_of(model).vllm:
         reason = f" ({choice.reason})" if choice.reason else ""
         raise ConfigError(
@@ -82,7 +82,7 @@ def _check_vllm_table(model: Model, choice: Choice) -> None:
 
 
 def _check_shared(args: Any, shared: EngineSettings) -> None:
-    """Raise ConfigError on settings that an engine which started with the model does not have."""
+    """Raise ConfigError if settings differ from those of the engine that the model carries."""
     share = args.vllm_gpu_memory_utilization
     length = args.vllm_max_model_length
     if args.memory_share_given and share != shared.share:
@@ -98,7 +98,7 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
 
 
 def _put_to_sleep(model: Model) -> None:
-    """Let an engine sleep that a model carries and nobody samples with."""
+    """Put the engine that a model carries to sleep, since nothing samples with it."""
     llm = getattr(model, "vllm_engine", None)
     if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
         return
@@ -126,7 +126,7 @@ def _in_process(model: Model, args: Any) -> Engine:
 
 
 def _max_length(model: Model, args: Any) -> int:
-    """Return the tokens of the longest row that the model was loaded for: vLLM reserves them."""
+    """Return the length of the longest row that the model was loaded for, in tokens."""
     return (
         args.vllm_max_model_length
         or notes_of(model).max_seq_length
@@ -147,7 +147,7 @@ def _on_server(model: Model, args: Any) -> Engine:
 
 
 def _check_server(args: Any, run: RunConfig) -> None:
-    """Raise GenerationError where the server cannot sample for a run."""
+    """Raise GenerationError if the server cannot sample for a run."""
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
     name = find_model(run.model.name)
@@ -158,14 +158,17 @@ def _check_server(args: Any, run: RunConfig) -> None:
 
 
 def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:
-    """Check what can be checked before a model is loaded; ``trains``: not an evaluation.
+    """Check the engine of a run before a model is loaded.
 
-    ``run`` says what a server must be able to do, and has whole paths.
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        run: The settings of the run, with absolute paths; a server must fit them.
+        trains: True for a training, False for an evaluation.
 
     Raises:
-        GenerationError: An engine was asked for by name and is not installed, or its server is
-            away or another.
-        ConfigError: The engine does not obey a setting.
+        GenerationError: The engine was requested by name and is not installed, or its server cannot
+            be reached or serves another model.
+        ConfigError: A setting has no effect on the engine.
     """
     asked = requested_engine(args)
     on_gpu = detect_hardware().device != "cpu"
@@ -200,7 +203,7 @@ def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | No
 def make_sampling(
     args: Any, stop_token_ids: list[int], thought: ThoughtLimit | None = None
 ) -> Sampling:
-    """Return how a ``LeaveOneOutConfig`` draws completions; each stop token ends one."""
+    """Return the sampling settings of a ``LeaveOneOutConfig``."""
     return Sampling(
         max_tokens=args.max_completion_length,
         stop_token_ids=tuple(stop_token_ids),

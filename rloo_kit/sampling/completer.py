@@ -1,4 +1,4 @@
-"""Sample completions of rows and call the rewards: in a training, an evaluation and the lab.
+"""Completer, which samples completions of rows and calls the rewards, in all commands.
 
 Shapes: B completions, F reward functions.
 """
@@ -22,7 +22,7 @@ from rloo_kit.scoring.contract import AsyncCheckedReward, call_reward, reward_co
 from rloo_kit.text.thoughts import completion_texts
 from rloo_kit.types import Score, Tokenizer
 
-# Completion ids of prompt ids, and their log-probabilities where an engine reports them
+# Function from prompt ids to completion ids, and their log-probabilities if an engine reports them
 Draw = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]] | None]]
 
 
@@ -36,10 +36,10 @@ class Completer:
     ends: frozenset[int]  # tokens that end a completion
     # F rewards: functions, async functions, or models
     functions: Callable[[], Sequence[Any]] = list
-    tokenizers: Sequence[Any] = ()  # F: those of the models
+    tokenizers: Sequence[Any] = ()  # F, used if the reward is a model
     # `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict
-    # runs async rewards, in a thread of its own; None: one after another
+    # runs async rewards, in a thread of its own; None runs them one after another
     loop: asyncio.AbstractEventLoop | None = None
 
     def sample(self, rows: Sequence[Mapping[str, Any]]) -> Completions:
@@ -48,12 +48,12 @@ class Completer:
         Raises:
             DataError: The chat template cannot render a prompt, or the rows have images.
             StalePolicyError: The engine sampled from another policy.
-            MemoryRanOutError: Not even a single completion fits.
+            MemoryRanOutError: Not even a single completion fits into memory.
         """
         if has_images(rows):
             raise DataError(
-                "the prompts have images, which TRL's step alone samples from: train with these, "
-                "where held-out prompts are scored too, or leave the images out"
+                "the prompts have images, and only TRL's step samples from images: train with "
+                "them, which scores held-out prompts too, or leave the images out"
             )
         prompts = [row["prompt"] for row in rows]
         prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
@@ -68,10 +68,10 @@ class Completer:
         )
 
     def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending[Any]:
-        """Start the rewards: the result is F lists of B scores. Async ones run meanwhile.
+        """Start the rewards; the result is F lists of B scores. Async rewards run at once.
 
         Raises:
-            RewardContractError: From a reward, here or by the result.
+            RewardContractError: From a reward, here or when the result is read.
         """
         columns = reward_columns(
             rows,
@@ -89,7 +89,7 @@ class Completer:
     def _finish(
         self, columns: dict[str, Any], started: dict[int, Future[Any]]
     ) -> list[list[Score]]:
-        """Call the other rewards, and wait for those that have started."""
+        """Call the other rewards, and wait for the started ones."""
         return [
             started[place].result()
             if place in started
@@ -102,7 +102,7 @@ class Completer:
     def _logits(
         self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]
     ) -> list[Score]:
-        """Return B logits of a sequence-classification model, read as TRL reads texts."""
+        """Return B logits of a sequence-classification model, with texts formatted as in TRL."""
         from trl.data_utils import apply_chat_template
 
         pairs = zip(columns["prompts"], columns["completions"], strict=True)
@@ -123,7 +123,7 @@ class Completer:
 
 
 def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
-    """Return texts as rewards get them: a message where the prompt is a conversation."""
+    """Return texts in the form for rewards: a list of one message if the prompt is a chat."""
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)

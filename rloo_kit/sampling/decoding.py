@@ -1,8 +1,8 @@
-"""Sampling by transformers in which a prompt runs once and finished rows leave the batch.
+"""Sampling with transformers: each prompt runs once, and finished rows are dropped from the batch.
 
 ``generate`` runs a prompt again for each of its completions, and decodes every row until the
-longest has ended. ``sample_rows`` is a decoding method for its ``custom_generate`` argument: same
-distribution, since logits processors, stopping criteria, masks and cache layers are generate's own.
+longest has ended. ``sample_rows`` is a decoding method for its ``custom_generate`` argument. It has
+the same distribution, since it uses generate's logits processors, stopping criteria and masks.
 
 Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C completion tokens.
 """
@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rloo_kit.errors import DivergedError, MemoryRanOutError
@@ -27,7 +32,7 @@ from rloo_kit.types import Model
 Row = TypeVar("Row")
 Found = TypeVar("Found")
 
-# Ended rows leave once they are this share of the batch: selecting rows copies the cache
+# Share of ended rows at which they are dropped; not each at once, since that copies the cache
 LEAVING_SHARE = 1 / 8
 # Columns by which a cache grows at least
 GROWTH = 64
@@ -44,12 +49,15 @@ def complete(
     """Return a completion of each of B prompts, up to and including the first of ``ends``.
 
     Args:
-        model: A causal language model of transformers, also under PEFT.
-        prompt_ids: Equal ones one after another share their prefill.
-        pad_token_id: Fills prompts on the left.
+        model: A causal language model of transformers, also in PEFT's wrapper.
+        prompt_ids: B prompts; equal neighbours share their prefill.
+        pad_token_id: Pads prompts on the left.
         ends: Ids of the tokens that end a completion.
-        thought: Ends a completion whose thought is too long, without an end token.
-        how: Arguments of ``generate``.
+        thought: Limit that ends a completion whose thought is too long, without an end token.
+        **how: Arguments of ``generate``.
+
+    Raises:
+        RuntimeError: The logits hold NaN or Inf; ``finite_logits`` translates it.
     """
     width = max(map(len, prompt_ids))
     device = model.device
@@ -72,19 +80,19 @@ def complete(
 
 
 def as_sampled(model: Any) -> AbstractContextManager[Any]:
-    """Return a context in which the model computes as it samples: base and adapter as one."""
+    """Return a context for sampling, in which base and adapter are one matrix."""
     return contextlib.nullcontext() if _decodes_itself(model) else dense_layers(model)
 
 
 class _LongThought(StoppingCriteria):
-    """Stops the rows whose thought is open at the limit."""
+    """Stopping criterion for rows whose thought is open at the limit."""
 
     def __init__(self, width: int, limit: ThoughtLimit) -> None:
         self.width = width + limit.tokens
         self.limit = limit
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return ``(L,)`` bool of ``(L, W + t)`` ids."""
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: Any) -> Any:
+        """Return ``(L,)`` bool for ``(L, W + t)`` ids."""
         is_open = [False] * len(input_ids)
         if input_ids.shape[1] == self.width:
             is_open = list(map(self.limit.marks.is_open, input_ids.tolist()))
@@ -102,7 +110,7 @@ def _decodes_itself(model: Model) -> bool:
 
 
 def continues_prompts(model: Model) -> bool:
-    """Return whether several completions can continue one pass of a prompt, by its cache."""
+    """Return whether several completions can continue one pass of a prompt from its cache."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False
@@ -117,7 +125,7 @@ def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
 
 
 class GrowingLayer(DynamicLayer):
-    """A dynamic layer with spare columns: a token's keys are written in place, not concatenated."""
+    """Dynamic layer with spare columns, so that keys are written in place and not concatenated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -135,7 +143,7 @@ class GrowingLayer(DynamicLayer):
         spare = self._spare.get(name)
         start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
-        # After rows were selected the keys are a copy, and the spare columns are of another batch
+        # After rows were selected the keys are a copy, and the spare columns belong to other rows
         is_own = spare is not None and spare.data_ptr() == old.data_ptr()
         if spare is None or not is_own or spare.shape[-2] < end:
             num_rows, num_heads, _, size = new.shape
@@ -147,8 +155,8 @@ class GrowingLayer(DynamicLayer):
         return spare[..., :end, :]
 
 
-def _lets_rows_leave(cache: Any) -> bool:
-    """Return whether rows of this cache can be selected: every layer keeps keys and values."""
+def _lets_rows_leave(cache: object) -> bool:
+    """Return whether rows of this cache can be selected."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return (
         isinstance(cache, Cache)
@@ -161,15 +169,15 @@ def _lets_rows_leave(cache: Any) -> bool:
 def sample_rows(
     model: Any,
     input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Return ``(B, W + C)`` prompts and completions; for ``generate(custom_generate=...)``.
 
-    Models whose cache cannot select rows (state-space layers, static and quantised caches), and
-    processors that hold a state for each row, take ``generate``'s own loop.
+    ``generate``'s own loop runs if the cache cannot select rows (state-space layers, static and
+    quantised caches), or if a logits processor holds a state for each row.
     """
     cache: Any = kwargs.get("past_key_values")
     num_rows, width = input_ids.shape
@@ -187,7 +195,7 @@ def sample_rows(
     ended = torch.zeros_like(live, dtype=torch.bool)  # (L,)
     while True:
         scores = logits_processor(input_ids, logits)
-        # of all rows, so that what is drawn does not depend on which of them have left
+        # for all rows, so that samples do not depend on which rows were dropped
         chances = torch.rand(num_rows, dtype=torch.float64, device=input_ids.device)[live]
         tokens = _draw(scores, chances) if generation_config.do_sample else scores.argmax(-1)
         tokens = tokens.masked_fill(ended, pad)
@@ -208,18 +216,18 @@ def sample_rows(
 
 
 def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Return ``(L,)`` tokens of ``(L, vocabulary)`` scores, by ``(L,)`` numbers in [0, 1)."""
+    """Sample ``(L,)`` tokens from ``(L, vocabulary)`` scores with ``(L,)`` numbers in [0, 1)."""
     sums = scores.softmax(-1).double().cumsum(-1)
     if not sums[:, -1].isfinite().all():
         raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
-    # The first token whose sum is greater has a probability above 0
+    # the first token with a greater sum, whose probability is thus above 0
     return torch.searchsorted(sums, (chances * sums[:, -1])[:, None], right=True).squeeze(1)
 
 
 def _shared_prefill(
     model: Model, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run each different prompt once; return ``(B, vocabulary)`` logits and the arguments of B."""
+    """Run each different prompt once; return ``(B, vocabulary)`` logits, and arguments for B."""
     differs = (input_ids[1:] != input_ids[:-1]) | (
         kwargs["attention_mask"][1:] != kwargs["attention_mask"][:-1]
     )
@@ -244,8 +252,8 @@ def _select(kwargs: dict[str, Any], rows: torch.Tensor, size: int) -> dict[str, 
     }
 
 
-def _has_row_state(processors: Any, num_rows: int) -> bool:
-    """Return whether a logits processor holds something for each completion, as guidance does."""
+def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
+    """Return whether a logits processor holds a state for each completion, as guidance does."""
     values = [value for one in processors for value in vars(one).values()]
     return num_rows > 1 and any(
         isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
@@ -257,7 +265,11 @@ def _has_row_state(processors: Any, num_rows: int) -> bool:
 
 @contextlib.contextmanager
 def finite_logits() -> Iterator[None]:
-    """Raise DivergedError where a model samples from logits that hold NaN or Inf."""
+    """Translate torch's error about NaN or Inf in probabilities into one with a remedy.
+
+    Raises:
+        DivergedError: The logits that the body samples from hold NaN or Inf.
+    """
     try:
         yield
     except RuntimeError as exc:
@@ -271,21 +283,26 @@ def finite_logits() -> Iterator[None]:
 
 @dataclass
 class Pieces:
-    """Runs a call over rows: all at once, or in pieces as large as fit into memory."""
+    """Runs a call over rows, all at once or in pieces that fit into memory."""
 
-    what: str  # is done to the rows, such as "sampling"
+    what: str  # the work, such as "sampling"
     remedy: str
-    size: int | None = None  # rows of a piece; None: memory has not run out yet
+    size: int | None = None  # rows of a piece; None if memory has not run out yet
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
     ) -> list[Found]:
-        """Return what ``call`` gives for all rows, in their order.
+        """Return the results of ``call`` for all rows, in their order.
 
         Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
 
+        Args:
+            call: Returns a list with one result for each of the rows it is called with.
+            rows: All rows.
+            at_most: Largest number of rows of a piece.
+
         Raises:
-            MemoryRanOutError: A single row does not fit.
+            MemoryRanOutError: A single row does not fit into memory.
         """
         found: list[Found] = []
 

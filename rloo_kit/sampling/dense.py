@@ -1,9 +1,9 @@
 """Base and adapter as one matrix, while the model samples.
 
 LoRA layers add casts and two small products to every decoding step, and a 4-bit base is dequantised
-each time: half of the step. So ordinary linear layers replace them while the model samples, and the
-LoRA layers come back untouched. In 16 bit the sums are rounded, which moves log-probabilities about
-as much as any 16-bit rounding does (tests/sampling/test_dense.py).
+each time; together that is half of the step. So ordinary linear layers replace them while the model
+samples, and the LoRA layers return unchanged. In 16 bit the sums are rounded, which changes
+log-probabilities about as much as any 16-bit rounding (tests/sampling/test_dense.py).
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from peft.utils.integrations import dequantize_module_weight
 
 from rloo_kit.machine.hardware import detect_hardware
 
-# Largest part of the free memory that the matrices may take
+# Largest share of the free memory that the matrices may use
 MEMORY_SHARE = 1 / 4
 
 
 @contextlib.contextmanager
 def dense_layers(model: torch.nn.Module) -> Iterator[None]:
-    """Let LoRA layers compute with one matrix each, where memory allows; undone afterwards."""
+    """Replace each LoRA layer by one matrix during the body, if memory allows."""
     dtype = getattr(model, "dtype", torch.float32)
     found: list[tuple[Any, str, Any]] = [
         (parent, name, layer)
@@ -43,7 +43,7 @@ def dense_layers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Return whether a layer is a linear one with a LoRA adapter, and nothing else."""
+    """Return whether a layer is a linear layer with an ordinary LoRA adapter."""
     if not isinstance(layer, LoraLayer) or layer.merged_adapters or layer.lora_variant:
         return False
     base = layer.get_base_layer()

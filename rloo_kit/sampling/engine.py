@@ -1,7 +1,7 @@
 """The interface of engines that sample, adapter folders, and the choice of an engine.
 
-The base model stays in the engine; only the LoRA adapter moves, as a small folder in shared memory,
-written anew after every optimizer step. Nothing is merged, so 4-bit weights are not rounded.
+The base model stays in the engine. Only the LoRA adapter is sent after every optimizer step, as a
+small folder in shared memory. Nothing is merged, so 4-bit weights are not rounded.
 """
 
 import os
@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.errors import GenerationError
@@ -19,10 +19,13 @@ from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
 from rloo_kit.text.thoughts import ThoughtMarks
 from rloo_kit.types import Model
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True)
 class ThoughtLimit:
-    """Truncates a completion whose thought is still open after this many tokens."""
+    """Limit that truncates a completion whose thought is still open after this many tokens."""
 
     tokens: int
     marks: ThoughtMarks  # a thought is opened in the prompt or in the completion
@@ -32,19 +35,19 @@ class ThoughtLimit:
         return len(ids) >= self.tokens and self.marks.is_open(prompt_ids + ids[: self.tokens])
 
     def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
-        """Return a completion up to the limit, where its thought exceeds it."""
+        """Return a completion, truncated at the limit if its thought exceeds it."""
         return ids[: self.tokens] if self.exceeds(prompt_ids, ids) else ids
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn; TRL's names and meanings."""
+    """Sampling settings, with TRL's names and meanings."""
 
     max_tokens: int  # of a completion
-    stop_token_ids: tuple[int, ...]  # a completion ends with the first of them
+    stop_token_ids: tuple[int, ...]  # each ends a completion
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
+    top_k: int = 0  # 0 for all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     others: dict[str, Any] = field(default_factory=dict)  # of vLLM's `SamplingParams`, by name
@@ -52,7 +55,7 @@ class Sampling:
 
     @property
     def whole_distribution(self) -> bool:
-        """Whether every token can be drawn, with the probability the policy gives it."""
+        """True if every token can be sampled, with the probability that the policy gives it."""
         top = (self.top_p, self.min_p, self.repetition_penalty) == (1.0, 0.0, 1.0)
         return top and self.top_k <= 0 and self.temperature > 0 and not self.others
 
@@ -74,28 +77,28 @@ class Generations:
     """Completions of B prompts, in their order."""
 
     completion_ids: list[list[int]]  # the stop token included; never empty
-    log_probs: list[list[float]]  # nats, under the distribution they were drawn from
+    log_probs: list[list[float]]  # nats, under the distribution that sampled
 
 
 class Engine(Protocol):
-    """Something that samples from the policy."""
+    """Interface of an engine that samples from the policy."""
 
-    name: str  # for people: "vLLM in this process"
+    name: str  # in messages, such as "vLLM in this process"
     sync_seconds: float  # of the last sync
-    adapter_dtype: Any  # torch's type that an adapter is rounded to when it is sent
+    adapter_dtype: Any  # torch's dtype to which an adapter is rounded when it is sent
 
     def sync(self, model: Model) -> None:
-        """Sample from what ``model`` computes now: its active adapter, or its base alone."""
+        """Send the active adapter of ``model``, or switch to the base if none is active."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete each of B prompts once; the same seed, prompts and adapter repeat."""
+        """Complete each of B prompts once; equal seed, prompts and adapter give equal results."""
         ...
 
     def sleep(self) -> None:
-        """Give memory to the learning step; ``generate`` wakes up again."""
+        """Free memory for the learning step; ``generate`` wakes the engine up."""
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Free everything; may be called twice."""
 
 
 def draw_from(
@@ -103,8 +106,8 @@ def draw_from(
 ) -> Generations:
     """Complete each of B prompts once, within ``sampling.thought``.
 
-    The engine's own limits of a thought force its closing token, which the policy has not drawn.
-    So completions are drawn up to the limit first, and those that may continue do.
+    An engine's own limit of a thought forces the closing token, which the policy has not sampled.
+    So completions are sampled up to the limit first, and then continued if they do not exceed it.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:
@@ -128,8 +131,8 @@ def draw_from(
     return first
 
 
-def why_no_hot_swap(model: Any) -> str | None:
-    """Return why vLLM cannot sample from this model by its adapter alone, or None when it can."""
+def why_no_hot_swap(model: Model) -> str | None:
+    """Return the reason why vLLM cannot swap the adapters of this model, or None if it can."""
     from peft import LoraConfig
 
     configs = getattr(model, "peft_config", {})
@@ -146,12 +149,12 @@ def why_no_hot_swap(model: Any) -> str | None:
 
 
 def reserved_rank_of(model: Model) -> int:
-    """Return the rank that vLLM must reserve to take every adapter of the model."""
+    """Return the rank that vLLM must reserve for the adapters of the model."""
     return reserved_rank(max(config.r for config in model.peft_config.values()))
 
 
 def active_adapter(model: Model) -> str | None:
-    """Return the adapter that a PEFT model computes with; None: its base alone."""
+    """Return the active adapter of a PEFT model; None if it computes with its base alone."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layer = next(m for m in model.modules() if isinstance(m, BaseTunerLayer))
@@ -159,12 +162,13 @@ def active_adapter(model: Model) -> str | None:
 
 
 class AdapterFolder:
-    """A folder with the adapter as it was sent last, and what else an engine reads.
+    """Folder for the adapter that was sent last, and for other files that an engine reads.
 
-    It is in ``parent``; None: in shared memory, or the system's temporary folder.
+    Args:
+        parent: Folder that holds it; None for shared memory or the system's temporary folder.
 
     Raises:
-        GenerationError: ``parent`` is no folder, or cannot be written to.
+        GenerationError: ``parent`` is not a folder, or cannot be written to.
     """
 
     def __init__(self, parent: str | None = None) -> None:
@@ -179,16 +183,16 @@ class AdapterFolder:
         prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
         self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
 
-    def write(self, model: Model, dtype: Any) -> Path:
-        """Write the active adapter of a PEFT model in the engine's type; return its folder.
+    def write(self, model: Model, dtype: "torch.dtype | None") -> Path:
+        """Write the active adapter of a PEFT model in a dtype; return its folder.
 
         Raises:
-            GenerationError: There is no space for it.
+            GenerationError: The disk is full or cannot be written.
         """
         from safetensors import SafetensorError
 
         folder = self.root / "adapter"
-        # not written over: tensors that vLLM has read may be the old file's pages
+        # not overwritten, because tensors that vLLM has read may be mapped from the old file
         shutil.rmtree(folder, ignore_errors=True)
         try:
             write_adapter(model, active_adapter(model) or "default", folder, dtype)
@@ -200,12 +204,12 @@ class AdapterFolder:
         return folder
 
     def close(self) -> None:
-        """Remove all of it."""
+        """Remove the folder."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def _namespace() -> int:
-    """Return the number of this process's PID namespace: containers may share memory alone."""
+    """Return the id of this process's PID namespace, since containers may share their memory."""
     return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
 
 
@@ -221,21 +225,24 @@ def _remove_leftovers(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine that samples, and why not a faster one."""
+    """The engine that samples, and the reason if it is not a faster one."""
 
     engine: str  # `vllm`, `server` or `transformers`
-    reason: str | None = None  # in one line, where `auto` fell back
+    reason: str | None = None  # in one line, if `auto` fell back
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
     """Return the engine for ``auto``, ``vllm``, ``server`` or ``transformers``.
 
-    ``why_not`` says why vLLM cannot sample here.
+    Args:
+        asked: One of these names.
+        on_gpu: True if the model is on a GPU.
+        why_not: The reason why vLLM cannot sample here, or None.
 
     Raises:
-        GenerationError: vLLM was asked for by name and cannot sample from the model.
+        GenerationError: vLLM was requested by name and cannot sample from the model.
     """
-    # on a CPU a small model is as fast without, and vLLM takes seconds to start
+    # on a CPU a small model is as fast without vLLM, which needs seconds to start
     if asked == "transformers" or (asked == "auto" and not on_gpu):
         return Choice("transformers")
     if why_not is None:

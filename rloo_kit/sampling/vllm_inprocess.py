@@ -1,4 +1,4 @@
-"""vLLM in this process: the base loaded once, the adapter swapped while it runs.
+"""vLLM in this process: the base is loaded once, and the adapter is swapped while it runs.
 
 The engine is Unsloth's, which shares the base weights with the trainer (``load_model(...,
 fast_inference=True)`` on a GPU), or one of the kit's own.
@@ -47,22 +47,29 @@ LIVE_IDS = 1_000_000
 
 
 class VllmEngine:
-    """An engine of the kit's own, or Unsloth's when the model carries one.
+    """Engine of the kit's own, or Unsloth's if the model carries one.
 
-    ``memory_share`` of the GPU is for an engine with its own copy of the weights; None: computed
-    (``engine_memory``). ``extra`` are further arguments of ``vllm.LLM``.
+    Args:
+        model: The policy, with its LoRA adapter.
+        max_length: Longest prompt with completion, tokens.
+        num_sequences: Completions that are sampled at the same time.
+        sleeps: Free memory between ``sleep`` and the next ``generate``, on a GPU.
+        memory_share: Share of the GPU for an engine with its own copy of the weights; None
+            computes it (``engine_memory``).
+        seed: Seed of vLLM.
+        extra: Further arguments of ``vllm.LLM``.
 
     Raises:
-        GenerationError: vLLM cannot start, with its reason in one line.
+        GenerationError: vLLM cannot start; the message has its reason in one line.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         model: Model,
         *,
-        max_length: int,  # prompt plus completion, tokens
-        num_sequences: int,  # at one time
-        sleeps: bool = False,  # gives memory back between sleep and the next generate (GPU)
+        max_length: int,
+        num_sequences: int,
+        sleeps: bool = False,
         memory_share: float | None = None,
         seed: int = 0,
         extra: dict[str, Any] | None = None,
@@ -80,7 +87,7 @@ class VllmEngine:
         if self.shared:
             config = self._llm.llm_engine.vllm_config.model_config
             self._sleeps &= config.enable_sleep_mode
-            if config.max_model_len < max_length:  # Unsloth lowers it where its cache is too small
+            if config.max_model_len < max_length:  # Unsloth lowers it if its cache is too small
                 raise GenerationError(
                     f"vLLM started with the model for {config.max_model_len} tokens, and the run "
                     f"needs {max_length}: lower model.max_seq_length, or set trainer.generation: "
@@ -114,7 +121,7 @@ class VllmEngine:
             "model": config.name_or_path,
             "trust_remote_code": trust_remote_code,
             "skip_tokenizer_init": True,  # token ids in, token ids out
-            "generation_config": "vllm",  # no sampling defaults but ours
+            "generation_config": "vllm",  # no sampling defaults of the model
             "dtype": str(self.adapter_dtype).removeprefix("torch."),
             "max_model_len": max_length,
             "max_num_seqs": num_sequences,
@@ -167,14 +174,19 @@ class VllmEngine:
         found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
         if share is not None:
             return {"gpu_memory_utilization": share}
-        # vLLM compares the share with what is free even where the cache has a size of its own.
+        # vLLM compares the share with the free memory even if the size of the cache is set
         return {
             "kv_cache_memory_bytes": found.cache,
             "gpu_memory_utilization": found.share(card),
         }
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter, if one is, and drop the one before."""
+        """Send the active adapter, if there is one, and drop the previous one.
+
+        Raises:
+            GenerationError: vLLM rejects the adapter.
+            MemoryRanOutError: The GPU has no memory left to wake vLLM.
+        """
         started = time.perf_counter()
         self._wake()
         engine = self._llm.llm_engine
@@ -194,12 +206,12 @@ class VllmEngine:
         self.sync_seconds = time.perf_counter() - started
 
     def _requested(self, model: Model) -> Any:
-        """Return the request that samples with the active adapter; None where none is."""
+        """Return vLLM's request with the active adapter; None if no adapter is active."""
         active = active_adapter(model)
         if active is None:
             return None
         if self.shared and list(model.peft_config) == ["default"]:
-            # Unsloth writes the adapter's config there once, and sends tensors.
+            # Unsloth writes the adapter's config there once, and sends tensors
             return model.load_lora(str(self._folder.root / "config"), load_tensors=True)
         from vllm.lora.request import LoRARequest
 
@@ -208,7 +220,7 @@ class VllmEngine:
         if not self.shared:
             folder = self._folder.write(model, self.adapter_dtype)
             return LoRARequest(name, self._number, str(folder))
-        # Unsloth's load_lora would send every adapter, TRL's frozen reference copy too
+        # Unsloth's load_lora would send every adapter, also TRL's frozen reference copy
         tensors = {
             "lora_tensors": adapter_tensors(model, active),
             "lora_config": model.peft_config[active].to_dict(),
@@ -216,7 +228,12 @@ class VllmEngine:
         return LoRARequest(f"{name}-live", self._number + LIVE_IDS, **tensors)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """See ``Engine.generate``; every completion has a seed of its own."""
+        """Complete each prompt once (see ``Engine``); every completion has a seed of its own.
+
+        Raises:
+            MemoryRanOutError: The GPU has no memory left to wake vLLM.
+            BaseException: Whatever interrupts vLLM; its requests are aborted.
+        """
         from vllm import SamplingParams
 
         self._wake()
@@ -231,7 +248,7 @@ class VllmEngine:
                 lora_request=self._request,
                 use_tqdm=False,
             )
-        except BaseException:  # after Ctrl-C the next call must not meet this one's requests
+        except BaseException:  # after Ctrl-C the next call must not get these requests
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
@@ -246,14 +263,14 @@ class VllmEngine:
     def sleep(self) -> None:
         """Drop keys and values and move the weights to the host's memory (level 1), on a GPU.
 
-        Weights that Unsloth shares stay where they are: the model learns with them.
+        Weights that Unsloth shares stay on the GPU, because the model learns with them.
         """
         if self._sleeps and self._llm is not None and not self._llm.llm_engine.is_sleeping():
             self._llm.sleep(level=1)
 
     def _wake(self) -> None:
         if self._sleeps and self._llm.llm_engine.is_sleeping():
-            torch.cuda.empty_cache()  # what the learning step let go of
+            torch.cuda.empty_cache()  # memory that the learning step freed
             try:
                 self._llm.wake_up()
             except Exception as exc:
@@ -266,8 +283,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut the engine down, its process groups, threads, caches and files included."""
-        # A model that shares its weights with the engine is released first (`release`): vLLM gives
-        # the pool that holds them back with the engine.
+        # `release` first releases a model that shares its weights with the engine, because vLLM
+        # frees the pool that holds them together with the engine
         llm = self._llm
         self._llm = None
         self._request = None
@@ -280,10 +297,10 @@ class VllmEngine:
 
 @contextlib.contextmanager
 def _without_side_effects() -> Iterator[None]:
-    """Put back what a start of vLLM changes in this process.
+    """Undo the changes that a start of vLLM makes in this process.
 
     Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
-    leaves variables of torch.distributed behind.
+    leaves environment variables of torch.distributed behind.
     """
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
@@ -301,17 +318,17 @@ def _without_side_effects() -> Iterator[None]:
 
 
 def _is_lora_request(request: object) -> bool:
-    """Return whether vLLM holds the adapter under an id of its own."""
+    """Return whether vLLM holds the adapter under an id."""
     # For an unquantised base Unsloth returns a request that is merged into the shared weights while
-    # the engine generates (_MergedLoRARequest); LLM.generate alone takes it.
+    # the engine generates (_MergedLoRARequest); only LLM.generate accepts it
     return hasattr(request, "lora_int_id")
 
 
-def write_dequantised(model: Model, dtype: Any, folder: Path) -> Path:
-    """Write the base of a 4-bit PEFT model, dequantised, to a folder; return it.
+def write_dequantised(model: Model, dtype: torch.dtype, folder: Path) -> Path:
+    """Write the dequantised base of a 4-bit PEFT model to a new folder; return the folder.
 
-    vLLM has no 4-bit kernels on a CPU, and a checkpoint in 16 bit would be another policy than the
-    4-bit one that trains.
+    vLLM has no 4-bit kernels on a CPU, and the original 16-bit checkpoint would be another policy
+    than the 4-bit one that trains.
     """
     from safetensors.torch import save_file
 
@@ -339,14 +356,14 @@ def _dequantised(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def is_4bit(model: Model) -> bool:
-    """Return whether bitsandbytes holds layers of the model in 4 bit."""
+    """Return whether the model has 4-bit layers of bitsandbytes."""
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
 def _vllm_modules(targets: list[Any]) -> list[str] | None:
-    """Return the layers that need LoRA, also under the names vLLM gives to joined ones.
+    """Return the layers that need LoRA, also under vLLM's names of joined layers; None for all.
 
-    Without them vLLM computes an empty adapter for the LM head too, for every token.
+    Without these names vLLM computes an empty adapter for the LM head too, for every token.
     """
     if any(isinstance(names, str) for names in targets):  # a pattern
         return None
@@ -356,7 +373,7 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
     return sorted(names | {joined.get(name, name) for name in names})
 
 
-def compute_dtype(model: Model) -> Any:
-    """Return the type that the trainer computes the base in."""
+def compute_dtype(model: Model) -> torch.dtype:
+    """Return the dtype in which the trainer computes the base."""
     dtype = model.get_base_model().config.dtype
     return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16

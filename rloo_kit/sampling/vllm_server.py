@@ -1,8 +1,8 @@
-"""vLLM's own server, on another card or machine: the adapter goes there, completions come back.
+"""Client of vLLM's own server, on another card or machine: sends adapters, receives completions.
 
 TRL's server mode sends weights over NCCL, which needs CUDA in the trainer, with the adapter merged
-into them; of a 4-bit layer it sends the packed bytes, without the scales that unpack them. Here the
-base stays as the server loaded it, and this process needs no vLLM.
+into them. For a 4-bit layer it sends the packed bytes, without the scales that unpack them. Here
+the base stays as the server loaded it, and this process does not need vLLM.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from anyio.from_thread import start_blocking_portal
@@ -27,6 +27,9 @@ from rloo_kit.models.loading import PREQUANTIZED
 from rloo_kit.sampling.engine import AdapterFolder, Generations, Sampling, active_adapter
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -53,27 +56,27 @@ class Needs:
         """Return whether a server names another model of the hub; a folder can hold any."""
         if Path(self.base).exists() or card["root"].startswith("/"):
             return False  # the canary finds out
-        # without owners, and without the marks of Unsloth's 4-bit copies
+        # without owners, and without the suffixes of Unsloth's 4-bit copies
         names = (self.base, card["id"], card["root"])
         ours, *served = [re.sub(r".*/|(-unsloth)?-bnb-4bit$", "", one.lower()) for one in names]
         return ours not in served
 
 
 class VllmServer:
-    """A server of vLLM that samples (see ``Engine``).
+    """Engine on a server of vLLM (see ``Engine``).
 
     Args:
-        args: A ``LeaveOneOutConfig``: the address, and the folder for the adapter.
-        needs: What the server must take.
-        adapter_dtype: torch's type that an adapter is rounded to; None: before the model is loaded,
-            under the name that the run file gives it.
+        args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
+        needs: Requirements of the run.
+        adapter_dtype: Type to which an adapter is rounded; None if the model is not loaded yet, and
+            ``needs`` has its name from the run file.
 
     Raises:
-        GenerationError: The server is away after ``vllm_server_timeout`` seconds, is no vLLM,
-            serves another model or shorter rows, or takes no adapters at run time.
+        GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not
+            vLLM, serves another model or shorter rows, or does not accept adapters at run time.
     """
 
-    def __init__(self, args: Any, needs: Needs, adapter_dtype: Any = None) -> None:
+    def __init__(self, args: Any, needs: Needs, adapter_dtype: "torch.dtype | None" = None) -> None:
         address = args.vllm_server_base_url
         address = address or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         self.url = address.rstrip("/").removesuffix("/v1")
@@ -83,7 +86,7 @@ class VllmServer:
         self._needs = needs
         self._remedy = f"start it with {needs.command}"
         self._patience = args.vllm_server_timeout
-        self._adapter: str | None = None  # its name on the server; None: the base alone
+        self._adapter: str | None = None  # its name on the server; None for the base alone
         self._base = self._check()
         self._folder = AdapterFolder(args.vllm_adapter_dir)
         self._folder.root.chmod(0o755)  # the server may be another user's
@@ -106,14 +109,18 @@ class VllmServer:
         raise GenerationError(f"{self.name} {reason}: {self._remedy}")
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter, if one is, and drop the one before."""
+        """Send the active adapter, if there is one, and drop the previous one.
+
+        Raises:
+            GenerationError: The server cannot be reached or rejects the adapter.
+        """
         started = time.perf_counter()
         before = self._adapter
         self._adapter = None
         if active_adapter(model) is not None:
             self._folder.write(model, self.adapter_dtype)
-            # A new name each time: vLLM keys its prefix cache by it. With `load_inplace` it would
-            # read the file again in every pass, as its requests keep that flag.
+            # A new name each time, because it is a key of vLLM's prefix cache. With `load_inplace`
+            # vLLM would read the file again in every pass, since its requests keep that flag
             self._adapter = f"rloo-kit-{uuid.uuid4().hex}"
             self._load()
         if before is not None:  # unknown to a server that was restarted
@@ -126,30 +133,34 @@ class VllmServer:
         self._read(answer)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """See ``Engine.generate``; every completion has a seed of its own."""
+        """Complete each prompt once (see ``Engine``); every completion has a seed of its own.
+
+        Raises:
+            GenerationError: The server cannot be reached, or does not answer with completions.
+        """
         same = {"model": self._adapter or self._base, "return_token_ids": True}
         same |= sampling.as_vllm()
         rows = enumerate(prompt_ids)
         bodies = [{**same, "prompt": ids, "seed": (seed + row) % 2**31} for row, ids in rows]
         answers = self._ask("/v1/completions", *bodies)
         if self._adapter and any(a.status_code == httpx.codes.NOT_FOUND for a in answers):
-            self._load()  # the server was restarted since
+            self._load()  # the server was restarted
             answers = self._ask("/v1/completions", *bodies)
         drawn = [self._read(answer, _completion) for answer in answers]
         return Generations([ids for ids, _ in drawn], [log_probs for _, log_probs in drawn])
 
     def sleep(self) -> None:
-        """Do nothing: the server's memory is not this machine's."""
+        """Do nothing, because the server has memory of its own."""
 
     def close(self) -> None:
-        """Remove the adapter's folder; the server keeps its copy until it needs the place."""
+        """Remove the adapter's folder; the server keeps its copy until it needs the memory."""
         self._folder.close()
 
     # --- HTTP ------------------------------------------------------------------------------------
 
     def _ask(self, path: str, *bodies: dict[str, Any] | None) -> list[httpx.Response]:
         """POST all bodies at once (None: GET); return the answers in their order."""
-        # in a thread: a notebook's own has a loop already; Ctrl-C cancels what is under way
+        # in a thread, because a notebook's thread has a loop already; Ctrl-C cancels the requests
         with start_blocking_portal() as portal:
             return portal.call(self._ask_all, path, bodies)
 
@@ -168,7 +179,7 @@ class VllmServer:
     async def _request(
         self, client: httpx.AsyncClient, url: str, body: dict[str, Any] | None
     ) -> httpx.Response:
-        """Return the answer; wait for a server that is not up, as long as TRL's setting says."""
+        """Return the answer; wait for a server that is down as long as TRL's setting allows."""
         deadline = time.monotonic() + self._patience
         while True:
             try:
@@ -183,7 +194,7 @@ class VllmServer:
             await asyncio.sleep(1)
 
     def _read(self, answer: httpx.Response, read: Callable[[Any], Any] | None = None) -> Any:
-        """Return what ``read`` finds in the JSON of an answer."""
+        """Return the result of ``read`` on the JSON of an answer; raise GenerationError."""
         if answer.is_success:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return read and read(answer.json())
@@ -200,7 +211,7 @@ class VllmServer:
         raise GenerationError(f"{self.name} answers {what}: {remedy}")
 
 
-def _completion(found: Any) -> tuple[list[int], list[float]]:
+def _completion(found: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Return the token ids and log-probabilities of an answer of ``/v1/completions``."""
     (choice,) = found["choices"]
     return list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
