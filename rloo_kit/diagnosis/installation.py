@@ -22,7 +22,7 @@ if not SETS.is_dir():
 def examine() -> tuple[list[str], bool]:
     """Return versions, device and backends as lines, and whether training can start here.
 
-    What training would import is imported.
+    The function imports all packages that training needs.
     """
     versions = {name: installed_version(name) for name in TESTED}
     _, tested = set_for(versions["torch"])
@@ -55,7 +55,7 @@ def examine() -> tuple[list[str], bool]:
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
-    """Return the constraint file for a version of torch, if there is one, and its versions."""
+    """Return the constraint file for a version of torch, or None, and the tested versions."""
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"
     if not path.is_file():
@@ -65,10 +65,10 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
 
 
 def install_command(torch: str | None) -> str | None:
-    """Return the pip command for this machine's card, or None without one.
+    """Return the pip command for this machine's card, or None without a card.
 
-    It keeps the minor version of torch where a vLLM takes it. Beside a torch for CUDA 12 it leaves
-    vLLM out, whose wheels are for CUDA 13.
+    The command keeps the minor version of torch if a vLLM supports it. For a torch with CUDA 12 it
+    leaves vLLM out, because vLLM's wheels are for CUDA 13.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -81,8 +81,8 @@ def install_command(torch: str | None) -> str | None:
 
 
 def _why_no_import() -> str | None:
-    """Return why vLLM cannot be imported in a process of its own, or None."""
-    # its import is lazy, and hides a library that its kernels miss
+    """Return the reason why vLLM cannot be imported in a new process, or None."""
+    # its import is lazy, and hides that its kernels miss a library
     kernels = "torch.version.cuda and __import__('vllm._C_stable_libtorch')"
     words = [sys.executable, "-c", f"import torch, vllm; vllm.LLM; {kernels}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

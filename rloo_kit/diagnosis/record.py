@@ -19,11 +19,11 @@ from rloo_kit.output_folder import read_json, read_object
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 from rloo_kit.text.wording import text_of
 
-# Completions kept of each end of a run: the rules compare its beginning with its end
+# Completions kept from the beginning, and from the end, of a run: the rules compare these
 KEPT_ROWS = 2000
 # Most steps that count as the beginning, or the end, of a run; a quarter of a short run
 WINDOW = 20
-# Standard errors from which a change is not chance
+# Standard errors above which a change is not chance
 SIGNIFICANT = 3.0
 
 
@@ -31,12 +31,12 @@ SIGNIFICANT = 3.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN, for which no comparison holds, of nothing."""
+    """Return the mean; for no values NaN, for which every comparison is false."""
     return fmean(values) if values else math.nan
 
 
 def trend(values: Sequence[float]) -> float:
-    """Return the slope of the least squares line over its standard error; 0 of a flat series.
+    """Return the slope of the least squares line over its standard error; 0 for a flat series.
 
     Values above ``SIGNIFICANT``, or below its negative, are a rise or a fall.
     """
@@ -65,7 +65,7 @@ class HeldOut:
 
     @property
     def change(self) -> float:
-        """Standard errors by which it rose; 0 if it moved by less than a hundredth."""
+        """Rise in standard errors; 0 for a change of less than one percent."""
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):
             return 0.0
@@ -81,7 +81,7 @@ class HeldOut:
 
 
 def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldOut | None:
-    """Return one reward of two evaluations; None if one of them has no number for it."""
+    """Return one reward of two evaluations; None if its mean is missing in one of them."""
     old_mean = finite_number(before["rewards"][name])
     new_mean = finite_number(after["rewards"].get(name))
     if old_mean is None or new_mean is None:
@@ -108,17 +108,17 @@ def _prompt_means(samples: list[dict[str, Any]], name: str, size: int) -> list[f
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left in its folder, and statistics over its steps and completions."""
+    """Content of a run's folder, and statistics over its steps and completions."""
 
     metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
     completions: list[dict[str, Any]] = field(default_factory=list)
-    """One row per completion; of a large file the first and the last ones."""
+    """One row per completion; from a large file the first and the last ones."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     """``before`` and ``after`` on held-out prompts; {} without an evaluation."""
     config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
     end: dict[str, Any] = field(default_factory=dict)
-    """How it ended: ``how``, ``reason``, ``steps``, ``seconds``, ``time``; of a run that a finding
-    stopped also ``finding`` and ``kept_step``. {} while it runs, and of a killed one."""
+    """The end: ``how``, ``reason``, ``steps``, ``seconds``, ``time``, and if a finding stopped the
+    run ``finding`` and ``kept_step``. {} while the run trains, and after it was killed."""
     folder: Path = Path()
     environment: dict[str, Any] = field(default_factory=dict)
     """``hardware``, ``backend``, ``versions`` and more; {} if environment.json cannot be read."""
@@ -136,17 +136,17 @@ class RunRecord:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Steps that sampled; further passes over a batch and the summary have no reward."""
+        """Rows of steps that sampled; only these have a reward."""
         return [row for row in self.metrics if "reward" in row]
 
     @property
     def num_steps(self) -> int:
-        """Steps that sampled."""
+        """Number of steps that sampled."""
         return len(self.rows)
 
     @property
     def window(self) -> int:
-        """Steps that count as the beginning, or as the end."""
+        """Number of steps that count as the beginning, or as the end."""
         return max(2, min(WINDOW, self.num_steps // 4))
 
     def step(self, place: int) -> int:
@@ -196,19 +196,19 @@ class RunRecord:
 
     @cached_property
     def signal(self) -> list[float]:
-        """Share of the groups of each step whose scores differ."""
+        """Share of groups with differing scores, for each step."""
         return [1.0 - v for v in self.series("signal/groups_without")]
 
     @cached_property
     def scored_twice(self) -> list[HeldOut]:
-        """Every reward on the held-out prompts, accuracy first, those never above 0 last."""
+        """All rewards on the held-out prompts: accuracy first, those with only zeros last."""
         try:
             before = self.evaluation["before"]
             after = self.evaluation["after"]
             twice = [_held_out(name, before, after) for name in before["rewards"]]
         except (AttributeError, KeyError, TypeError, ValueError):  # not there, or damaged
             return []
-        # Accuracy is also measured where the run does not reward it, and may never be above 0.
+        # accuracy is measured even if the run does not reward it, and may stay at 0
         return sorted(
             filter(None, twice),
             key=lambda one: (not (one.before or one.after), one.name != "accuracy"),
@@ -216,32 +216,32 @@ class RunRecord:
 
     @property
     def held_out(self) -> HeldOut | None:
-        """Accuracy before and after if measured, else the first reward."""
+        """The first of ``scored_twice``; None without an evaluation."""
         return next(iter(self.scored_twice), None)
 
     @property
     def better(self) -> bool:
-        """Held-out prompts improved by more than chance."""
+        """True if held-out prompts improved by more than chance."""
         return self.held_out is not None and self.held_out.change > 2
 
     @property
     def worse(self) -> bool:
-        """Held-out prompts got worse by more than chance."""
+        """True if held-out prompts got worse by more than chance."""
         return self.held_out is not None and self.held_out.change < -2
 
     @cached_property
     def rose(self) -> bool:
-        """The training reward rose by more than chance."""
+        """True if the training reward rose by more than chance."""
         return trend(self.series("reward")) > SIGNIFICANT
 
     @cached_property
     def fell(self) -> bool:
-        """The training reward fell by more than chance."""
+        """True if the training reward fell by more than chance."""
         return trend(self.series("reward")) < -SIGNIFICANT
 
     @property
     def learned(self) -> bool:
-        """Whether held-out prompts say so or, if they say nothing, the reward."""
+        """True if held-out prompts improved, or if only the training reward shows a rise."""
         return self.better or (self.rose and not self.worse)
 
 
@@ -249,10 +249,10 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read what a run left; the half-written last line of a killed run is skipped.
+    """Read the record of a run; the half-written last line of a killed run is skipped.
 
     Raises:
-        DataError: It is no folder of a run, or its metrics cannot be read.
+        DataError: ``folder`` is not the folder of a run, or its metrics cannot be read.
     """
     place = Path(folder)
     metrics = place / "metrics.jsonl"
@@ -283,16 +283,16 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file, bad lines left out; [] if the file is missing.
+    """Return the objects of a JSONL file without bad lines; [] if the file is missing.
 
     Args:
         path: The file.
-        num: Lines that are read of its beginning, and of its end; None: all.
+        num: Number of lines to read from its beginning, and from its end; None for all.
     """
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        # first and last rows; the first take all of them without a number
+        # first and last rows; without a number `islice` reads all of them
         kept = [*islice(lines, num), *deque(lines, maxlen=num)]
     return [row for line in kept if (row := read_object(line)) is not None]
 

@@ -10,46 +10,46 @@ from rloo_kit.text.wording import printable
 
 P = ParamSpec("P")
 
-# Share of groups with differing scores: below the first most compute is wasted.
+# Shares of groups with differing scores; below the first, most compute is wasted
 LITTLE_SIGNAL = 0.25
 ALMOST_NONE = 0.05
-# Share of the completions, or groups, that makes one fault the fault of the run
+# Share of completions, or of groups, from which a fault counts as the fault of the run
 MOSTLY = 0.9
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: what was seen, why it matters, what to change."""
+    """One fault: its evidence, why it matters, and what to change."""
 
     kind: str
     level: str  # `error`: the run cannot learn from this; `warning`: something is off
-    reward: str | None  # None: it concerns all of them
+    reward: str | None  # None if it concerns all rewards
     evidence: str
     why: str
     remedy: str
-    setting: str = ""  # for the run file, or after ``--set``; "" if there is none
+    setting: str = ""  # for the run file, or after ``--set``; "" without a suggestion
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule yields; the registry adds what the kind of finding says."""
+    """Evidence that a rule yields; the registry adds the texts of its kind of finding."""
 
     evidence: str
     level: str = "error"
     reward: str | None = None
-    remedy: str = ""  # "": that of the kind
+    remedy: str = ""  # "" for the remedy of the kind
     setting: str = ""
-    kind: str = ""  # "": that of the rule
+    kind: str = ""  # "" for the kind of the rule
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What all findings of a kind share."""
+    """Texts and flags that all findings of a kind share."""
 
     why: str
     remedy: str
-    stops: bool  # of a reward: a run with it stops at its first step
-    about_signal: bool  # it says, or explains, that the scores of a group do not differ
+    stops: bool  # for rewards: a run with such a reward stops at its first step
+    about_signal: bool  # the fault is, or causes, that the scores of a group do not differ
     explains: frozenset[str]  # kinds that it causes, and so replaces
 
 
@@ -70,9 +70,9 @@ class Rules:
         about_signal: bool = False,
         explains: str = "",
     ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
-        """Register a kind of finding, and the decorated rule, which yields what it saw.
+        """Register a kind of finding, and the decorated rule, which yields its evidence.
 
-        The arguments are as in ``Kind``; ``explains`` is separated by spaces.
+        The arguments are the fields of ``Kind``; the names in ``explains`` are separated by spaces.
         """
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 
@@ -93,7 +93,7 @@ class Rules:
         return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
 
     def ordered(self, found: Iterable[Finding]) -> list[Finding]:
-        """Return findings, the most harmful first, without those that an error explains."""
+        """Return findings without those that an error explains, the most harmful first."""
         found = list(found)
         order = list(self.kinds)
         causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
@@ -105,12 +105,12 @@ class Rules:
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """Return numbered findings, each with what was seen, why it matters and what to do."""
+    """Return numbered findings, each with its evidence, why it matters and what to do."""
     lines = []
     for number, finding in enumerate(findings, 1):
         of = f" ({finding.reward})" if finding.reward else ""
         lines.append(f"{number}. {finding.level}: {finding.kind}{printable(of)}")
-        # Nothing is written of an empty one
+        # `wrap` returns no line for an empty text
         parts = {
             "seen": finding.evidence,
             "why": finding.why,

@@ -1,8 +1,8 @@
-"""Rules for runs: what went wrong by the record a run left, and a verdict.
+"""Rules that find faults in the record of a run, and a verdict on the run.
 
-The thresholds come from runs of the embedded model, some spoiled on purpose and some healthy; the
-remedies from the ranges of the literature. A metric that a run does not have is NaN, for which no
-comparison holds.
+The thresholds come from runs of the embedded model, some with faults made on purpose and some
+healthy; the remedies come from ranges in the literature. A metric that a run does not have is NaN,
+for which every comparison is false.
 """
 
 import math
@@ -29,7 +29,7 @@ from rloo_kit.models.adapters import base_name
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.wording import text_of
 
-# Learning rates with LoRA: too low below the first; usual; of the embedded model.
+# Learning rates with LoRA: too low below the first; usual; usual for the embedded model
 LOWEST_RATE = 1e-6
 USUAL_RATE = 1e-5
 TINY_RATE = 1e-3
@@ -46,7 +46,7 @@ _ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
 
 def _valid(run: RunRecord, *choices: str) -> str:
-    """Return the first of these settings that the run file accepts, else ""."""
+    """Return the first of these settings that is valid in the run's file, else ""."""
     if run.config is None:
         return ""
     for choice in choices:
@@ -103,13 +103,13 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
 
 
 def _half_done(run: RunRecord) -> bool:
-    """Whether enough steps are done to say that nothing came of them: half of those planned."""
+    """Return whether half of the planned steps are done, enough to say that they taught nothing."""
     planned = finite_number(run.setting("max_steps")) or 0
     return run.num_steps >= 8 and run.step(-1) >= (planned if planned > 0 else 2 * WINDOW) / 2
 
 
 def _moved(run: RunRecord) -> str:
-    """Return how the run went, in half a sentence."""
+    """Return the change of the scores, as a part of a sentence."""
     if run.held_out is not None:
         return str(run.held_out)
     if not run.series("reward"):
@@ -267,7 +267,7 @@ def _length_explosion(run: RunRecord) -> Iterator[Seen]:
     explains=_ALL_ALIKE,
 )
 def _constant(run: RunRecord) -> Iterator[Seen]:
-    """Find that all scores of the run are the same, or that one reward of several never paid."""
+    """Find that all scores of the run are equal, or that one of several rewards always gave 0."""
     spreads = run.series("reward_std")
     means = run.series("reward")
     unpaid = _never_paid(run)
@@ -316,18 +316,18 @@ RULES.rule(
     explains="no_signal high_variance",
 )
 def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
-    """Find that scores differed once, and are all alike now, at less than the best."""
+    """Find that scores differed at first, and are equal now, below the best reward."""
     signal = run.signal
     rewards = run.series("reward")
     dead = next((n for n, share in enumerate(reversed(signal)) if share > 0.01), len(signal))
     alive = signal[: len(signal) - dead]
     if dead < max(3, len(signal) // 10) or len(signal) != len(rewards):
         return
-    # In small batches so many groups without signal in a row may be chance.
+    # in small batches a long series of groups without signal may be chance
     chance = (1 - mean(alive)) ** (dead * run.groups_per_step)
     if not alive or max(alive) < LITTLE_SIGNAL or chance > 1e-3:
         return
-    # The reward just before must be higher: a run that earns all there is has no signal, too.
+    # the reward just before must be higher, because a run with perfect scores has no signal either
     before = fmean(rewards[: len(alive)][-run.window :])
     end = fmean(rewards[-dead:])
     if end < before - 0.02 * max(abs(before), 1e-6):
@@ -370,7 +370,7 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     after = run.num_texts(at_end=True)
     left = end / begin if begin > 0 else 1.0
     texts = (after - 1) / (before - 1) if before > 1 else 1.0
-    # Sampled texts repeat before the entropy of their tokens is gone.
+    # sampled texts repeat before the entropy of their tokens reaches 0
     if min(left, texts / 3) < 0.1:
         counted = f"; different texts per group {before:.2g} -> {after:.2g}" if before > 0 else ""
         yield Seen(
@@ -441,8 +441,8 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
 def _high_variance(run: RunRecord) -> Iterator[Seen]:
     pairs = pairwise(run.series("reward"))
     spread = mean(run.series("reward_std"))
-    # Successive differences hold no trend, and have twice the variance of the noise; 0.6 standard
-    # deviations are the noise of three independent scores
+    # successive differences contain no trend, and have twice the variance of the noise; 0.6
+    # standard deviations are the noise of three independent scores
     noise = math.sqrt(mean([(now - before) ** 2 for before, now in pairs]) / 2)
     if not run.learned and _half_done(run) and noise >= 0.6 * spread > 0:
         size = run.setting("num_generations")
@@ -458,11 +458,9 @@ def _high_variance(run: RunRecord) -> Iterator[Seen]:
 
 
 def find_in_run(record: RunRecord) -> list[Finding]:
-    """Return every finding, the most harmful first; a cause replaces what it explains.
+    """Return all findings, the most harmful first; a cause replaces the findings it explains.
 
-    Args:
-        record: As ``read_run`` returns it; nothing is found in less than two steps. A finding that
-            stopped the run comes first.
+    A finding that stopped the run comes first. Less than two steps give no findings.
     """
     ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
     if ended_by:  # the evaluation is of the restored weights, not of the run's last ones
@@ -477,7 +475,7 @@ def find_in_run(record: RunRecord) -> list[Finding]:
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
-    """Return one sentence: whether the run learned, and what to change first."""
+    """Return one sentence that tells whether the run learned, and what to change first."""
     if record.num_steps < 2:
         counted = "one step" if record.num_steps else "no step"
         return f"Nothing can be said: the run recorded {counted}, and two are needed."
@@ -504,14 +502,14 @@ def _outcome(run: RunRecord) -> str:
 
 
 def diagnose(folder: str | Path, say: Callable[[str], None] = print) -> list[Finding]:
-    """Say whether a run learned, what went wrong and what to change; return the findings.
+    """Print whether a run learned, what went wrong and what to change; return the findings.
 
     Args:
-        folder: Of the run, which may be unfinished.
+        folder: Folder of the run, which may be unfinished.
         say: Called with the text.
 
     Raises:
-        DataError: It is no folder of a run.
+        DataError: ``folder`` is not the folder of a run.
     """
     record = read_run(folder)
     findings = find_in_run(record)

@@ -1,7 +1,7 @@
 """Online diagnosis during training: reports findings, and can stop early at the best weights.
 
-A finding is reported when several checks in a row agree, so that one batch is not enough; one that
-only held-out prompts show, when two evaluations agree.
+A finding is reported if several checks in a row agree, so that one batch is not enough. A finding
+that only held-out prompts show is reported if two evaluations agree.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -22,25 +22,28 @@ from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 from rloo_kit.text.numbers import finite_numbers
 
+if TYPE_CHECKING:
+    from rloo_kit.rloo.rollout import Rollout
+
 # Checks that must agree before a finding is reported
 CHECKS_IN_A_ROW = 3
-# Steps before the first finding; before one about scores that do not differ.
+# Steps before the first finding, and before the first one about scores that do not differ
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
-# Share of the run's time that checks may take
+# Share of the run's time that checks may use
 TIME_SHARE = 0.005
-# Batches whose mean score says how good the weights are
+# Number of batches whose mean score rates the weights
 BEST_OVER = 4
-# What makes a finding another one than that of the last check: not its numbers
+# Identity of a finding from check to check; its numbers may change
 _identity = attrgetter("kind", "reward", "level")
 
 
 class BestWeights:
-    """A copy in main memory of the trained weights that scored highest.
+    """Copy in main memory of the trained weights with the highest score.
 
     Args:
-        parameters: The trained ones.
+        parameters: The trained parameters.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -51,15 +54,15 @@ class BestWeights:
         self._kept: list[Any] = []
 
     def see_batch(self, step: int, score: float) -> None:
-        """Take the mean score of a batch that the weights of ``step`` just sampled.
+        """Use the mean score of a batch that the weights of ``step`` have just sampled.
 
-        One batch is noisy, so the mean of the last ``BEST_OVER`` is compared, and a batch below
-        that mean never makes its weights the best.
+        One batch is noisy, so the mean of the last ``BEST_OVER`` batches is compared, and a batch
+        below that mean never makes its weights the best.
         """
         self._batches.append(score)
         mean = fmean(self._batches)
         if score >= mean:
-            # Fewer batches say too little to be compared with later ones
+            # the mean of fewer batches is too noisy to compare
             self.see(step, mean if len(self._batches) == BEST_OVER else -math.inf)
 
     def see(self, step: int, score: float) -> None:
@@ -70,13 +73,13 @@ class BestWeights:
             self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; the weights are never changed in place."""
+        """Return the state for a checkpoint; its weights are never changed in place."""
         batches = list(self._batches)
         weights = list(self._kept)
         return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned."""
         self.step, self.value, self._kept = state["step"], state["value"], state["weights"]
         self._batches.extend(state["batches"])
 
@@ -92,14 +95,15 @@ class BestWeights:
 
 
 class RunWatch(TrainerCallback):
-    """Look for findings after every step.
+    """Callback that looks for findings after every step.
 
     Args:
-        config: Of the run; its settings make the remedies. With ``data.held_out_every`` the scores
-            on held-out prompts say which weights are best, if ``see_held_out`` got some at step 0.
+        config: Settings of the run, from which remedies are computed. With ``data.held_out_every``
+            the scores of held-out prompts choose the best weights, if ``see_held_out`` was called
+            at step 0.
         tell: Called with the findings when they change.
         stop: Called with a sentence, at most once, when the run must end.
-        stop_on: Kinds of findings that end it; the best weights are restored then.
+        stop_on: Kinds of findings that end the run; the best weights are then restored.
         parameters: Returns the trained parameters.
     """
 
@@ -131,11 +135,11 @@ class RunWatch(TrainerCallback):
 
     @property
     def by_held_out(self) -> bool:
-        """Whether held-out prompts are scored during training, and say which weights are best."""
+        """True if scores of held-out prompts during the training choose the best weights."""
         return bool(self.config.data.held_out_every) and "before" in self._evaluation
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Begin a new record; scores on held-out prompts from before it are kept."""
+        """Start a new record, and keep the scores of held-out prompts from before the training."""
         self._begin()
         if self.stop_on:
             self.best = BestWeights(self.parameters())
@@ -167,9 +171,9 @@ class RunWatch(TrainerCallback):
         state: TrainerState,
         *_: Any,
         records: list[dict[str, Any]],
-        rollout: Any,
+        rollout: "Rollout",
     ) -> None:
-        """Keep a batch, and the weights that sampled it if it is among the best."""
+        """Keep the records of a batch, and the weights that sampled it if they are the best."""
         self._completions += records
         del self._completions[KEPT_ROWS:-KEPT_ROWS]
         if self.best is not None and not self.by_held_out:
@@ -179,11 +183,11 @@ class RunWatch(TrainerCallback):
                 self.best.see_batch(state.global_step, fmean(means))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
-        """Take scores on held-out prompts into account.
+        """Use scores of held-out prompts.
 
         Args:
-            step: Optimizer steps done; 0 before the first.
-            evaluation: As ``Evaluation.as_dict`` returns it.
+            step: Optimizer steps so far; 0 before the first.
+            evaluation: Result of ``Evaluation.as_dict``.
         """
         if not step:
             self._evaluation = {"before": evaluation}
@@ -206,7 +210,7 @@ class RunWatch(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Check, unless checks have used their share of the time."""
+        """Look for findings, unless checks have used their share of the time."""
         started = time.monotonic()
         if "reward" not in logs or self.stopped_on or started < self._next_check:
             return
@@ -229,7 +233,7 @@ class RunWatch(TrainerCallback):
             self.best.restore()
 
     def close(self) -> None:
-        """Release the model once the training is over, however it ended."""
+        """Release the model after the training."""
         if self.best:
             self.best.release()
 

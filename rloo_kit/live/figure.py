@@ -1,4 +1,4 @@
-"""A run so far as a figure for a notebook; nothing heavy is imported."""
+"""Figure of a run so far, for a notebook; nothing heavy is imported."""
 
 import base64
 import html
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from rloo_kit.live.progress import Progress, finding_line
 from rloo_kit.live.series import FOLLOWED
 
-# Least time between two drawings, each of which takes a part of a second
+# Least seconds between two drawings, each of which takes a part of a second
 DRAWING_SECONDS = 10.0
 
 
@@ -27,7 +27,7 @@ def page_of(progress: Progress) -> dict[str, str]:
 
 
 def figure_png(progress: Progress) -> bytes:
-    """Return the curves of a run as a PNG; pyplot and its settings are not touched."""
+    """Return the curves of a run as a PNG, without pyplot and its settings."""
     import numpy as np
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -36,9 +36,9 @@ def figure_png(progress: Progress) -> bytes:
     rewards = ("Reward functions", metrics.reward_lines())
     charts = [(chart.title, chart.lines[:1]) for chart in FOLLOWED]
     picture = io.BytesIO()
-    # A reward's name may hold a $, which would begin a formula
+    # a $ in a reward's name would begin a formula
     with rc_context({"font.size": 7, "lines.linewidth": 1.2, "text.parse_math": False}):
-        # Half as many pixels again as the page shows, for sharp screens.
+        # 1.5 times the pixels that the page shows, for sharp screens
         figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
         axes = [*figure.subplots(2, 4).flat]
         for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):

@@ -1,4 +1,4 @@
-"""A run as a figure in a notebook."""
+"""View of a run as a figure in a notebook."""
 
 import time
 from typing import Any
@@ -8,10 +8,10 @@ from rloo_kit.live.view import LiveView
 
 
 class NotebookFigure(LiveView):
-    """A figure with a line of numbers and the findings, updated in place without a widget.
+    """Figure with a line of numbers and the findings, updated in place without a widget.
 
-    It is drawn at the first and the last step, and between them every ten seconds. Without
-    matplotlib only the text is updated.
+    It is drawn at the first and the last step, and every ten seconds in between. Without matplotlib
+    only the text is shown.
     """
 
     def _begin(self) -> None:

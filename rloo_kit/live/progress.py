@@ -1,4 +1,4 @@
-"""Where a run is: its steps so far, its findings, the time that is left."""
+"""Progress of a run: its steps so far, its findings, the remaining time."""
 
 from collections import deque
 from statistics import median
@@ -11,18 +11,18 @@ from rloo_kit.live.series import CHARTS, Metrics
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.wording import format_duration, printable
 
-# Steps whose median gives the time that is left
+# Number of steps whose median duration gives the remaining time
 PACE_STEPS = 20
 
 
 class Progress:
-    """Where a run is: its newest step and what is known of the earlier ones.
+    """Progress of a run: its newest step and the metrics of the earlier ones.
 
     Args:
-        step: Optimizer steps done when it begins.
+        step: Optimizer steps before the start.
         total: Optimizer steps of the run.
         now: Seconds of a monotonic clock.
-        tokens: Seen before it begins.
+        tokens: Tokens before the start.
     """
 
     def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:
@@ -37,7 +37,7 @@ class Progress:
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
         """Add the metrics of a step that sampled."""
         seconds = max(1e-9, now - self._last)
-        # After a resume, or with several passes over a batch, steps between were not logged.
+        # after a resume, or with several passes over a batch, some steps were not logged
         self._paces.append(seconds / max(1, step - self.step))
         tokens = finite_number(logs.get("num_tokens")) or self._tokens
         self.tokens_per_second = (tokens - self._tokens) / seconds
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """By the median of the last steps; 0 before the first."""
+        """Remaining seconds, estimated from the median of the last steps; 0 before the first."""
         return median(self._paces) * max(0, self.total - self.step) if self._paces else 0.0
 
     @property
@@ -77,7 +77,7 @@ class Progress:
 
 
 def progress_of(record: RunRecord) -> Progress:
-    """Return where a recorded run is, with the curves of all its steps."""
+    """Return the progress of a recorded run, with the curves of all its steps."""
     rows = record.rows
     total = record.setting("max_steps") or 0
     first = rows[0] if rows else {}
@@ -89,7 +89,7 @@ def progress_of(record: RunRecord) -> Progress:
 
 
 def finding_line(finding: Finding) -> str:
-    """Return a finding as one line: what it is, and the setting to change or what to do."""
+    """Return a finding as one line: its kind, and the setting to change or the remedy."""
     of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
     return printable(f"{finding.level}: {finding.kind}{of}; {rest}")

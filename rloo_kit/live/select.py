@@ -14,10 +14,10 @@ CHOICES = ("auto", "notebook", "plain", "off")
 
 
 def chosen_view() -> str:
-    """Return what RLOO_KIT_LIVE says; ``auto`` if it is not set.
+    """Return the value of RLOO_KIT_LIVE; ``auto`` if it is not set.
 
     Raises:
-        ConfigError: It is none of ``CHOICES``.
+        ConfigError: The value is not in ``CHOICES``.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -29,7 +29,7 @@ def live_progress() -> "LiveView":
     """Return the view that RLOO_KIT_LIVE names; by default lines, and a figure in a notebook.
 
     Raises:
-        ConfigError: RLOO_KIT_LIVE has another value.
+        ConfigError: The value of RLOO_KIT_LIVE is not in ``CHOICES``.
     """
     from rich.console import Console
 

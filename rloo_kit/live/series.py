@@ -1,4 +1,4 @@
-"""The metrics of a run that are drawn: which there are, what they mean, and their values.
+"""Charts of a run's metrics: their titles, notes and values.
 
 The notebook's figure and the report draw ``CHARTS``.
 """
@@ -18,25 +18,25 @@ class Line:
 
     label: str
     metrics: tuple[str, ...]  # names in metrics.jsonl; the first that the run has is drawn
-    band: tuple[str, ...] = ()  # one: the spread around the line. Two: from the one to the other
+    band: tuple[str, ...] = ()  # one metric: spread around the line; two: lower and upper edge
     from_one: bool = False  # draws one minus the metric
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn over the steps, and what it means."""
+    """A chart over the steps."""
 
     id: str
     title: str
     note: str  # unit and meaning, in a line
     lines: tuple[Line, ...]
-    band_note: str = ""  # what the band is
+    band_note: str = ""  # meaning of the band
     share: bool = False  # values are shares from 0 to 1
     held_out: tuple[str, ...] = ()  # rewards whose means on held-out prompts are drawn as points
-    digits: int = 3  # after the point, of a value as text
+    digits: int = 3  # after the point, in texts
 
     def text(self, value: object) -> str:
-        """Return a value for a person; ``none`` for anything but a finite number."""
+        """Return a value as text; ``none`` if it is not a finite number."""
         number = finite_number(value)
         if number is None:
             return "none"
@@ -91,7 +91,7 @@ FOLLOWED = [
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of a run, a row a step."""
+    """Metrics of a run, one row per step."""
 
     steps: list[int]
     rows: list[dict[str, Any]]
@@ -109,7 +109,7 @@ class Metrics:
         return next(iter(self.curve(line)[0][-1:]), None)
 
     def curve(self, line: Line) -> tuple[Values, Values, Values]:
-        """Return a line, and its band from low to high: the line itself where it has none."""
+        """Return a line, and its band from low to high; without a band the line itself."""
         values = self.values(line.metrics)
         if line.from_one:
             values = [None if value is None else 1.0 - value for value in values]
@@ -127,7 +127,7 @@ class Metrics:
         return values, low, high
 
     def reward_lines(self) -> list[Line]:
-        """Return a line for the mean of each reward, in the order in which they first came."""
+        """Return a line for the mean of each reward, in the order of first appearance."""
         names = dict.fromkeys(name for row in self.rows for name in row if is_reward(name))
         return [reward_line(name.removeprefix("rewards/").removesuffix("/mean")) for name in names]
 
@@ -143,17 +143,17 @@ def is_reward(name: str) -> bool:
 
 
 def cut(num_steps: int, most: int) -> list[slice]:
-    """Return neighbouring steps as at most so many slices of one width."""
+    """Divide the steps into at most ``most`` slices of equal width."""
     width = max(1, -(-num_steps // most))
     return [slice(at, at + width) for at in range(0, num_steps, width)]
 
 
 def means(values: Sequence[float | None], cuts: list[slice]) -> Values:
-    """Return the mean of each slice; None where it has no value."""
+    """Return the mean of each slice; None for a slice without values."""
     return [rounded(mean_or_none(finite_numbers(values[part]))) for part in cuts]
 
 
 def rounded(value: object) -> float | None:
-    """Return a finite number with six digits, which a page need not exceed; else None."""
+    """Return a finite number with six digits, enough for a page; else None."""
     number = finite_number(value)
     return None if number is None else float(f"{number:.6g}")

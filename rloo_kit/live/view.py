@@ -1,4 +1,4 @@
-"""Views as callbacks of the trainer: none at all, and plain lines.
+"""Views as callbacks of the trainer: an empty view, and plain lines.
 
 An error in a view closes the view and never ends the run.
 """
@@ -17,10 +17,10 @@ from rloo_kit.live.progress import Progress, finding_line
 
 
 class LiveView(TrainerCallback):
-    """Follow a run and show nothing; subclasses show it.
+    """View that follows a run and shows nothing; subclasses show the run.
 
     Args:
-        stream: Where text is written; None: stdout.
+        stream: Stream for text; None for stdout.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -38,7 +38,7 @@ class LiveView(TrainerCallback):
         self._safely(self._begin)
 
     def on_findings(self, *_: object, findings: Sequence[Finding], **__: object) -> None:
-        """Replace the findings by those of now."""
+        """Replace the findings by the current ones."""
         self.progress.findings = [*findings]
         if self.progress.metrics.rows:
             self._safely(self._show_step)
@@ -51,27 +51,27 @@ class LiveView(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
-        """Show a step; a further pass over a batch, and the summary, have no reward."""
+        """Show a step; rows without a reward are further passes over a batch, or the summary."""
         if "reward" in logs:
             self.progress.add(state.global_step, state.max_steps, logs, time.monotonic())
             self._safely(self._show_step)
 
     def close(self) -> None:
-        """Keep the last state on the screen; may be called again."""
+        """Show the last state and end the view; may be called twice."""
         self._safely(self._end)
         self._open = False
 
     def _begin(self) -> None:
-        """Prepare; nothing has been sampled yet."""
+        """Prepare the view before the first step."""
 
     def _show_step(self) -> None:
         """Show the newest step of ``self.progress``."""
 
     def _end(self) -> None:
-        """Finish."""
+        """Finish the view."""
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Call while the view is open; an error closes the view, with a warning."""
+        """Call a function if the view is open; an error closes the view with a warning."""
         if not self._open:
             return
         try:
@@ -88,13 +88,13 @@ class LiveView(TrainerCallback):
 
 
 class PlainLines(LiveView):
-    """One line a step, and one for each finding when it first appears."""
+    """View with one line per step, and one for each finding when it first appears."""
 
     def _begin(self) -> None:
         self._shown: set[str] = set()
 
     def _show_step(self) -> None:
-        # The line of a step is new, findings are lines that were not shown before.
+        # the line of a step is always new, the line of a finding only once
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)

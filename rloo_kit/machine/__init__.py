@@ -1,5 +1,5 @@
 """This machine: hardware, import order and variables, memory release.
 
-``setup`` (environment) starts the libraries in order; ``release`` and ``session`` (cleanup) give
-memory back. The package knows nothing of runs, prompts or rewards.
+``setup`` (environment) starts the libraries in order; ``release`` and ``session`` (cleanup) free
+memory. The package must not know runs, prompts or rewards.
 """

@@ -19,7 +19,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What this process holds at one moment; memory in bytes."""
+    """Memory of this process at one moment, in bytes, and its child processes."""
 
     resident: int
     gpu_allocated: int = 0  # by tensors
@@ -30,7 +30,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Released:
-    """What ``release`` gave back and what is left, bytes."""
+    """Memory before and after ``release``."""
 
     before: MemoryUse
     after: MemoryUse
@@ -65,7 +65,7 @@ class Released:
         return text
 
 
-# Lower-case parts of the messages of libraries that raise a plain RuntimeError for it
+# Lower-case parts of the messages of libraries that raise a plain RuntimeError for out of memory
 OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -77,10 +77,10 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Return whether an error says that a device or the host has no memory left.
+    """Return whether an error means that a device or the host has no memory left.
 
-    PyTorch's allocator has a class of its own for that; the CUDA driver, cuBLAS, cuDNN,
-    bitsandbytes and the allocator of the CPU say it in the text of another one.
+    PyTorch's allocator has an error class for that. The CUDA driver, cuBLAS, cuDNN, bitsandbytes
+    and the allocator of the CPU only mention it in the text of another error.
     """
     import torch
 
@@ -92,7 +92,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def measure() -> MemoryUse:
-    """Return what this process holds now."""
+    """Return the memory and the child processes of this process."""
     import psutil
     import torch
 
@@ -110,10 +110,10 @@ def measure() -> MemoryUse:
 
 
 def used_on_gpu() -> int:
-    """Return the bytes of the GPU in use now, by the driver's count; 0 without one.
+    """Return the bytes of the GPU in use now, by the driver's count; 0 without a GPU.
 
-    What vLLM has unmapped while it sleeps is not in it, unlike in torch's own count. torch gives
-    nothing back by itself, so at the end of a phase it holds what the phase took at most.
+    Memory that vLLM has unmapped while it sleeps does not count, unlike in torch's own count. torch
+    does not free memory by itself, so at the end of a phase it still holds the peak of the phase.
     """
     import torch
 
@@ -124,10 +124,10 @@ def used_on_gpu() -> int:
 
 
 def take_peak() -> int:
-    """Return the most bytes held since the last call, and reset it.
+    """Return the peak memory in bytes since the last call, and reset it.
 
-    On a GPU what torch allocated there; else the resident memory of this process, whose peak only
-    Linux can reset (elsewhere it is the current value).
+    On a GPU it is the memory that torch allocated; else the resident memory of this process, whose
+    peak only Linux can reset (on other systems it is the current value).
     """
     import torch
 
@@ -146,45 +146,41 @@ def take_peak() -> int:
 
 
 def release(*things: Any, clear_notebook: bool = False) -> Released:
-    """Give back the memory of trainers, models and engines, also while variables point at them.
+    """Free the memory of trainers, models and engines, even while variables refer to them.
 
-    Weights, gradients, optimizer states and buffers are replaced by empty tensors: the objects stay
-    valid Python and cannot be used any more. A vLLM engine is shut down with its process groups,
-    caches and files. Safe to call twice.
+    Weights, gradients, optimizer states and buffers are replaced by empty tensors. The objects stay
+    valid Python objects, but cannot compute any more. A vLLM engine is shut down with its process
+    groups, caches and files. A second call does nothing.
 
     Args:
         *things: Trainers, models, engines, or anything with a ``release`` method (a reward model).
-        clear_notebook: Also forget what a notebook keeps: ``Out``, ``_``, and the last error with
-            the variables of its frames.
+        clear_notebook: Also drop the references of a notebook: ``Out``, ``_``, and the last error
+            with the variables of its frames.
 
     Returns:
-        What was given back, and what is left.
+        The memory before and after.
     """
     before = measure()
-    with contextlib.ExitStack() as last_in_first_out:  # goes on after one that raises
+    with contextlib.ExitStack() as last_in_first_out:  # continues after one that raises
         last_in_first_out.callback(return_to_system)
         last_in_first_out.callback(_release_host_buffers)
         if clear_notebook:
             last_in_first_out.callback(_clear_notebook)
-        in_order = sorted(things, key=_is_engine)  # engines last: see VllmEngine.close
-        for thing in reversed(in_order):
+        # engines, which have `close`, come last: see VllmEngine.close
+        for thing in sorted(things, key=lambda thing: hasattr(thing, "close"))[::-1]:
             last_in_first_out.callback(_release_one, thing)
     return Released(before, measure())
-
-
-def _is_engine(thing: Any) -> bool:
-    return hasattr(thing, "close")
 
 
 def _release_one(thing: Any) -> None:
     if hasattr(thing, "release"):
         thing.release()
-    elif hasattr(thing, "accelerator"):  # a trainer of TRL's or transformers' own
+    elif hasattr(thing, "accelerator"):  # a trainer of TRL or transformers
         release_model(thing.model)
         thing.accelerator.free_memory()
     elif hasattr(thing, "parameters"):
         release_model(thing)
-    elif _is_engine(thing):
+    elif hasattr(thing, "close"):
         thing.close()
 
 
@@ -197,19 +193,19 @@ def release_model(model: Any) -> None:
 
 
 def _release_host_buffers() -> None:
-    """Free the pinned memory that Unsloth's offloading checkpoints grew; a training grows it again.
+    """Free the pinned memory of Unsloth's offloading checkpoints; the next training allocates it.
 
-    Unsloth shrinks it after a training that ended well, which keeps the memory.
+    Unsloth itself only shrinks its buffers after a training, which keeps the memory.
     """
     checkpointing: Any = sys.modules.get("unsloth_zoo.gradient_checkpointing")
-    if getattr(checkpointing, "CPU_BUFFERS", None):  # there from the first checkpoint on
+    if getattr(checkpointing, "CPU_BUFFERS", None):  # exists from the first checkpoint on
         dtype = checkpointing.GPU_BUFFER_DTYPE
         checkpointing.initialize_unsloth_gradient_checkpointing(dtype)
 
 
 @dataclass
 class Session:
-    """What a ``session`` made, and what it gave back once it is over."""
+    """Models, trainers and engines of a ``session``, and its released memory after its end."""
 
     things: list[Any] = field(default_factory=list)
     released: Released | None = None
@@ -220,7 +216,13 @@ _sessions: list[Session] = []
 
 @contextlib.contextmanager
 def session(*, clear_notebook: bool = False) -> Iterator[Session]:
-    """Release every model, trainer and engine that the body makes, also when it raises.
+    """Release every model, trainer and engine that the body makes, also if it raises.
+
+    Args:
+        clear_notebook: As in ``release``.
+
+    Raises:
+        BaseException: Any error of the body, after the release.
 
     Example:
         with rk.session() as session:
@@ -234,25 +236,25 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     try:
         yield opened
     except BaseException:
-        errors = contextlib.suppress(Exception)  # the body's own says more
+        errors = contextlib.suppress(Exception)  # the body's error is the one to raise
         raise
     finally:
         _sessions.remove(opened)
         things = opened.things[::-1]
         opened.things = []
-        if things or "torch" in sys.modules:  # else there is no memory to give back
+        if things or "torch" in sys.modules:  # else there is no memory to free
             with errors:
                 opened.released = release(*things, clear_notebook=clear_notebook)
 
 
-def add_to_session(thing: Any) -> None:
-    """Let the innermost open session release ``thing`` at its end."""
+def add_to_session(thing: object) -> None:
+    """Make the innermost open session release ``thing`` at its end."""
     if _sessions:
         _sessions[-1].things.append(thing)
 
 
 def shutdown_kernel() -> None:
-    """End the Jupyter kernel, which gives back everything, the CUDA context included."""
+    """End the Jupyter kernel, which frees all memory, the CUDA context included."""
     kernel = getattr(_notebook(), "kernel", None)
     if kernel is None:
         print("no Jupyter kernel here: memory returns when the program ends")  # noqa: T201
@@ -275,20 +277,20 @@ def _notebook() -> Any:
 
 
 def return_to_system() -> None:
-    """Give back to the system, and to a GPU's driver, what nothing holds any more."""
+    """Return unused memory to the system, and to a GPU's driver."""
     import torch
 
     for thread in threading.enumerate():
-        if type(thread).__name__ == "TMonitor":  # watches tqdm's bars; the next bar starts another
+        if type(thread).__name__ == "TMonitor":  # tqdm's thread, which the next bar starts again
             thread.exit()  # pyright: ignore[reportAttributeAccessIssue]  # tqdm's own method
     inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is not None:  # its processes wait for the next thing to compile
+    if inductor is not None:  # its processes wait for more to compile
         inductor.shutdown_compile_workers()
     gc.collect()
     if torch.cuda.is_available():
         with contextlib.suppress(AttributeError, RuntimeError):
             torch._C._cuda_clearCublasWorkspaces()
-            torch.accelerator.empty_host_cache()  # pinned memory that nothing holds
+            torch.accelerator.empty_host_cache()  # unused pinned memory
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc only

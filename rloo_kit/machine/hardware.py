@@ -14,9 +14,9 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_value
 
 GIB = 1024**3
-# Share of a card's memory that its driver leaves: torch says 23.65 of 24 GiB, 11.76 of 12.
+# Share of a card's memory that its driver leaves: torch reports 23.65 of 24 GiB, 11.76 of 12
 USABLE = 0.98
-# Most logits that exist at a time: 64 MiB in float32, of which the backward pass needs a few
+# Most logits that exist at a time: 64 MiB in float32; the backward pass needs a few of these
 CHUNK_LOGITS = 2**24
 SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
 
@@ -37,7 +37,7 @@ TESTED = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine, or a card that is planned for, as training sees it; memory in bytes."""
+    """Hardware for a training: this machine, or a card to plan for; memory in bytes."""
 
     device: str  # "cuda", "xpu" or "cpu"
     name: str
@@ -48,25 +48,25 @@ class Hardware:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it trains on a GPU."""
+        """True if it trains on a GPU."""
         return self.device != "cpu"
 
     @property
     def usable(self) -> int:
-        """Bytes that a process can have when nothing else runs on the card."""
+        """Bytes for a process if nothing else runs on the card."""
         return int(self.total_memory * USABLE)
 
     @property
     def mixed_precision(self) -> str:
-        """``bf16`` where the device has it, else ``fp16`` on a GPU and ``no`` on a CPU."""
+        """``bf16`` if the device supports it, else ``fp16`` on a GPU and ``no`` on a CPU."""
         if self.bf16:
             return "bf16"
         return "fp16" if self.on_gpu else "no"
 
 
 # Memory in GB of NVIDIA's consumer cards with compute capability 7.5 or later, and of Colab's and
-# Kaggle's cards. Of a card that is sold with two sizes it is the smaller. A T4, L4 and A10G use a
-# part for error correction.
+# Kaggle's cards. If a card is sold with two sizes, it is the smaller one. T4, L4 and A10G use a
+# part for error correction
 CARDS = {
     "2060": 6, "2070": 8, "2080": 8, "2080 ti": 11,
     "3050": 8, "3060": 12, "3060 ti": 8, "3070": 8, "3070 ti": 8, "3080": 10, "3080 ti": 12,
@@ -87,7 +87,7 @@ def find_card(text: str) -> Hardware:
     True
 
     Raises:
-        ConfigError: It is neither a size nor a name of ``CARDS``.
+        ConfigError: ``text`` is neither a size nor a name of ``CARDS``.
     """
     whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", text.lower().replace("-", " ")).split())
     name = _without_brand(whole)
@@ -113,7 +113,7 @@ def _without_brand(name: str) -> str:
 
 
 def detect_hardware() -> Hardware:
-    """Return what torch can use here; imports torch."""
+    """Return the device that torch can use here; imports torch."""
     import torch
 
     for kind in ("cuda", "xpu"):
@@ -133,7 +133,7 @@ def detect_hardware() -> Hardware:
 
 
 def check_card() -> str | None:
-    """Return what to change before this machine's card can train, or None; imports torch."""
+    """Return the reason why this machine's card cannot train, or None; imports torch."""
     import torch
 
     card = None
@@ -164,10 +164,15 @@ def why_not_card(
     kernels: list[str],
     missing: str | None,
 ) -> str | None:
-    """Return what to change before a card can train, or None.
+    """Return the reason why a card cannot train, with its remedy, or None.
 
-    ``card`` is its name where torch sees it, ``driver`` the driver's version where only nvidia-smi
-    does; ``cuda`` and ``kernels`` are of torch's build; ``missing`` is what Triton lacks.
+    Args:
+        card: Name of the card; None if torch does not see it.
+        capability: Compute capability of the card.
+        driver: Version of the driver if only nvidia-smi sees the card.
+        cuda: CUDA version of torch's build.
+        kernels: Architectures of torch's build, such as ``sm_86``.
+        missing: Package that Triton needs and does not find, with its remedy.
     """
     if card is None and driver is not None:
         needed = 580 if cuda and cuda.startswith("13") else 525
@@ -201,7 +206,7 @@ def installed_version(package: str) -> str | None:
 
 
 def why_not_unsloth(device: str) -> str | None:
-    """Return why Unsloth cannot start on ``device``, or None when it can."""
+    """Return the reason why Unsloth cannot start on ``device``, or None."""
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
@@ -210,7 +215,7 @@ def why_not_unsloth(device: str) -> str | None:
 
 
 def why_not_vllm() -> str | None:
-    """Return why vLLM cannot start, or None when it is installed for torch's CUDA."""
+    """Return the reason why vLLM cannot start, or None if it is installed for torch's CUDA."""
     if found := installed_version("vllm"):
         return why_not_together(found, installed_version("torch") or "")
     if sys.platform != "linux":
@@ -219,7 +224,7 @@ def why_not_vllm() -> str | None:
 
 
 def why_not_together(vllm: str, torch: str) -> str | None:
-    """Return why vLLM's kernels do not load beside this torch, or None."""
+    """Return the reason why vLLM's kernels do not load with this torch, or None."""
     ours, theirs = (re.search(r"\+cu(\d\d)", one) for one in (torch, vllm))
     cuda = theirs[1] if theirs else "13"  # of a wheel without a suffix
     if ours is None or ours[1] == cuda:

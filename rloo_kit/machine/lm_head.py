@@ -1,9 +1,8 @@
 """Log-probabilities of given tokens in plain torch, without the full logits.
 
-TRL's fused LM head is a Triton kernel and starts on a GPU only. ``route_trl_lm_head`` of
-``training.trl_step`` puts this one in its place elsewhere: logits exist for a few tokens at a
-time, forward and backward, so peak memory does not grow with tokens times vocabulary. Where Unsloth
-has its own, nothing is changed.
+TRL's fused LM head is a Triton kernel, which needs a GPU. On other devices ``route_trl_lm_head`` of
+``training.trl_step`` replaces it by this one. Logits exist for a few tokens at a time, forward and
+backward, so peak memory does not grow with tokens times vocabulary. Unsloth's own head stays.
 """
 
 import torch
@@ -30,14 +29,14 @@ def token_log_probs(
     """Return the log-probability of each target and the entropy of its distribution.
 
     Args:
-        hidden: ``(N, H)`` last hidden states, the one at n predicting ``targets[n]``.
+        hidden: ``(N, H)`` last hidden states; the state at n predicts ``targets[n]``.
         weight: ``(V, H)`` of the LM head.
         bias: ``(V,)`` or None.
         targets: ``(N,)`` int64 token ids.
-        scale: The logits are multiplied by it after the cap: 1 / temperature.
-        softcap: Gemma's ``cap * tanh(logits / cap)``; None for none.
-        scale_before_cap: The architecture's own factor.
-        with_top: Also return whether each target is the likeliest token, ``(N,)`` bool.
+        scale: Factor of the logits after the cap, 1 / temperature.
+        softcap: Gemma's ``cap * tanh(logits / cap)``; None for no cap.
+        scale_before_cap: Factor of the architecture.
+        with_top: Also return ``(N,)`` bool, True if the target is the most likely token.
 
     Returns:
         ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
@@ -61,9 +60,9 @@ def token_log_probs(
 
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
     found = []
-    # split, not slices: the gradient of a slice is as large as the tensor it was cut from
+    # split, not slices: the gradient of a slice is as large as the whole tensor
     for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if torch.is_grad_enabled():  # recompute the chunk's logits in backward, do not keep them
+        if torch.is_grad_enabled():  # backward computes the chunk's logits again
             found.append(checkpoint(score, *pair, use_reentrant=False))
         else:
             found.append(score(*pair))
@@ -71,7 +70,7 @@ def token_log_probs(
 
 
 class PlainTorchLogProb:
-    """Replaces TRL's Triton ``_ChunkedLogProbFunction``; same ``apply``."""
+    """Replacement of TRL's Triton ``_ChunkedLogProbFunction``, with the same ``apply``."""
 
     @staticmethod
     def apply(
@@ -85,7 +84,11 @@ class PlainTorchLogProb:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return TRL's five per-token fields; those that no trainer here asks for are refused."""
+        """Return TRL's five per-token fields, None for those that are not in ``outputs``.
+
+        Raises:
+            NotImplementedError: ``outputs`` has a field that no trainer of the kit needs.
+        """
         unknown = set(outputs) - {"log_probs", "entropy", "is_top1"}
         if unknown:
             raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")

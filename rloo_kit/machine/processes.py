@@ -1,4 +1,4 @@
-"""The processes of a training that a launcher started: torchrun, accelerate launch, deepspeed."""
+"""Processes of a training that a launcher starts: torchrun, accelerate launch, deepspeed."""
 
 import os
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 def num_processes() -> int:
-    """Return how many processes train together; 1 without a launcher."""
+    """Return the number of processes that train together; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that writes and prints."""
+    """Return whether this is the first process, which writes and prints."""
     return num_processes() == 1 or os.environ["RANK"] == "0"
 
 
 def from_first(value: T) -> T:
-    """Return the first process's value; every process calls it.
+    """Return the first process's value; every process must call it.
 
-    The trainer's settings connect the processes, so they must have been made.
+    The trainer's settings connect the processes, so they must exist already.
     """
     if num_processes() == 1:
         return value
@@ -38,10 +38,10 @@ def divided_by_launcher() -> bool:
 
 
 def check_launch(trainer: Mapping[str, Any]) -> None:
-    """Refuse trainer settings whose launcher or package is missing.
+    """Reject trainer settings whose launcher or package is missing.
 
     Raises:
-        ConfigError: With the command that starts or installs it.
+        ConfigError: One is missing; the message has the command that starts or installs it.
     """
     for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
         if trainer.get(name) and "RANK" not in os.environ:
@@ -60,7 +60,7 @@ def uses_fsdp() -> bool:
 
 
 def is_cut_off(exc: BaseException) -> bool:
-    """Return whether an error says that another process of the training is gone."""
+    """Return whether an error means that another process of the training has ended."""
     from torch.distributed import DistError
 
     return num_processes() > 1 and (isinstance(exc, DistError) or "gloo" in str(exc))

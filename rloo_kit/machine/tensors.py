@@ -1,4 +1,4 @@
-"""Tensors of this process: find the live ones, free their memory while objects still hold them."""
+"""Tensors of this process: find live ones, free their memory while objects still refer to them."""
 
 import contextlib
 import gc
@@ -9,10 +9,10 @@ from rloo_kit.types import Model
 
 
 def live_tensors() -> Iterator[Any]:
-    """Yield every tensor of this process that has a storage of its own kind.
+    """Yield every tensor of this process that has a storage.
 
-    Objects that ``gc.freeze`` has set aside are not seen: call ``gc.unfreeze`` first where vLLM has
-    started, since it freezes the heap.
+    Objects frozen by ``gc.freeze`` are not found. vLLM freezes the heap when it starts, so call
+    ``gc.unfreeze`` first.
     """
     import torch
 
@@ -28,8 +28,8 @@ def live_tensors() -> Iterator[Any]:
 def empty_model(model: Model) -> None:
     """Free a model's parameters, buffers, gradients and quantisation states; the modules stay.
 
-    Tensors that are plain attributes of a module go too: Unsloth keeps the keys and values of the
-    last generation there, and vLLM its LoRA buffers and its KV cache.
+    Tensors that are plain attributes of a module are freed too: Unsloth keeps the keys and values
+    of the last generation there, and vLLM its LoRA buffers and its KV cache.
     """
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -46,7 +46,7 @@ def empty_model(model: Model) -> None:
 
 
 def empty_tensors(values: Iterable[Any]) -> None:
-    """Free the memory of tensors, also of those in lists and tuples; they stay, empty."""
+    """Free the memory of tensors, also of those in lists and tuples; the tensors become empty."""
     import torch
 
     for value in values:

@@ -1,4 +1,4 @@
-"""What a report shows of a run, as plain values for its page."""
+"""Content of a report about a run, as plain values for its page."""
 
 import json
 import math
@@ -20,21 +20,28 @@ from rloo_kit.report.examples import completion_parts, kept_groups, messages_of,
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
 
-# Of all runs together, about; 1.5 MiB.
-GROUP_BYTES = 3 << 19
+# Approximate bytes of groups, and of thumbnails, for all runs together
+GROUP_BYTES = 3 << 19  # 1.5 MiB
 THUMBNAIL_BYTES = 1 << 20
-# Held-out prompts with two completions each, all runs together
+# Held-out prompts with two completions each, for all runs together
 MAX_SAMPLES = 60
-# Characters of a prompt, or a completion, of those
+# Characters of their prompts and completions
 SAMPLE_LENGTH = 4000
-# In place of a default that cannot be read here, as of an engine that is not installed
+# Text for a default that cannot be read here, for example of an engine that is not installed
 UNKNOWN = "the library's own"
 
 
 def run_content(
     record: RunRecord, name: str, charts: Sequence[Chart], share: int = 1
 ) -> dict[str, Any]:
-    """Return all that the page shows of a run; ``share`` runs divide the space for examples."""
+    """Return the content of a run for the page.
+
+    Args:
+        record: The run.
+        name: Its name on the page.
+        charts: Charts of the page.
+        share: Number of runs on the page, which divide the space for examples.
+    """
     findings = find_in_run(record)
     content = {
         "name": name,
@@ -53,29 +60,26 @@ def run_content(
         "command": _command(record),
     }
     thumbnails = read_thumbnails(record.folder, content, THUMBNAIL_BYTES // share)
-    content = redact_tree(content)  # the files may come from elsewhere, or from an older version
+    content = redact_tree(content)  # the files may come from another machine
     return content | {"thumbnails": thumbnails}
-
-
-# --- plain values out of files that anybody may have written --------------------------------------
 
 
 def _numbers(value: object) -> dict[str, float | None]:
     return {name: finite_number(number) for name, number in as_dict(value).items()}
 
 
-# --- how it went ---------------------------------------------------------------------------------
+# --- findings, end, facts ------------------------------------------------------------------------
 
 
 def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
-    # Several settings are one text, "a.b=1, a.c=2"; a value may hold a comma too.
+    # several settings are one text, "a.b=1, a.c=2", and values may hold commas too
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
     return {**asdict(finding), "settings": settings, "command": command if settings else ""}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
-    """Return how the run ended, and when; a run that was killed has no end.json."""
+    """Return the end of the run and its times; a killed run has no end.json."""
     times = finite_numbers(row.get("time") for row in record.metrics)
     end = record.end
     last_step = max(metrics_of(record).steps, default=0)
@@ -92,7 +96,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return what a reader wants to know first, as pairs of name and value."""
+    """Return the most important facts, as pairs of name and value."""
     config = record.config
     facts = []
     if config:
@@ -119,7 +123,7 @@ def _reward_name(reward: object) -> str:
 
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
-    """Return every reward before and after, and what their difference amounts to."""
+    """Return all rewards before and after, and the kind of their change."""
     parts = {when: scored(record, when) for when in ("before", "after")}
     means = {when: _numbers(part.get("rewards")) for when, part in parts.items()}
     rewards: dict[str, dict[str, Any]] = {
@@ -133,14 +137,14 @@ def _held_out(record: RunRecord) -> dict[str, Any]:
 
 
 def _sign(change: float) -> str:
-    """Return what a difference in standard errors amounts to."""
+    """Return the kind of a change that is given in standard errors."""
     if abs(change) <= 2:
         return "chance" if change else "same"
     return "rose" if change > 0 else "fell"
 
 
 def _samples(record: RunRecord, most: int) -> dict[str, Any]:
-    """Return held-out prompts with both completions, those whose rewards changed most first."""
+    """Return held-out prompts with both completions, the largest changes of rewards first."""
     before, after = (
         [*map(as_dict, as_list(scored(record, when).get("samples")))]
         for when in ("before", "after")
@@ -168,16 +172,16 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
     return {**completion_parts(sample, SAMPLE_LENGTH), "rewards": _numbers(sample.get("rewards"))}
 
 
-# --- how it was made -----------------------------------------------------------------------------
+# --- settings and environment --------------------------------------------------------------------
 
 
 def _beta(record: RunRecord) -> float | None:
-    """Return what a nat of KL costs; None where advantages are of tokens."""
+    """Return the cost of a nat of KL; None if each token has an advantage of its own."""
     return None if record.setting("token_level_kl") else finite_number(record.setting("beta"))
 
 
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
-    """Return every setting with its default, and whether it differs."""
+    """Return all settings with their defaults, and whether they differ."""
     if config is None:
         return []
     trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")

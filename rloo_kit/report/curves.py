@@ -1,4 +1,4 @@
-"""The curves of a run for a page: which charts it has, and their points."""
+"""Curves of a run for a page: its charts, and their points."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +18,13 @@ from rloo_kit.live.series import (
 )
 from rloo_kit.text.numbers import finite_number, finite_numbers
 
-# Of a curve; of a longer run each is the mean of neighbouring steps
+# Points of a curve; in a longer run each is the mean of neighbouring steps
 MAX_POINTS = 500
 NO_METRICS = {"step", "time", "epoch"}
 
 
 def metrics_of(record: RunRecord) -> Metrics:
-    """Return the metrics of every step; of a step that a resumed run repeated, the newer ones."""
+    """Return the metrics of every step; a step that a resumed run repeated has the newer ones."""
     found: dict[int, dict[str, Any]] = {}
     step = 0
     for row in record.metrics:
@@ -38,7 +38,7 @@ def metrics_of(record: RunRecord) -> Metrics:
 
 
 def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
-    """Return the charts that at least one of the runs has something for."""
+    """Return the charts for which at least one of the runs has values."""
     runs = [metrics_of(record) for record in records]
     rewards = {line.label: None for run in runs for line in run.reward_lines()}
     rewards |= {name: None for record in records for name in held_out_points(record)}
@@ -48,7 +48,7 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
         Chart(f"reward-{place}", f"Reward {name}", note, (reward_line(name),), held_out=(name,))
         for place, name in enumerate(rewards)
     ]
-    # A reward that is all that the runs pay needs no chart of its own.
+    # the only reward of the runs needs no chart of its own
     if len(of_rewards) == 1 and all(
         run.values(of_rewards[0].lines[0].metrics) == run.values(("reward",)) for run in runs
     ):
@@ -62,9 +62,9 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
-    """Return the means of every reward on the held-out prompts, as pairs of step and value.
+    """Return the means of all rewards on the held-out prompts, as pairs of step and value.
 
-    ``before`` is at step 0, ``after`` at the last step or that of the weights that were kept.
+    ``before`` is at step 0, ``after`` at the last step or at the step of the kept weights.
     """
     last = finite_number(record.end.get("kept_step"))
     last = max(metrics_of(record).steps, default=0) if last is None else last
@@ -83,7 +83,7 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 
 
 def scored(record: RunRecord, when: str) -> dict[str, Any]:
-    """Return the evaluation ``before`` or ``after`` the training; {} if there is none."""
+    """Return the evaluation ``before`` or ``after`` the training; {} without one."""
     return as_dict(record.evaluation.get(when))
 
 
@@ -100,9 +100,9 @@ def as_list(value: object) -> list[Any]:
 def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the points of every chart, at most ``MAX_POINTS`` a curve.
 
-    ``from`` and ``to`` are the first and last step of each point; ``lines``, by ``ID/NUMBER`` of
-    the chart's line, have ``y`` and, where there is a band or a point stands for several steps,
-    ``lo`` and ``hi``; ``more`` has, by name, the metrics that no chart shows.
+    ``from`` and ``to`` are the first and last step of each point. ``lines`` has the lines of charts
+    by ``ID/NUMBER``, each with ``y`` and, if it has a band or a point is the mean of several steps,
+    ``lo`` and ``hi``. ``more`` has the metrics that no chart shows, by name.
     """
     run = metrics_of(record)
     cuts = cut(len(run.steps), MAX_POINTS)
@@ -121,7 +121,7 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _points(curve: tuple[Values, Values, Values], cuts: list[slice]) -> dict[str, Values]:
-    """Return the values and the edges of their band, each point the mean of its steps."""
+    """Return the values and the edges of their band, as means over the steps of each point."""
     values, low, high = curve
     found = {"y": means(values, cuts)}
     if low is not values or len(cuts) < len(values):
@@ -131,9 +131,9 @@ def _points(curve: tuple[Values, Values, Values], cuts: list[slice]) -> dict[str
 
 
 def _other_metrics(run: Metrics, charts: Sequence[Chart]) -> list[str]:
-    """Return the metrics that no chart shows, in the order in which they first came."""
+    """Return the metrics that no chart shows, in the order of first appearance."""
     shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
     names = dict.fromkeys(name for row in run.rows for name in row)
-    # A reward without a chart is the only one, and the first chart shows it.
+    # a reward without a chart is the only reward, which the first chart shows
     wanted = [n for n in names if n not in shown and n not in NO_METRICS and not is_reward(n)]
     return [name for name in wanted if run.values((name,))]

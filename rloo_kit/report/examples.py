@@ -1,4 +1,4 @@
-"""Prompts and completions for a page: which groups it keeps, their texts cut to a limit."""
+"""Prompts and completions for a page: the kept groups, with texts cut to a limit."""
 
 import base64
 import json
@@ -15,10 +15,10 @@ from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 
-# Characters of a completion
+# Largest and smallest limit on the characters of a completion
 LONGEST = 6000
 SHORTEST = 300
-# So many groups are kept at least, with their texts cut shorter
+# Least number of kept groups; their texts are cut shorter if necessary
 MIN_GROUPS = 24
 THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
@@ -34,18 +34,18 @@ Place = tuple[int, int]
 def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     """Return groups of a run for a page, spread evenly over its steps.
 
-    A group is ``{step, group, prompt, completions}``; a completion has ``thought`` (null where
-    none was closed), ``answer``, ``truncated``, ``rewards`` and ``NUMBERS``.
+    A group is ``{step, group, prompt, completions}``. A completion has ``thought`` (null if it has
+    no closed thought), ``answer``, ``truncated``, ``rewards`` and ``NUMBERS``.
 
     Args:
-        folder: Of the run.
-        budget: Bytes of JSON that the groups may take, about.
+        folder: Folder of the run.
+        budget: Approximate bytes of JSON for the groups.
 
     Returns:
-        ``groups``, and of the whole run ``num_groups`` and ``num_completions``.
+        ``groups``, and for the whole run ``num_groups`` and ``num_completions``.
     """
     path = folder / "completions.jsonl"
-    # The file may be larger than memory: it is read once to count, and once for what is kept.
+    # the file may be larger than memory, so it is read once to count, and once for the kept groups
     sizes = Counter(place for place, _ in _rows(path))
     places = sorted(sizes)
     rows: dict[Place, list[dict[str, Any]]] = {}
@@ -53,7 +53,7 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     if places:
         per_group = path.stat().st_size / len(places)
         num = min(len(places), max(MIN_GROUPS, int(budget / per_group)))
-        # The first and the last group, and others as far apart as can be.
+        # the first and the last group, and others at equal distances
         rows = {places[n * (len(places) - 1) // max(1, num - 1)]: [] for n in range(num)}
         limit = min(LONGEST, max(SHORTEST, budget // (MIN_GROUPS * max(sizes.values()))))
     for place, row in _rows(path):
@@ -64,7 +64,7 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield the rows of completions.jsonl with their places; other lines are left out."""
+    """Yield the rows of completions.jsonl with their step and group; skip other lines."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
@@ -98,7 +98,7 @@ def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
 
 
 def shortened(text: str, limit: int) -> Shortened:
-    """Return a text, or ``[head, characters left out, tail]`` of one that is longer than the limit.
+    """Return a text, or ``[head, characters left out, tail]`` if it is longer than the limit.
 
     >>> shortened("abcdefghij", 6)
     ['abcd', 4, 'ij']
@@ -110,9 +110,9 @@ def shortened(text: str, limit: int) -> Shortened:
 
 
 def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
-    """Return a text or chat messages as ``role`` ("" of a plain text) and ``text``, each cut.
+    """Return a plain text or chat messages as dicts, with texts cut to ``limit`` characters.
 
-    ``images`` are the names of their thumbnails.
+    Each dict has ``role`` ("" for a plain text), ``text``, and ``images``, the names of thumbnails.
     """
     messages = prompt if isinstance(prompt, list) else [prompt]
     return [
@@ -134,9 +134,9 @@ def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str
     """Return the thumbnails of a run that ``content`` names, by name, as ``data:`` URLs.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         content: Nested dicts and lists.
-        budget: Characters of all of them together; those beyond it are left out.
+        budget: Characters of all URLs together; further thumbnails are left out.
     """
     found = {}
     for name in sorted(set(THUMBNAIL.findall(json.dumps(content, default=str)))):
@@ -156,8 +156,8 @@ def _content(message: object) -> str:
 def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
     """Return ``thought`` and ``answer`` of a row, cut to ``limit`` characters together.
 
-    ``answer_at`` of the row is the number of characters before the answer; without it the last
-    ``</think>``, which is in neither part, divides the text. The thought is None where none was
+    ``answer_at`` of the row is the number of characters before the answer. Without it the last
+    ``</think>``, which is in neither part, divides the text. The thought is None if it is not
     closed.
 
     >>> completion_parts({"completion": "<think>4+5=9</think> 9"}, 100)

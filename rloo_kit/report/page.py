@@ -1,7 +1,7 @@
-"""Write ``report.html``: what a run did, why, and what to change.
+"""Page of the report, ``report.html``: progress of a run, its faults, and what to change.
 
-The page holds its styles, its script, a plotting library and the data; a browser loads nothing
-else, and the page's policy forbids it.
+The page holds its styles, its scripts, a plotting library and the data. A browser loads nothing
+else, since the page's content security policy forbids it.
 """
 
 import base64
@@ -27,11 +27,11 @@ from rloo_kit.text.wording import printable
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.min.css", "report.css")
 LIBRARY = "uPlot.iife.min.js"
-# One script in the page: the later use what the earlier define
+# Joined to one script; each file may use names of the earlier ones
 SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
 NAME = "report.html"
 NAME_OF_SEVERAL = "comparison.html"
-# In page.html; filled in one pass, so that inserted data is not searched.
+# Placeholders in page.html; filled in one pass, so that inserted data is not searched
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -43,13 +43,13 @@ def write_report(
     """Write the report of a run, or a comparison of several, atomically; return its path.
 
     Args:
-        folders: Of the runs, as ``rloo-kit train`` left them; a run may still train.
-        path: Of the page. None: report.html in the folder of a single run, comparison.html in the
-            current folder for several.
+        folders: Run folders of ``rloo-kit train``; a run may still train.
+        path: Path of the page. None for report.html in the folder of a single run, or
+            comparison.html in the current folder for several runs.
         say: Called with the verdict on each run.
 
     Raises:
-        DataError: A folder is none of a run, the path does not end in .html, or it cannot be
+        DataError: A folder is not that of a run, the path does not end in .html, or it cannot be
             written.
     """
     given = [*map(Path, [folders] if isinstance(folders, str | Path) else folders)]
@@ -91,10 +91,10 @@ def _page(charts: Sequence[Chart], runs: Sequence[dict[str, Any]]) -> str:
     return PLACE.sub(lambda match: parts[match[1]], parts.pop("page"))
 
 
-def page_json(value: Any) -> str:
+def page_json(value: object) -> str:
     """Return JSON for the inside of a ``<script type="application/json">``.
 
-    NaN and infinities become null, other types their text.
+    NaN and infinities become null, and values of other types their text.
     """
     text = json.dumps(
         without_nan(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
@@ -103,7 +103,7 @@ def page_json(value: Any) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for every run: that of its folder, or the path where two have the same."""
+    """Return a name for every run: its folder's name, or its path if two names are equal."""
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [path.as_posix() for path in paths]
@@ -111,7 +111,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 @cache
 def _assets() -> dict[str, str]:
-    """Return the template, what it holds in every report, and the policy that allows just that."""
+    """Return the template, its styles and scripts, and the policy that allows only these."""
     style, script, library, page = (
         "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
         for names in (STYLES, SCRIPTS, (LIBRARY,), ("page.html",))
