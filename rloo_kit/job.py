@@ -1,4 +1,4 @@
-"""A run file made ready: its settings, prompts, tokenizer, rewards, policy and engine."""
+"""Job of a run file: its settings, prompts, tokenizer, rewards, policy and engine."""
 
 import json
 import os
@@ -54,19 +54,27 @@ if TYPE_CHECKING:
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
-    """Return the run's settings and the folder that its paths start from.
+    """Return the run's settings and the folder from which its paths start.
 
-    The folder of a run holds the file that it was made with, but for secrets: those are then looked
-    for where they are kept, in the environment and .env, which is read here.
+    The folder of a run holds its run file without secrets, which then come from the environment and
+    from .env, which is read here.
+
+    Args:
+        source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
+            ``RunConfig``.
+        overrides: ``section.key=value``, as after ``--set``.
+
+    Raises:
+        ConfigError: ``source`` is a folder without run.yaml, or a setting is wrong.
     """
     load_env_file()
     if isinstance(source, RunConfig):
         return _with_its_lora(source, Path()), Path()
-    if os.path.isdir(source):  # False for what can be no path at all
+    if os.path.isdir(source):  # also False for a text that cannot be a path
         file = Path(source) / "run.yaml"
         if not file.is_file():
             raise ConfigError(
-                f"{str(source)!r} is no folder of a run, since it holds no run.yaml: give a run "
+                f"{str(source)!r} is not the folder of a run, since it has no run.yaml: give a run "
                 f"file, or the folder that rloo-kit train wrote"
             )
         base = Path()
@@ -77,7 +85,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
 
 
 def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
-    """Return the settings with ``lora:`` of the adapter that ``model.name`` names, if it does."""
+    """Return the settings with the ``lora:`` of the adapter in ``model.name``, if it is one."""
     adapter = adapter_in(beside(config.model.name, base))
     if adapter is None:
         return config
@@ -86,19 +94,19 @@ def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
 
 
 def beside(name: str, base: Path) -> str:
-    """Return a path relative to the run file where one exists there, else the name as it is."""
+    """Return the path of ``name`` relative to ``base`` if it exists only there, else ``name``."""
     candidate = base / name
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
 
 
 def prompts_beside(name: str, base: Path) -> str:
-    """Return the name of prompts, its path relative to the run file where one exists there."""
+    """Return the name of prompts, with its path relative to ``base`` if it exists only there."""
     task, path = _path_in(name)
     return task + beside(path, base) if path else name
 
 
 def _path_in(name: str) -> tuple[str, str]:
-    """Return what comes before the path in the name of prompts, and the path or ""."""
+    """Split the name of prompts into a task with its colon, and a path; each may be ""."""
     task, colon, path = name.partition(":")
     if hub_task(name):
         return task + colon, path
@@ -106,7 +114,7 @@ def _path_in(name: str) -> tuple[str, str]:
 
 
 def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
-    """Return the settings with whole paths, so that they mean the same from any folder.
+    """Return the settings with absolute paths, so that they do not depend on the working folder.
 
     Paths of model and prompts start from ``base``, those of rewards from ``rewards_base``.
     """
@@ -128,7 +136,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
 
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
-    """Return a reward as the run file has it, what is a path in it whole."""
+    """Return a reward of a run file with absolute paths."""
     if isinstance(reward, dict):
         return {k: _with_whole_paths(v, base, is_path=k == "model") for k, v in reward.items()}
     if isinstance(reward, list):
@@ -142,7 +150,11 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
 
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
-    """Return the prompts to train on, in their order, and those held out or None."""
+    """Return the prompts to train on, in their order, and the held-out prompts or None.
+
+    Raises:
+        DataError: The file is missing or has bad rows, or the task is for evaluation only.
+    """
     data = config.data
     name = prompts_beside(data.prompts, base)
     task = hub_task(data.prompts)
@@ -173,7 +185,7 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
 
 
 def template_settings(config: RunConfig) -> dict[str, Any]:
-    """Return what a run gives the chat template; ``data.enable_thinking`` wins."""
+    """Return the settings for the chat template; ``data.enable_thinking`` has priority."""
     given = config.trainer.get("chat_template_kwargs") or {}
     given = json.loads(given) if isinstance(given, str) else given  # TRL takes JSON text too
     wanted = config.data.enable_thinking
@@ -181,7 +193,7 @@ def template_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def system_message(data: DataSection) -> str | None:
-    """Return the system message of a run's prompts: tasks from the hub have one of their own."""
+    """Return the system message of a run's prompts; tasks from the hub have their own."""
     of_task = data.system is None and data.chat and hub_task(data.prompts)
     return SYSTEM if of_task else data.system
 
@@ -192,10 +204,16 @@ def held_out_judges(
     load: Callable[[Sequence[Any]], list[LoadedReward]],
     data: DataSection,
 ) -> list[LoadedReward]:
-    """Return what held-out prompts are scored by: accuracy, what else judges, what is paid.
+    """Return the rewards that score held-out prompts: accuracy, further judges, rewards of the run.
 
-    ``load`` makes rewards of specs. Where the prompts have answers, the reward of their task judges
-    first, else accuracy; not beside ``math``, which knows more right answers.
+    If the prompts have answers, the reward of their task (else accuracy) comes first. It is not
+    added to ``math``, which recognises more right answers.
+
+    Args:
+        rewards: Rewards of the run.
+        held_out: The held-out prompts, or None.
+        load: Makes rewards from their specs.
+        data: Settings of the prompts.
     """
     paid = {reward.name: reward for reward in rewards}
     found = []
@@ -203,7 +221,7 @@ def held_out_judges(
         if judge.name not in paid:
             found.append(judge)
         elif judge.func.reward != paid[judge.name].func.reward:
-            other = f"{judge.name}_held_out"  # the same kind of reward, otherwise made
+            other = f"{judge.name}_held_out"  # the same kind of reward with other arguments
             found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
     found += rewards
     names = {one.name for one in found}
@@ -217,11 +235,11 @@ def held_out_judges(
 
 
 class PreparedJob:
-    """A run file made ready: each part is made at its first use, and checked once.
+    """Job of a run file, which makes and checks each part at its first use.
 
     Args:
         config: The settings.
-        base: Folder that the paths of model and prompts start from.
+        base: Folder from which the paths of model and prompts start.
         say: Called with each line for the user.
     """
 
@@ -235,9 +253,12 @@ class PreparedJob:
         self.rewards_base = Path() if base == EXAMPLES else base
 
     def prepare(self) -> None:
-        """Make all parts that need no weights, those whose faults show soonest first.
+        """Make all parts that do not need the weights, the quickest checks first.
 
-        What files say comes before torch, which takes seconds to load.
+        Files are checked before torch is loaded, which takes seconds.
+
+        Raises:
+            KitError: A setting, a file, a reward or the machine does not fit the run.
         """
         if self.config.model.trust_remote_code:
             self.say(
@@ -247,7 +268,7 @@ class PreparedJob:
         set_variables()
         check_launch(self.config.trainer)
         check_path(self.config.model.name, self.base)
-        # Without a tokenizer at first: a wrong name then costs a second
+        # first without a tokenizer, so that a wrong name is found within a second
         given = (self.config.rewards, self.config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
@@ -260,12 +281,12 @@ class PreparedJob:
 
     @cached_property
     def environment(self) -> Environment:
-        """The backend and the machine."""
+        """Backend and hardware."""
         return setup(self.config.model.backend)
 
     @cached_property
     def args(self) -> "LeaveOneOutConfig":
-        """The trainer's settings: ``trainer:``, and what ``data:`` says to it."""
+        """Settings of the trainer, from ``trainer:`` and ``data:``."""
         config = self.config
         _ = self.environment
         from rloo_kit.training.arguments import LeaveOneOutConfig  # TRL, after Unsloth
@@ -277,7 +298,7 @@ class PreparedJob:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; its weights are not read."""
+        """Tokenizer of the model; weights are not read."""
         model = self.config.model
         found = load_tokenizer(
             beside(model.name, self.base),
@@ -290,19 +311,20 @@ class PreparedJob:
 
     @cached_property
     def prompts(self) -> tuple[Any, Any]:
-        """All prompts to train on, and those held out or None; torch is not loaded."""
+        """All prompts to train on, and the held-out prompts or None; torch is not loaded."""
         return read_prompts(self.config, self.base)
 
     @cached_property
     def splits(self) -> tuple[Any, Any]:
-        """The prompts to train on, and those held out or None, both ``datasets.Dataset``.
+        """Prompts to train on, and held-out prompts or None, both ``datasets.Dataset``.
 
         Prompts of more than ``data.max_prompt_tokens`` are left out.
 
         Raises:
-            DataError: None is left of a split, or a prompt leaves no room for its completion.
-            ConfigError: The sampler does not obey a setting, or the model has no thoughts to limit.
-            GenerationError: The engine that was asked for by name is not installed.
+            DataError: A split has no prompts left, or a prompt leaves no room for its completion.
+            ConfigError: A setting has no effect on the sampler, or the model has no thoughts to
+                limit.
+            GenerationError: The engine was requested by name and is not installed.
         """
         args = self.args
         from rloo_kit.training.step_choice import choose_step
@@ -333,7 +355,7 @@ class PreparedJob:
 
     @cached_property
     def rewards(self) -> list[LoadedReward]:
-        """The rewards of the run, for its tokenizer."""
+        """Rewards of the run, for its tokenizer."""
         return self.load_rewards(self.config.rewards)
 
     def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
@@ -343,7 +365,7 @@ class PreparedJob:
 
     @cached_property
     def judges(self) -> list[LoadedReward]:
-        """What scores the held-out prompts, under the run's time limit; the session's."""
+        """Rewards that score the held-out prompts, under the run's time limit."""
         held_out = self.splits[1]
         found = held_out_judges(self.rewards, held_out, self.load_rewards, self.config.data)
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
@@ -356,7 +378,7 @@ class PreparedJob:
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
-        """The model with its adapter, and the tokenizer or processor that belongs to it.
+        """Model with its adapter, and its tokenizer or processor.
 
         Raises:
             ConfigError: ``unsloth:`` is given, and transformers loads the model.
@@ -387,10 +409,10 @@ class PreparedJob:
 
     @cached_property
     def step(self) -> "StepChoice":
-        """Whose step trains, the kit's or TRL's.
+        """The step that trains, the kit's or TRL's.
 
         Raises:
-            ConfigError: ``trainer.step`` or another setting does not allow it.
+            ConfigError: ``trainer.step`` or another setting does not fit the run.
         """
         from rloo_kit.training.step_choice import choose_step, set_router_loss
 
@@ -399,7 +421,7 @@ class PreparedJob:
 
     @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """What samples, None for the model itself or where TRL samples; and why."""
+        """Engine that samples, None if the model itself or TRL samples; and the choice."""
         if self.step.by_trl:
             return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)
@@ -410,7 +432,7 @@ class PreparedJob:
 
 
 def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return what ``load_model`` needs to load the base once for training and for vLLM."""
+    """Return the arguments of ``load_model`` that load the base once for training and vLLM."""
     if requested_engine(args) in ("server", "transformers"):
         return {}
     share = args.vllm_gpu_memory_utilization if args.memory_share_given else None

@@ -1,4 +1,5 @@
 """One run from start to end: its folder, its record, its subprocesses.
 
-Ties the packages above together; holds no maths.
+The package connects the packages above, and holds no maths. Public: ``train``, ``calibrate`` and
+``warm_up``.
 """

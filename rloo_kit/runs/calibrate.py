@@ -1,7 +1,7 @@
-"""Calibration before a run: sample the model at every level, and choose one where it can learn.
+"""Calibration before a run: sample the model at every level, and choose a level it can learn from.
 
-A group of completions that are all right or all wrong has advantages of 0, so a run learns from
-prompts that its model solves sometimes.
+A group of completions that are all right or all wrong has advantages of 0, so a run learns only
+from prompts that its model sometimes solves.
 """
 
 import json
@@ -35,20 +35,20 @@ from rloo_kit.types import Row
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Share of completions that are right, of a level that may be chosen
+# Range of the share of right completions in which a level may be chosen
 LOW = 0.2
 HIGH = 0.8
 
 
 @dataclass(frozen=True)
 class Level:
-    """What the model's completions scored at one level."""
+    """Scores of the model's completions at one level."""
 
-    level: Any  # None: the prompts have no levels
+    level: Any  # None if the prompts have no levels
     num_prompts: int
     solved: float  # mean score of the judge, in [0, 1]
     signal: float  # share of the groups whose scores differ
-    with_signal: list[Row]  # their prompts
+    with_signal: list[Row]  # prompts of these groups
 
 
 def calibrate(  # noqa: PLR0913
@@ -63,26 +63,27 @@ def calibrate(  # noqa: PLR0913
 ) -> Path:
     """Sample prompts of every level, write a run file with the level to train on, and return it.
 
-    Chosen is the level with the largest share of groups whose scores differ, among those solved 20
-    to 80% of the time. The judge is the run's reward of the largest weight. A task with levels gets
-    ``data.level``. Other prompts are grouped by their column ``level``, if there is one; those of
-    the chosen level are written to a .jsonl file next to the run file, without those that were
-    sampled and are always or never solved, and behind them the level's held-out prompts. The
-    completions are kept next to it, for ``warm_up``.
+    Among the levels that are solved 20 to 80% of the time, the one with the largest share of groups
+    whose scores differ is chosen. The judge is the run's reward with the largest weight. For a task
+    with levels ``data.level`` is set. Other prompts are grouped by their column ``level``, if there
+    is one. Those of the chosen level are written to a .jsonl file next to the run file, without
+    sampled prompts that are always or never solved, and followed by the level's held-out prompts.
+    The completions are written next to it, for ``warm_up``.
 
     Args:
-        source: As ``train`` takes it; it is not changed.
+        source: A run file or another source of ``train``; it is not changed.
         overrides: ``section.key=value``, as after ``--set``; written to the new run file too.
-        num_prompts: Prompts of each level.
-        num_generations: Completions of each; None: as in the run file.
-        output: The new file; None: the name of ``source`` with ``-calibrated``, next to it.
+        num_prompts: Number of prompts per level.
+        num_generations: Number of completions per prompt; None for that of the run file.
+        output: The new file; None for the name of ``source`` with ``-calibrated``, next to it.
         precision: Load the model in bf16 and in float16 too, and write the one in which sampler and
             learner differ less (``precision.mismatch``).
         say: Called with each line for the user.
 
     Raises:
-        KitError: A setting is wrong, the new file exists, or no level is in range; nothing is
-            written then.
+        ConfigError: A setting is wrong, or the new file exists; nothing is written.
+        DataError: No level is in range; nothing is written.
+        KitError: Any other error of ``train`` before its first step; nothing is written.
     """
     if num_prompts < 1 or (num_generations or 2) < 2:
         given = f"num_prompts {num_prompts} and num_generations {num_generations}"
@@ -92,7 +93,7 @@ def calibrate(  # noqa: PLR0913
     config, base = read_config(source, overrides)
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
-        raise ConfigError("this card has no bf16, so a run takes float16: leave --precision out")
+        raise ConfigError("this card has no bf16, so a run uses float16: leave --precision out")
     with session():
         levels, others, held_out, sampled = _tried(job, num_prompts, num_generations)
     say(table := _table(levels))
@@ -128,7 +129,7 @@ def _write_rows(file: Path, rows: Iterable[Row]) -> None:
 
 
 def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
-    """Write both into one file; return the settings under ``data:`` that read it."""
+    """Write both splits into one file; return the settings under ``data:`` that read it."""
     _write_rows(file, [*train, *held_out])
     settings: dict[str, Any] = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
     return settings | {"prompts": file.name, "held_out": len(held_out)}
@@ -137,12 +138,12 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
 def _in_best_precision(
     config: RunConfig, base: Path, rows: Sequence[Row], say: Callable[[str], None]
 ) -> tuple[RunConfig, str]:
-    """Return the settings with ``bf16`` or ``fp16``, and what was measured."""
+    """Return the settings with ``bf16`` or ``fp16``, and a line with the measured values."""
     on_cpu = setup(config.model.backend).hardware.device == "cpu"
     found = {}
     for name in PRECISIONS:
         measured = (config, base, rows, name)
-        # one vLLM engine that sleeps, and one precision of Unsloth's, a process
+        # a process can have only one vLLM engine that sleeps, and one precision of Unsloth
         found[name] = mismatch(*measured) if on_cpu else call_in_child(mismatch, measured, say)
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
@@ -152,7 +153,7 @@ def _in_best_precision(
 
 
 def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Path:
-    """Return where the new run file goes; neither it nor its prompts exist."""
+    """Return the path of the new run file; raise ConfigError if it or its prompts exist."""
     old = Path("run.yaml" if isinstance(source, RunConfig) else source)
     place = old.parent if old.is_file() else Path()
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
@@ -169,7 +170,7 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
 
 
 def _completions_of(file: Path) -> Path:
-    """Return where the completions go that a calibration has sampled."""
+    """Return the path of the completions that a calibration samples."""
     return file.with_name(f"{file.stem}-completions.jsonl")
 
 
@@ -180,7 +181,7 @@ def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 
 
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
-    """Return the settings of a task with so many prompts of each level that is asked for."""
+    """Return the settings of a task with ``num_prompts`` prompts of each requested level."""
     data = config.data
     last = count_levels(config.data.prompts)
     if not last:
@@ -193,7 +194,7 @@ def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
 def _tried(
     job: PreparedJob, num_prompts: int, size: int | None
 ) -> tuple[list[Level], Iterable[Row], list[Row], list[Row]]:
-    """Return what every level scored, the prompts not sampled, those held out, the completions."""
+    """Return the levels, the prompts not sampled, the held-out ones, and the completions."""
     job.prepare()
     prompts, held_out = job.splits
     drawn = _drawn(prompts, num_prompts, job.config.seed)
@@ -220,7 +221,7 @@ def _tried(
 
 
 def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
-    """Return the places of ``num`` prompts of every level, or of all that there are."""
+    """Return the row numbers of ``num`` random prompts of every level, or of all its prompts."""
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
     order = random.Random(seed)
     drawn = []
@@ -231,7 +232,7 @@ def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
 
 
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:
-    """Return what every level scored; the rows of a level are next to each other."""
+    """Return the scores of every level; the rows of a level must be neighbours."""
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
         remedy = "set its scaled_by, or raise the weight of another"
@@ -258,7 +259,7 @@ def _chosen(levels: list[Level]) -> Level:
         what = "easier ones, allow longer completions, or give examples to rloo-kit warm-up first"
     raise DataError(
         "no level of the prompts is solved 20 to 80% of the time "
-        f"(the least {min(shares):.0%}, the most {max(shares):.0%}): take {what}"
+        f"(the least {min(shares):.0%}, the most {max(shares):.0%}): use {what}"
     )
 
 

@@ -1,7 +1,7 @@
 """Call a function in a subprocess, which returns all its memory to the system.
 
-The subprocess is a fresh interpreter, not a fork: CUDA does not survive a fork. It is no
-``multiprocessing`` spawn either, which would run a user's script again.
+The subprocess is a new interpreter. It is not a fork, which CUDA does not survive, and not a
+``multiprocessing`` spawn, which would run a user's script again.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from rloo_kit.checkpoints.stopping import (
 )
 from rloo_kit.errors import KitError, SetupError
 
-POSIX = hasattr(os, "killpg")  # process groups; without them what a subprocess started may live on
+POSIX = hasattr(os, "killpg")  # has process groups; else processes of the subprocess may live on
 
 
 def call_in_child(
@@ -41,20 +41,20 @@ def call_in_child(
 ) -> Any:
     """Return ``function(*args, **keywords)``, called in a subprocess.
 
-    Ctrl-C and SIGTERM are forwarded, and the function may answer them with a result; a third one
-    kills the subprocess. It is killed too if this process dies.
+    Ctrl-C and SIGTERM are forwarded, and the function may still return a result; a third signal
+    kills the subprocess. It is also killed if this process dies.
 
     Args:
-        function: Importable by its module and name.
-        args: Picklable.
+        function: A function that can be imported by its module and name.
+        args: Picklable arguments.
         say: Called with each line that the subprocess prints.
-        variables: Of the subprocess's environment, over those of this process.
-        **keywords: Picklable.
+        variables: Environment variables of the subprocess, in addition to those of this process.
+        **keywords: Picklable keyword arguments.
 
     Raises:
-        SetupError: The subprocess ended without a result, such as when the system killed it.
-        KeyboardInterrupt: After a signal without a result; Terminated for SIGTERM.
-        Exception: Whatever the function raised.
+        SetupError: The subprocess ended without a result, for example because the system killed it.
+        KeyboardInterrupt: A signal ended it without a result; Terminated for SIGTERM.
+        Exception: Any error of the function.
     """
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
         order = Path(folder) / "order"
@@ -76,7 +76,7 @@ def call_in_child(
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
                 f"lines it printed"
             )
-        # Written by our own subprocess
+        # written by this function's own subprocess
         returned, value = pickle.loads(answer.read_bytes())
     if returned:
         return value
@@ -85,7 +85,7 @@ def call_in_child(
 
 @contextlib.contextmanager
 def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Send signals on, raise the third one; yield a list of those received."""
+    """Forward signals, and raise at the third one; yield a list of the received signals."""
     received: list[int] = []
 
     def forward(number: int, _: object) -> None:
@@ -101,15 +101,15 @@ def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Start the subprocess; at the end kill it and what it started."""
+    """Start the subprocess; at the end kill it and its own subprocesses."""
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
-        # The system closes our end when this process dies
+        # the system closes this end if this process dies
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        # Ctrl-C reaches it once, through us
+        # so that Ctrl-C reaches it only once, from this process
         start_new_session=True,
         env={
             **os.environ,
@@ -128,7 +128,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
 
     def kill_the_rest() -> None:
         process.wait()
-        # A grandchild that lives on would keep the output open
+        # a grandchild that lives on would keep the output open
         kill()
 
     threading.Thread(target=kill_the_rest, name="rloo-kit subprocess", daemon=True).start()
@@ -165,8 +165,8 @@ def _main(order: str, answer: str) -> None:
 
 
 def _end_with_the_parent(folder: Path) -> None:
-    """Kill this process and what it started when the parent dies, and remove ``folder``."""
-    # Returns when the parent's end is closed: nothing is ever written
+    """Kill this process and its subprocesses when the parent dies, and remove ``folder``."""
+    # returns only when the parent's end is closed, since nothing is ever written
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     if POSIX:

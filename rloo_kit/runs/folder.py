@@ -1,4 +1,4 @@
-"""The folder of a run: created, reopened to resume, and complete however the run ends."""
+"""Folder of a run: created, reopened to resume, and completed even if the run fails."""
 
 import contextlib
 import os
@@ -51,7 +51,12 @@ RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "
 def folder_to_resume(
     source: str | Path | RunConfig, config: RunConfig, resume: bool | str | Path
 ) -> Path | None:
-    """Return the folder of the run to resume; None if there is none yet.
+    """Return the folder of the run to resume; None if there is no such run yet.
+
+    Args:
+        source: Source of ``train``.
+        config: Its settings.
+        resume: False, True, or the folder of a run.
 
     Raises:
         ConfigError: The folder is not the folder of a run.
@@ -72,19 +77,19 @@ def folder_to_resume(
 
 
 def has_finished(folder: Path, max_steps: int) -> bool:
-    """Return whether a run has made all its steps; ``max_steps`` 0 leaves it to the epochs."""
+    """Return whether a run has finished all its steps; with ``max_steps`` 0, all its epochs."""
     end = read_json(folder / "end.json") or {}
     done = end.get("how") == "finished" and end["steps"] >= max_steps
     return done and (folder / "adapter").is_dir()
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
-    """Refuse to resume with settings that differ from the run's, except those that may change.
+    """Reject settings that differ from those of the run to resume and may not change.
 
-    The trainer compares the settings of ``trainer:`` itself.
+    The trainer itself compares the settings of ``trainer:``.
 
     Raises:
-        ConfigError: The first setting that differs.
+        ConfigError: A setting differs; the message names the first one.
     """
     then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
     # Secrets are masked in run.yaml, so both are compared without them
@@ -100,7 +105,7 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
 
 
 def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return every setting under ``section.key``, or under its own name outside of sections."""
+    """Return all settings as ``section.key``, those outside of sections under their own names."""
     found = {}
     for name, value in settings.items():
         if name in SECTIONS:
@@ -122,25 +127,29 @@ def opened_folder(
     checkpoint: Checkpoint | None,
     step: str,
 ) -> Iterator["RunRecorder"]:
-    """Create a run's folder, or reopen an unfinished run's; yield the recorder of the run.
+    """Create a run's folder, or reopen that of an unfinished run; yield the recorder of the run.
 
-    A new folder is removed if the body fails before a step. A later error is written to it, with a
-    report.
+    A new folder is removed if the body fails before the first step. A later error is written to
+    it, with a report.
 
     Args:
-        free: The new folder, numbered if the name exists.
-        past: The unfinished run's, which the caller has locked; None: a new one is made.
-        config: Of the run.
-        environment: Of the run.
-        checkpoint: To resume from; without one the run starts from step 0 with an empty record.
-        step: Whose step trains, in words.
+        free: The new folder; a number is added if it exists.
+        past: Folder of the unfinished run, which the caller has locked; None to create a new one.
+        config: Settings of the run.
+        environment: Backend and hardware of the run.
+        checkpoint: Checkpoint to resume from; without one the run starts from step 0 with an empty
+            record.
+        step: The step that trains, in words.
+
+    Raises:
+        KeyboardInterrupt: A signal arrived while the folder was created.
     """
     from rloo_kit.runs.recorder import RunRecorder
 
     def begin() -> None:
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
-        # The adapter of fewer steps would be taken for the trained one
+        # an adapter of fewer steps would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
         write_run_file(folder, config)
         facts = asdict(environment) | {"step": step, "processes": num_processes()}
@@ -148,7 +157,7 @@ def opened_folder(
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
     with contextlib.ExitStack() as stack:
-        with stop_signals() as signals:  # one that comes right here would leave an empty folder
+        with stop_signals() as signals:  # a signal in between would leave an empty folder
             folder = past or make_run_folder(free)
             if past is None:
                 stack.enter_context(_removed_if_empty(folder))
@@ -156,7 +165,7 @@ def opened_folder(
         if signals.received:
             raise interrupt_for(signals.received)
         recorder = RunRecorder(folder, begin)
-        if checkpoint is None:  # else once the trainer has accepted it as one of this run
+        if checkpoint is None:  # else after the trainer has accepted the checkpoint
             recorder.begin()
         stack.enter_context(_end_recorded(recorder))
         yield recorder
@@ -170,14 +179,14 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a new folder if the run fails before a step."""
+    """Remove a new folder if the run fails before its first step."""
     learned = ("metrics.jsonl", "completions.jsonl", "adapter")
     try:
         yield
     except BaseException:
         if not any((folder / name).exists() for name in learned) and not list_steps(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            # The parent stays where it holds other runs
+            # the parent stays if it holds other runs
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
         raise
@@ -192,7 +201,7 @@ def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
     except BaseException as exc:
         if recorder.began and (recorder.folder / "metrics.jsonl").exists():
             reason = f"{type(exc).__name__}: {exc}"
-            # A full disk must not hide the first error
+            # an error of a full disk must not hide the first error
             with contextlib.suppress(OSError):
                 recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
         raise

@@ -1,7 +1,7 @@
-"""bf16 or float16: in which of them sampler and learner differ less.
+"""Difference between sampler and learner in bf16 and in float16.
 
-The sampler draws a token at a time, the learner reads whole rows, so their log-probabilities differ
-by rounding; float16 has three more bits for it than bf16 (arXiv 2510.26788).
+The sampler computes one token at a time, the learner whole rows, so their log-probabilities differ
+by rounding. float16 has three more bits of precision than bf16 (arXiv 2510.26788).
 """
 
 import tempfile
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
-# Every token can be drawn, with the probability that the policy gives it
+# So that every token can be sampled, with the probability that the policy gives it
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None, "max_completion_length": PROBE_TOKENS_PER_ROW,
 }  # fmt: skip
-# No more prompts than there are, one reward, and a sampler that may differ
+# So that 8 prompts are enough, with one reward and a sampler that may differ
 ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
@@ -38,10 +38,19 @@ ONE_GROUP = {
 
 
 def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
-    """Return the mean |log p(sampler) - log p(learner)| of drawn tokens, in nats.
+    """Return the mean |log p(sampler) - log p(learner)| of sampled tokens, in nats.
 
-    The model is loaded in ``precision`` as the run loads it, draws at most 512 tokens as the run
-    samples, and is given back.
+    The model is loaded as in the run but in ``precision``, samples at most 512 tokens as in the
+    run, and is released.
+
+    Args:
+        config: Settings of the run.
+        base: Folder from which its paths start.
+        rows: Rows with ``prompt``, of which the first 8 are used.
+        precision: One of ``PRECISIONS``.
+
+    Raises:
+        ConfigError: Unsloth does not compute in this precision here.
     """
     settings = {**config.trainer, **WHOLE_DISTRIBUTION, **ONE_GROUP}
     config = replace(config, trainer=settings | {name: name == precision for name in PRECISIONS})
@@ -49,7 +58,7 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
     with tempfile.TemporaryDirectory() as folder, session():
         job = PreparedJob(replace(config, output_dir=folder), base)
         args = job.args
-        if not getattr(args, precision):  # Unsloth has changed it
+        if not getattr(args, precision):  # Unsloth has turned it off
             raise ConfigError(
                 f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
                 "or leave --precision out"
@@ -84,9 +93,9 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float]:
 def _drawn_by_transformers(
     trainer: "LeaveOneOutTrainer", prompts: list[list[int]]
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Complete each prompt once; the log-probabilities are padded to the longest."""
+    """Complete each prompt once; the log-probabilities are padded to the longest completion."""
     import torch
-    from trl.trainer import rloo_trainer  # whose names Unsloth replaces
+    from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 
     from rloo_kit.sampling.decoding import as_sampled, until_end
 

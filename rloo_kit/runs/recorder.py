@@ -1,6 +1,6 @@
-"""The record of a run, written while it trains: metrics, completions, scores, the report.
+"""Recorder of a run, which writes metrics, completions, scores and the report while it trains.
 
-A killed run has its record too: every row is on the disk when its step is done.
+A killed run has its record too, because every row is written when its step ends.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rloo_kit.output_folder import read_json, without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
-# Fields of an evaluation during training that are kept
+# Fields that are kept of an evaluation during training
 KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
 ROW_FILES = ("metrics.jsonl", "completions.jsonl")
 # Largest share of the run's time spent on writing the report during training
@@ -31,12 +31,11 @@ REPORT_SHARE = 0.012
 
 
 class RunRecorder(TrainerCallback):
-    """Write the record of a run into its folder.
+    """Callback that writes the record of a run into its folder.
 
     Args:
-        folder: Of the run; it exists.
-        make_ready: Called once, at the latest when the training begins and nothing can refuse the
-            run any more.
+        folder: Folder of the run; it exists.
+        make_ready: Called once, at the latest when the training begins, after all checks.
     """
 
     def __init__(self, folder: Path, make_ready: Callable[[], None] = lambda: None) -> None:
@@ -51,13 +50,13 @@ class RunRecorder(TrainerCallback):
         self._next_report = 0.0
 
     def begin(self) -> None:
-        """Start to use the folder."""
+        """Prepare the folder, if that has not happened yet."""
         if not self.began:
             self.began = True
             self._make_ready()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start to use the folder, if that has not happened."""
+        """Prepare the folder, if that has not happened yet."""
         self.begin()
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
@@ -82,7 +81,7 @@ class RunRecorder(TrainerCallback):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
-        """Put into the checkpoint how many bytes of each file belong to the steps so far."""
+        """Put the present sizes of the files, in bytes, into the checkpoint."""
         held["record"] = {
             "sizes": {name: _size(self.folder / name) for name in ROW_FILES},
             "resumed_at": list(self.resumed_at),
@@ -96,12 +95,11 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Truncate files and scores to the checkpoint: later steps are made again."""
+        """Truncate files and scores to the checkpoint, because later steps run again."""
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
-        # And no other name that the checkpoint gives
-        for name in ROW_FILES:
+        for name in ROW_FILES:  # not the names in the checkpoint, which may be anything
             path = self.folder / name
             size = record["sizes"][name]
             if _size(path) > size:
@@ -114,7 +112,7 @@ class RunRecorder(TrainerCallback):
             self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
-        """Flush the rows to the disk before the checkpoint that counts on them."""
+        """Sync the rows to the disk before the checkpoint that holds their sizes."""
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
@@ -125,7 +123,7 @@ class RunRecorder(TrainerCallback):
         """Append rows to a file.
 
         Raises:
-            DiskError: The disk refuses them.
+            DiskError: The disk is full or cannot be written.
         """
         try:
             rows = save_thumbnails(rows, self.folder)
@@ -142,11 +140,11 @@ class RunRecorder(TrainerCallback):
             ) from exc
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
-        """Write scores on held-out prompts to evaluation.json.
+        """Write scores of held-out prompts to evaluation.json.
 
         Args:
             evaluation: The scores.
-            step: Optimizer steps before it; 0 is before the training, None after it.
+            step: Optimizer steps so far; 0 before the training, None after it.
         """
         found = save_thumbnails(evaluation.as_dict(), self.folder)
         if step:
@@ -162,14 +160,14 @@ class RunRecorder(TrainerCallback):
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
     ) -> None:
-        """Write how the run ended to end.json, and the last report.
+        """Write the end of the run to end.json, and the last report.
 
         Args:
             how: finished, interrupted, stopped or failed.
-            reason: In a sentence; "" for a finished run.
+            reason: The reason in a sentence; "" for a finished run.
             steps: Optimizer steps.
-            seconds: Of the training, since the last resume.
-            watch: Its finding, if that stopped the run.
+            seconds: Duration of the training, since the last resume.
+            watch: The watch of the run, which knows the finding that stopped it.
         """
         end = {"how": how, "reason": reason, "steps": steps}
         end["seconds"] = self._earlier + seconds

@@ -1,4 +1,4 @@
-"""Scores of the held-out prompts of a run: before, during and after its training."""
+"""Scores of the held-out prompts of a run before, during and after its training."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class HeldOutScores(TrainerCallback):
-    """Scores held-out prompts for the record of a run and for its watch.
+    """Callback that scores held-out prompts for the record of a run and for its watch.
 
     Args:
-        job: The run.
-        trainer: Of the run.
-        recorder: Of the run; None in other processes than the first.
-        before: The scores of a resumed run from before its training, which its record has.
+        job: Parts of the run.
+        trainer: Trainer of the run.
+        recorder: Recorder of the run; None except in the first process.
+        before: Scores from before the training, from the record of a resumed run.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HeldOutScores(TrainerCallback):
     def score(self) -> Evaluation | None:
         """Score now, if there are held-out prompts.
 
-        Every process calls it: all sample by TRL's step, and the first scores.
+        Every process must call it, since all of them sample with TRL's step; the first one scores.
         """
         held_out = self.job.splits[1]
         args = self.job.args
@@ -64,7 +64,7 @@ class HeldOutScores(TrainerCallback):
         )
 
     def follow(self) -> None:
-        """Score before the first step, and as often as ``data.held_out_every`` says."""
+        """Score before the first step, and then every ``data.held_out_every`` steps."""
         if self.job.splits[1] is None:
             return
         if self.before is not None:
@@ -74,12 +74,12 @@ class HeldOutScores(TrainerCallback):
         self.trainer.add_callback(self)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Score before the first step, where TRL samples: its loop has prepared the model."""
+        """Score before the first step if TRL samples, since its loop has prepared the model now."""
         if self.before is None and self.trainer.by_trl:
             self._score_at(0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Score when it is time; the end of the training is scored by the run."""
+        """Score if it is time; ``train`` scores after the last step."""
         step = state.global_step
         every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
@@ -93,12 +93,12 @@ class HeldOutScores(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Put the score into the checkpoint of the step that was scored."""
+        """Put the score into the checkpoint of the scored step."""
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 
     def _score_at(self, step: int) -> Evaluation | None:
-        """Score, and record it; 0 is before the first step."""
+        """Score, and record the result; step 0 is before the first step."""
         found = self.score()
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""The outcome of a run, and the lines that it prints before and after it trains."""
+"""Outcome of a run, and the lines that it prints before and after its training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-# Held-out prompts whose completions before and after are printed
+# Number of held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
-# Model, prompts and rewards of the quickstart, after which users write a run of their own
+# Model, prompts and rewards of the quickstart; its next step is a run of the user's own
 QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run."""
+    """Outcome of a run."""
 
     folder: Path
     before: Evaluation | None
@@ -50,7 +50,7 @@ class RunResult:
 def announce_load(
     say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
 ) -> None:
-    """Print which model loads, and why that may take minutes; nothing for the embedded one here."""
+    """Print which model loads, and why that may take minutes; not for the embedded one on a CPU."""
     on_gpu = environment.hardware.on_gpu
     text = f"loading {config.model.name}"
     if on_gpu and requested_engine(args) in ("auto", "vllm") and why_not_vllm() is None:
@@ -62,7 +62,7 @@ def announce_load(
 
 
 def introduce(say: Say, job: PreparedJob) -> None:
-    """Print the model, the device, and what is used in place of what is missing."""
+    """Print the model, the device, and the replacements of missing parts."""
     config = job.config
     environment = job.environment
     args = job.args
@@ -120,7 +120,7 @@ def _one_line(text: str, limit: int = 160) -> str:
 
 
 def conclude(say: Say, result: RunResult) -> None:
-    """Print the verdict, where everything is, the memory released, and the next command."""
+    """Print the verdict, the paths, the released memory, and the next command."""
     record = read_run(result.folder)
     say(f"\n{verdict(record, find_in_run(record))}")
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")

@@ -1,4 +1,4 @@
-"""One run from start to end: set up, load, attach, train, score, save, release."""
+"""A run from start to end: set up, load, attach, train, score, save, release."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
@@ -47,7 +47,7 @@ def train(
     resume: bool | str | Path = False,
     in_subprocess: bool = False,
 ) -> RunResult:
-    """Train as a run file says, and leave a folder with everything that belongs to the run.
+    """Train with the settings of a run file, and write a folder with everything about the run.
 
     Args:
         source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
@@ -55,17 +55,17 @@ def train(
         overrides: ``section.key=value``, as after ``--set``.
         say: Called with each line for the user.
         resume: Resume the newest run of ``output_dir`` (True) or the run in this folder, from its
-            newest whole checkpoint; without a checkpoint the run starts from step 0.
-        in_subprocess: Train in a subprocess, which returns all its memory to the system. It also
-            does where an earlier vLLM engine of this process could not give back all of its memory.
+            newest valid checkpoint; without a checkpoint the run starts from step 0.
+        in_subprocess: Train in a subprocess, which returns all its memory to the system. This also
+            happens if an earlier vLLM engine of this process could not free all of its memory.
 
     Returns:
-        The folder, the scores before and after, and what was released. After Ctrl-C or SIGTERM
+        The folder, the scores before and after, and the released memory. After Ctrl-C or SIGTERM
         the current step ends, the adapter is saved, and ``interrupted`` is true.
 
     Raises:
-        KitError: With the remedy. Before the first step it leaves no folder; later the checkpoint
-            of the last finished step is saved.
+        KitError: The run cannot start or continue; the message has the remedy. Before the first
+            step no folder is left; later the checkpoint of the last finished step is saved.
     """
     if left := 0 if in_subprocess else sleep_pool_bytes():
         say(
@@ -112,7 +112,7 @@ def _already_finished(folder: Path, say: Say) -> RunResult:
 def _prepare(job: PreparedJob, past: Path | None) -> Path:
     """Make the parts of the job, and return the folder of the run; nothing is written yet."""
     say = job.say
-    chosen_view()  # refuses a wrong RLOO_KIT_LIVE before the model is loaded
+    chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
     folder = past or free_folder(job.config.output_dir)
     job.prepare()
     from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth
@@ -137,7 +137,7 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
 
 
 def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
-    """Run everything except the release; what is made here belongs to the open session."""
+    """Run everything except the release, which the open session does."""
     say = job.say
     free = _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
@@ -183,9 +183,13 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
 
 @contextlib.contextmanager
 def _opened(
-    job: PreparedJob, free: Path, past: Path | None, config: RunConfig, checkpoint: Any
+    job: PreparedJob,
+    free: Path,
+    past: Path | None,
+    config: RunConfig,
+    checkpoint: Checkpoint | None,
 ) -> Iterator[tuple[Path, "RunRecorder | None"]]:
-    """Open the folder of the run; of several processes the first records."""
+    """Open the folder of the run; only the first process has a recorder."""
     with contextlib.ExitStack() as stack:
         recorder = None
         if is_first():
@@ -210,7 +214,7 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
     found = (read_json(past / "evaluation.json") or {}).get("before") or {}
     try:
         return checkpoint, Evaluation.from_dict(found)
-    except TypeError:  # there are none, or another version's, or damaged ones: score again
+    except TypeError:  # missing, or of another version: score again
         return checkpoint, None
 
 
@@ -236,19 +240,18 @@ def _make_trainer(
             raise
         raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
     if trainer.watch is not None:
-        trainer.watch.config = job.config  # the whole one
+        trainer.watch.config = job.config  # with all sections
     return trainer
 
 
 def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:
-    """Train, and say how to go on where it stops early."""
+    """Train, and print how to resume if the training stops early."""
     if checkpoint is not None:
         how = ", as transformers does, which is not bit for bit" if trainer.by_trl else ""
         say(f"resuming from step {checkpoint.step} ({checkpoint.folder}){how}")
     try:
         with warnings.catch_warnings():
-            # Said below
-            warnings.filterwarnings("ignore", message="training stops")
+            warnings.filterwarnings("ignore", message="training stops")  # printed below
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
         if trainer.fault:
             raise trainer.fault
@@ -268,7 +271,7 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
 
 
 def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what a call returns, and who interrupted it or ""."""
+    """Return the result of a call, and who interrupted it, or ""."""
     try:
         return call(), ""
     except KeyboardInterrupt as exc:

@@ -1,8 +1,8 @@
-"""A warm-up before a run: short supervised training on examples, whose adapter the run continues.
+"""Warm-up before a run: short supervised training on examples; the run continues its adapter.
 
-The policy is trained on the tokens that the run gives it: the prompt as the run samples from it,
-the completion and the token that ends a turn. Examples are given, or are the best completions that
-a run or a calibration has sampled.
+The policy is trained on the same tokens as in the run: the prompt as the run samples from it, the
+completion, and the token that ends a turn. The user gives examples, or the best completions of a
+run or a calibration are used.
 """
 
 import json
@@ -34,8 +34,7 @@ from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
 from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.types import Row, Tokenizer
 
-# In messages
-WHAT = "the warm-up"
+WHAT = "the warm-up"  # in messages
 EPOCHS = 2.0
 # Fields of TRL's `SFTConfig` that the kit sets
 FIXED = {
@@ -44,7 +43,7 @@ FIXED = {
     "max_length": None,
     "packing": False,
     "padding_free": False,
-    # The rows are tokens already.
+    # the rows are tokens already
     "dataset_kwargs": {"skip_prepare_dataset": True},
 }
 
@@ -62,22 +61,23 @@ def warm_up(  # noqa: PLR0913
 ) -> Path:
     """Train a run's policy on examples by TRL's ``SFTTrainer``; return the adapter's folder.
 
-    The run continues from it where the folder is its ``model.name``.
+    A run continues the adapter if its ``model.name`` is this folder.
 
     Args:
-        source: As ``train`` takes it.
+        source: A run file or another source of ``train``.
         examples: A .jsonl, .csv or .parquet file of rows with ``prompt`` and ``completion``, or
-            with ``messages``; or the folder of a run. Rows that have a ``score`` are sampled
-            completions, of which the best are taken.
+            with ``messages``; or the folder of a run. Rows with a ``score`` are sampled
+            completions, of which only the best are used.
         overrides: ``section.key=value``, as after ``--set``.
-        steps: Optimizer steps of 4 examples.
-        epochs: Passes over the examples; None: 2, where there are no ``steps``.
-        learning_rate: Peak; it falls linearly.
-        output: The folder; None: ``output_dir`` with ``-warm-up``. An existing one gets a number.
+        steps: Number of optimizer steps, each of 4 examples.
+        epochs: Passes over the examples; None for 2, if ``steps`` is not given.
+        learning_rate: Peak learning rate, which falls linearly.
+        output: The folder; None for ``output_dir`` with ``-warm-up``. If it exists, a number is
+            added.
         say: Called with each line for the user.
 
     Raises:
-        KitError: A setting or an example is wrong, or a training pass does not fit.
+        KitError: A setting or an example is wrong, or a training pass does not fit into memory.
     """
     say = redacting(say)
     settings = _settings(steps, epochs, learning_rate)
@@ -96,7 +96,7 @@ def warm_up(  # noqa: PLR0913
 
 
 def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> dict[str, Any]:
-    """Return what is TRL's of the arguments.
+    """Check the arguments, and return them as TRL's settings.
 
     Raises:
         ConfigError: One is out of range, steps and epochs are both given, or a launcher has
@@ -117,12 +117,12 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
 
 
 def _next_command(source: object, overrides: Sequence[str], config: RunConfig, folder: Path) -> str:
-    """Return the command with which the run continues the adapter."""
+    """Return the command of the run that continues the adapter."""
     words = ["rloo-kit", "train", "RUN.yaml" if isinstance(source, RunConfig) else str(source)]
     settings = [*overrides, f"model.name={folder}"]
     layers = lora_settings(folder, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
-        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # all-linear has become names
+        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
     return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
 
 
@@ -130,10 +130,10 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
 
 
 def read_examples(source: str | Path) -> list[Row]:
-    """Return rows with ``prompt`` and ``completion``, a text; of sampled ones the best.
+    """Return rows with ``prompt`` and the text of ``completion``; of sampled rows only the best.
 
     Raises:
-        DataError: There is no such file, no row, or a row lacks one of them.
+        DataError: The file is missing or has no rows, or a row lacks one of the columns.
     """
     path = local_path(str(source))
     placed = placed_rows(path / "completions.jsonl" if path.is_dir() else path, ())
@@ -166,9 +166,9 @@ def _example(place: str, row: Row) -> Row:
 
 
 def best_completions(rows: Sequence[Row]) -> list[Row]:
-    """Return the completions that score best of their prompt, and above its mean.
+    """Return the completions with the best score of their prompt, if it is above the mean.
 
-    Those that were cut off, are empty, or have the text of another one are left out.
+    Truncated and empty completions and repeated texts are left out.
     """
     groups: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
@@ -192,8 +192,13 @@ def tokenized(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each prompt as the run samples from it, and those of its completion.
 
-    A completion ends with the token that ends a turn. A thought that the prompt opens is not opened
-    again.
+    A completion ends with the token that ends a turn. If the prompt opens a thought, the completion
+    does not open it again.
+
+    Args:
+        tokenizer: The tokenizer of the policy.
+        rows: Rows of ``read_examples``.
+        settings: Settings of the chat template.
     """
     end_of_text = tokenizer.eos_token_id
     end_of_turn = end_of_turn_id(tokenizer)
@@ -217,10 +222,10 @@ def tokenized(
 
 
 def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of the examples that the run has room for.
+    """Return the tokens of the examples that fit into the run's limits.
 
     Raises:
-        DataError: There is none, or the run's prompts have images.
+        DataError: No example fits, or the run's prompts have images.
     """
     if has_images(job.splits[0]):
         raise DataError("the run's prompts have images, and a warm-up reads text: start without it")
@@ -241,7 +246,7 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
 def _trained(
     job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Train the policy of a job, save its adapter, and return the losses and the seconds."""
+    """Train the policy of a job, save its adapter, and return losses and seconds."""
     examples = _fitting(job, rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
