@@ -115,7 +115,7 @@ def test_prompts_that_are_never_solved_write_nothing(capsys):
     write_run(levels=[3], num=8)
     assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--set", "data.held_out=2"]) == 2
     said = capsys.readouterr().err
-    assert "take easier ones" in said
+    assert "use easier ones" in said
     assert sorted(path.name for path in Path().iterdir()) == ["run.yaml", "sums.jsonl"]
 
 
@@ -131,10 +131,10 @@ def test_most_signal_in_range_is_chosen():
 @pytest.mark.parametrize(
     ("levels", "remedy"),
     [
-        ([level(1, 0.9, 0.2), level(2, 1.0, 0)], "take harder ones"),
-        ([level(1, 0.1, 0.2), level(2, 0, 0)], "take easier ones"),
-        ([level(1, 0.9, 0.2), level(2, 0, 0)], "take others"),
-        ([level(None, 0.5, 0)], "take others"),
+        ([level(1, 0.9, 0.2), level(2, 1.0, 0)], "use harder ones"),
+        ([level(1, 0.1, 0.2), level(2, 0, 0)], "use easier ones"),
+        ([level(1, 0.9, 0.2), level(2, 0, 0)], "use others"),
+        ([level(None, 0.5, 0)], "use others"),
     ],
 )
 def test_no_level_in_range_says_what_to_take(levels, remedy):
