@@ -81,6 +81,11 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
             say("\nstopping: this step is finished and saved first; ask again to stop at once")
 
     def note(number: int, _: FrameType | None) -> None:
+        """Note the first signal.
+
+        Raises:
+            KeyboardInterrupt: It is a later one.
+        """
         now = time.monotonic()
         if request.received is None:
             request.received = number
@@ -105,6 +110,11 @@ def terminate_as_interrupt() -> Iterator[None]:
     """
 
     def end(number: int, _: FrameType | None) -> None:
+        """End the body.
+
+        Raises:
+            Terminated: Always.
+        """
         signal.signal(number, signal.SIG_IGN)  # a second one must not end the clean-up
         raise Terminated
 

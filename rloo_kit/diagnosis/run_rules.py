@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.diagnosis.record import WINDOW, RunRecord, mean, read_run
 from rloo_kit.diagnosis.registry import (
     ALMOST_NONE,
@@ -26,7 +25,7 @@ from rloo_kit.diagnosis.registry import (
 )
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import base_name
-from rloo_kit.text.numbers import finite_number, finite_numbers
+from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import text_of
 
 # Learning rates with LoRA: too low below the first; usual; usual for the embedded model
@@ -60,10 +59,8 @@ def _valid(run: RunRecord, *choices: str) -> str:
 
 def _rate(run: RunRecord) -> float:
     """Return the highest learning rate of the run."""
-    given = finite_number(run.setting("learning_rate")) or DEFAULTS["learning_rate"]
-    logged = run.series("learning_rate")
-    # During a warm-up the given rate is still to come.
-    return max([given, *logged])
+    # during a warm-up the logged rates are below the given one
+    return max([run.setting("learning_rate"), *run.series("learning_rate")])
 
 
 def _usual_rate(run: RunRecord) -> float:
@@ -78,7 +75,7 @@ def _lower_rate(run: RunRecord) -> str:
 
 
 def _higher_beta(run: RunRecord) -> str:
-    beta = finite_number(run.setting("beta")) or 0.0
+    beta = run.setting("beta")
     return f"trainer.beta={0.1 if beta < 0.1 else 2 * beta:.1g}"
 
 
@@ -104,7 +101,7 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
 
 def _half_done(run: RunRecord) -> bool:
     """Return whether half of the planned steps are done, enough to say that they taught nothing."""
-    planned = finite_number(run.setting("max_steps")) or 0
+    planned = run.setting("max_steps") or 0
     return run.num_steps >= 8 and run.step(-1) >= (planned if planned > 0 else 2 * WINDOW) / 2
 
 
@@ -402,8 +399,7 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     if num_texts < REPEATED:
         seen += f"; a group has {num_texts:.2g} different texts"
         remedy = "sample more varied texts: raise the temperature"
-        temperature = finite_number(run.setting("temperature")) or 1.0
-        setting = _valid(run, f"trainer.temperature={max(1.0, 1.5 * temperature):g}")
+        setting = _valid(run, f"trainer.temperature={max(1.0, 1.5 * run.setting('temperature')):g}")
     yield Seen(seen, "error" if share < ALMOST_NONE else "warning", None, remedy, setting)
 
 

@@ -87,7 +87,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "how": str(end.get("how") or ("finished" if scored(record, "after") else "open")),
         "reason": str(end.get("reason") or ""),
         "steps": finite_number(end.get("steps")) or last_step,
-        "planned": finite_number(record.setting("max_steps")),
+        "planned": record.setting("max_steps"),
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
         "began": times[0] if times else None,
@@ -177,7 +177,7 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 def _beta(record: RunRecord) -> float | None:
     """Return the cost of a nat of KL; None if each token has an advantage of its own."""
-    return None if record.setting("token_level_kl") else finite_number(record.setting("beta"))
+    return None if record.setting("token_level_kl") else record.setting("beta")
 
 
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:

@@ -89,6 +89,11 @@ def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, _: object) -> None:
+        """Forward a signal.
+
+        Raises:
+            KeyboardInterrupt: It is the third one.
+        """
         received.append(number)
         if len(received) > 2:
             raise interrupt_for(number)

@@ -92,7 +92,7 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         ConfigError: A setting differs; the message names the first one.
     """
     then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
-    # Secrets are masked in run.yaml, so both are compared without them
+    # secrets are masked in run.yaml, so both are compared without them
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
     for path, new in asked.items():
         old = then.get(path)
@@ -105,13 +105,10 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
 
 
 def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings as ``section.key``, those outside of sections under their own names."""
+    """Return the settings of sections as ``section.key``, all others under their own names."""
     found = {}
     for name, value in settings.items():
-        if name in SECTIONS:
-            found |= {f"{name}.{key}": one for key, one in value.items()}
-        else:
-            found[name] = value
+        found |= {f"{name}.{k}": v for k, v in value.items()} if name in SECTIONS else {name: value}
     return found
 
 

@@ -1,5 +1,6 @@
 """Scores of the held-out prompts of a run before, during and after its training."""
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 
+@dataclass(eq=False)
 class HeldOutScores(TrainerCallback):
     """Callback that scores held-out prompts for the record of a run and for its watch.
 
@@ -25,18 +27,12 @@ class HeldOutScores(TrainerCallback):
         before: Scores from before the training, from the record of a resumed run.
     """
 
-    def __init__(
-        self,
-        job: PreparedJob,
-        trainer: "LeaveOneOutTrainer",
-        recorder: RunRecorder | None,
-        before: Evaluation | None,
-    ) -> None:
-        self.job = job
-        self.trainer = trainer
-        self.recorder = recorder
-        self.before = before
-        self._newest: dict[int, float | None] = {}  # step -> the mean of the first reward
+    job: PreparedJob
+    trainer: "LeaveOneOutTrainer"
+    recorder: RunRecorder | None
+    before: Evaluation | None
+    # step -> mean of the first reward
+    _newest: dict[int, float | None] = field(default_factory=dict, init=False)
 
     def score(self) -> Evaluation | None:
         """Score now, if there are held-out prompts.

@@ -4,7 +4,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from transformers import TrainerState
 
@@ -16,7 +17,10 @@ from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import find_thought, thought_marks
 from rloo_kit.types import Tokenizer
 
+Values: TypeAlias = defaultdict[str, list[Any]]
 
+
+@dataclass(eq=False)
 class StepLog:
     """Collects metrics and completions until TRL writes its next line.
 
@@ -28,29 +32,22 @@ class StepLog:
         tell: Called once for each rollout, with a record of every completion and the rollout.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        tokenizer: Tokenizer,
-        tables: dict[str, Any],
-        state: Callable[[], TrainerState],
-        tell: Callable[[list[dict[str, Any]], Rollout], None],
-    ) -> None:
-        self.names = names
-        self.tables = tables
-        self.trainer_state = state
-        self.tell = tell
-        self.metrics = defaultdict[str, list[int | float]](list)  # since the last line
-        # from rewards, until the next rollout: columns of the table, and their own metrics
-        self.extra = defaultdict[str, list[Any]](list)
-        self.of_rewards = defaultdict[str, list[int | float]](list)
-        self.tokenizer = tokenizer
-        self.loss_sum = 0.0  # over all optimizer steps with a finite loss
-        self.episodes = 0  # completions so far
-        self.elsewhere = 0.0  # seconds of the optimizer step in progress outside of learning
-        self.groups_of_step = (0, 0)  # a step, and the groups it has learned from so far
-        self.first_started: float | None = None
-        self.used = 0  # bytes of the GPU at the end of the step's sampling; 0: no GPU
+    names: list[str]
+    tokenizer: Tokenizer
+    tables: dict[str, Any]
+    state: Callable[[], TrainerState]
+    tell: Callable[[list[dict[str, Any]], Rollout], None]
+    # since the last line
+    metrics: Values = field(default_factory=lambda: defaultdict(list), init=False)
+    # from rewards, until the next rollout: columns of the table, and their own metrics
+    extra: Values = field(default_factory=lambda: defaultdict(list), init=False)
+    of_rewards: Values = field(default_factory=lambda: defaultdict(list), init=False)
+    loss_sum: float = 0.0  # over all optimizer steps with a finite loss
+    episodes: int = 0  # completions so far
+    elsewhere: float = 0.0  # seconds of the optimizer step in progress outside of learning
+    groups_of_step: tuple[int, int] = (0, 0)  # a step, and the groups it has learned from so far
+    first_started: float | None = None
+    used: int = 0  # bytes of the GPU at the end of the step's sampling; 0 without a GPU
 
     def note(self, name: str, value: float) -> None:
         """Add a value; the next line shows the mean of all."""
@@ -86,7 +83,7 @@ class StepLog:
     def note_sampled(self, completions: Completions, seconds: float) -> None:
         """Log the lengths and the number of sampled tokens, as TRL does."""
         lengths = [len(ids) for ids in completions.tokens.completion_ids]
-        state = self.trainer_state()
+        state = self.state()
         state.num_input_tokens_seen += sum(completions.tokens.lengths)
         self.metrics["num_tokens"] = [state.num_input_tokens_seen]
         self.note_all(completion_metrics(lengths, completions.ended))
