@@ -169,8 +169,8 @@ def _lets_rows_leave(cache: object) -> bool:
 def sample_rows(
     model: Any,
     input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    logits_processor: Any,
+    stopping_criteria: Any,
     generation_config: Any,
     **kwargs: Any,
 ) -> torch.Tensor:

@@ -131,7 +131,7 @@ def draw_from(
     return first
 
 
-def why_no_hot_swap(model: Model) -> str | None:
+def why_no_hot_swap(model: Any) -> str | None:
     """Return the reason why vLLM cannot swap the adapters of this model, or None if it can."""
     from peft import LoraConfig
 

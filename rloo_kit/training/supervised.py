@@ -92,7 +92,7 @@ def make_trainer(
     route_trl_lm_head()
     adapter = adapter_values(parts["model"])
     with precision_as_asked(parts["args"]), quiet():
-        trainer = trainer_class(callbacks=[_Lines(say, shown)], **parts)
+        trainer: Any = trainer_class(callbacks=[_Lines(say, shown)], **parts)
     trainer.remove_callback(PrinterCallback)
     # TRL casts the adapter of a 4-bit model to bf16, where small updates are lost.
     for name, parameter in trained_parameters(trainer.model).items():

@@ -166,7 +166,7 @@ class LeaveOneOutTrainer(StepTrainer):
             overridden={name for kind in kinds for name in vars(kind)},
         )
 
-    def _choose_reference(self, reference: torch.nn.Module | None, at_base: bool) -> None:
+    def _choose_reference(self, reference: Any, at_base: bool) -> None:
         """Use the caller's own model, TRL's copy of the adapter, or the base as the reference."""
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # to switch the adapter off is the same, and cheaper
@@ -380,7 +380,7 @@ def _own_reference(
 
 def follow_model(
     args: LeaveOneOutConfig,
-    model: Model | str,
+    model: Any,
     tokenizer: Any,
     peft_config: object = None,
 ) -> None:
