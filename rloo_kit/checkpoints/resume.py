@@ -161,7 +161,7 @@ class ResumableTrainer(Trainer):
         args = self.args
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
-            self.stop(f"max_hours {args.max_hours:g} is over: resume with --resume")
+            self.stop(f"max_hours {args.max_hours:g} has passed: resume with --resume")
         self._tell_other_processes()
         if not self.stop_reason and self._signals.received is None:
             return False

@@ -258,8 +258,8 @@ def read_run(folder: str | Path) -> RunRecord:
     metrics = place / "metrics.jsonl"
     if not metrics.is_file() and not (place / "run.yaml").is_file():
         raise DataError(
-            f"{str(place)!r} is no run folder: it has neither metrics.jsonl nor run.yaml; give the "
-            "folder that rloo-kit train wrote"
+            f"{str(place)!r} is not a run folder: it has neither metrics.jsonl nor run.yaml; give "
+            "the folder that rloo-kit train wrote"
         )
     try:
         rows = read_rows(metrics)

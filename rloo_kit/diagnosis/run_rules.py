@@ -119,7 +119,7 @@ def _moved(run: RunRecord) -> str:
 
 @RULES.rule(
     "stale_sampler",
-    "completions of another policy are trained as if they were this one's",
+    "completions of another policy are trained as if this policy had sampled them",
     "restart the run, or sample with transformers",
     explains="clip_noise kl_explosion reward_collapse high_variance",
 )
@@ -158,7 +158,7 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "kl_explosion",
-    "so far from the reference the model writes no language, and no reward brings it back",
+    "this far from the reference the model no longer writes language, and rewards cannot help",
     "begin again with a lower learning rate, with beta 0.1 and max_grad_norm 0.5",
     explains=f"all_truncated empty_output length_explosion cold_start reward_collapse "
     f"reward_hacking {_ALL_ALIKE}",
@@ -184,7 +184,7 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "all_truncated",
-    "a completion that is cut off never reaches its answer: the reward cannot tell them apart",
+    "truncated completions never reach an answer, so that the reward cannot distinguish them",
     "raise the limit on completion length, or make the thoughts shorter",
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
@@ -203,7 +203,7 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "empty_output",
-    "the model found that saying nothing pays most, or ends its turn at once",
+    "the model learned that an empty answer earns most, or it ends its turn at once",
     "reward an answer, add a length term with a lower bound (length_band), and begin again from "
     "the base with beta 0.05 and a lower learning rate",
     explains=f"reward_collapse reward_hacking {_ALL_ALIKE}",
@@ -306,7 +306,7 @@ RULES.rule(
 
 @RULES.rule(
     "reward_collapse",
-    "equal scores cancel: since then the run trains nothing, or the KL penalty alone",
+    "equal scores cancel, so the run has since trained nothing, or only the KL penalty",
     "look at the last completions and their scores; then spread the reward (partial credit), raise "
     "the temperature, or take more diverse prompts",
     about_signal=True,

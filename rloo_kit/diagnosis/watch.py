@@ -219,7 +219,7 @@ class RunWatch(TrainerCallback):
         except Exception as exc:  # a faulty rule must not end a run
             self._next_check = math.inf
             warnings.warn(
-                f"the doctor stops looking and the run continues: {type(exc).__name__}: {exc}",
+                f"the doctor stops its checks and the run continues: {type(exc).__name__}: {exc}",
                 RuntimeWarning,
                 stacklevel=2,
             )

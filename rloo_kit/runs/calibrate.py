@@ -236,7 +236,9 @@ def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> 
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
         remedy = "set its scaled_by, or raise the weight of another"
-        raise ConfigError(f"the reward {judge} weighs most and is not in [0, 1]: {remedy}")
+        raise ConfigError(
+            f"the reward {judge} has the largest weight and is not in [0, 1]: {remedy}"
+        )
     scored = [(row, group) for row, group in zip(rows, known, strict=True) if group]
     levels = []
     for level, of_level in groupby(scored, lambda pair: pair[0].get("level")):

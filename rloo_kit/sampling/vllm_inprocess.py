@@ -199,7 +199,7 @@ class VllmEngine:
                 engine.add_lora(self._request)
             except ValueError as exc:
                 raise GenerationError(
-                    f"vLLM does not take the adapter ({first_line(exc)}): set trainer.generation: "
+                    f"vLLM rejects the adapter ({first_line(exc)}): set trainer.generation: "
                     f"transformers"
                 ) from exc
         engine.reset_prefix_cache()

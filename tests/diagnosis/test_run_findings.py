@@ -338,7 +338,7 @@ def write(path, rows):
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match="rloo-kit train"):
         read_run(tmp_path)
-    with pytest.raises(DataError, match="is no run folder"):
+    with pytest.raises(DataError, match="is not a run folder"):
         read_run(tmp_path / "not-there")
 
 
