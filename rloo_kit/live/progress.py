@@ -1,6 +1,7 @@
 """Progress of a run: its steps so far, its findings, the remaining time."""
 
 from collections import deque
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -15,33 +16,29 @@ from rloo_kit.text.wording import format_duration, printable
 PACE_STEPS = 20
 
 
+@dataclass
 class Progress:
-    """Progress of a run: its newest step and the metrics of the earlier ones.
+    """Progress of a run: its newest step and the metrics of the earlier ones."""
 
-    Args:
-        step: Optimizer steps before the start.
-        total: Optimizer steps of the run.
-        now: Seconds of a monotonic clock.
-        tokens: Tokens before the start.
-    """
-
-    def __init__(self, step: int = 0, total: int = 0, now: float = 0.0, tokens: int = 0) -> None:
-        self.step = step
-        self.total = total
-        self.metrics = Metrics([], [])
-        self.findings: list[Finding] = []
-        self.tokens_per_second = 0.0
-        self._paces: deque[float] = deque(maxlen=PACE_STEPS)
-        self._last, self._tokens = now, float(tokens)
+    step: int = 0  # the newest; at first the optimizer steps before the start
+    total: int = 0  # optimizer steps of the run
+    now: float = 0.0  # seconds of a monotonic clock at that step
+    tokens: float = 0.0  # up to that step
+    metrics: Metrics = field(default_factory=lambda: Metrics([], []))
+    findings: list[Finding] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    # seconds per step
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
 
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
-        """Add the metrics of a step that sampled."""
-        seconds = max(1e-9, now - self._last)
+        """Add the metrics of a step that sampled, at ``now`` seconds of the clock."""
+        seconds = max(1e-9, now - self.now)
         # after a resume, or with several passes over a batch, some steps were not logged
         self._paces.append(seconds / max(1, step - self.step))
-        tokens = finite_number(logs.get("num_tokens")) or self._tokens
-        self.tokens_per_second = (tokens - self._tokens) / seconds
-        self._last, self._tokens = now, float(tokens)
+        tokens = finite_number(logs.get("num_tokens")) or self.tokens
+        self.tokens_per_second = (tokens - self.tokens) / seconds
+        self.now = now
+        self.tokens = tokens
         self.step = step
         self.total = total
         self.metrics.steps.append(step)
