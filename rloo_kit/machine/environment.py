@@ -87,7 +87,7 @@ def setup(backend: str = "auto") -> Environment:
     """
     global _environment
     if backend not in BACKENDS:
-        raise BackendError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+        raise BackendError(f"backend {backend!r} must be one of {', '.join(BACKENDS)}")
     if _environment is not None:
         _check_same(backend, _environment)
         return _environment

@@ -131,7 +131,7 @@ class RunRecorder(TrainerCallback):
                 json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
             )
             with (self.folder / name).open("ab") as file:
-                # a lone surrogate, which a tokenizer may return, is no valid UTF-8
+                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
                 file.write("".join(lines).encode("utf-8", "surrogatepass"))
         except OSError as exc:
             raise DiskError(

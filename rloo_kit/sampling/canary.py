@@ -119,7 +119,7 @@ def position_between(
     size = float(delta.square().sum())
     if size == 0:
         return None
-    # A token that fits neither policy has another cause, and is no evidence for either
+    # A token that fits neither policy has another cause, and is not evidence for either
     neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
     from_now, from_other = ((sampler - one).abs().mean() for one in (now, other))
     return Position(
