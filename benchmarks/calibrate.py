@@ -21,7 +21,10 @@ import rloo_kit as rk
 from rloo_kit.config.run_file import EXAMPLES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "calibrate_cpu.json"
-LEVELS, TRAIN, HELD_OUT, STEPS = (1, 2, 3), 256, 128, 16
+LEVELS = (1, 2, 3)
+TRAIN = 256
+HELD_OUT = 128
+STEPS = 16
 
 
 def without_carry(rng: random.Random) -> list[int]:
@@ -32,7 +35,8 @@ def without_carry(rng: random.Random) -> list[int]:
 
 def make_rows(level: int, num: int) -> list[dict]:
     """Return different problems of one level."""
-    rng, found = random.Random(level), {}
+    rng = random.Random(level)
+    found = {}
     while len(found) < num:
         terms = (
             without_carry(rng) if level == 1 else rng.choices(range(100, 1000), k=level // 3 + 2)

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "evaluate_cpu.json"
-PROMPTS, SAMPLES, ROUNDS = 256, 4, 3
+PROMPTS = 256
+SAMPLES = 4
+ROUNDS = 3
 
 
 def main() -> None:

@@ -200,7 +200,9 @@ def judge(xml: Path, code: int | None, reason: str | None, *, toy: bool) -> dict
     """Return status, reason and what was measured, from pytest's own report of its tests."""
     if reason or not xml.exists():
         return {"status": "failed", "reason": reason or f"pytest ended with code {code}"}
-    measured, status, reasons = {}, [], []
+    measured = {}
+    status = []
+    reasons = []
     for test in ElementTree.parse(xml).iter("testcase"):
         for one in test.iter("property"):
             measured[one.get("name")] = one.get("value")
@@ -262,7 +264,8 @@ def markdown(facts: dict, rows: list[dict]) -> str:
 
 def run_call(number: int, parts: list[Part], options, result: Result, variables: dict) -> None:
     """Run the parts of a call: those of the card's own size first, timed ones alone."""
-    memory, ends = result.facts["memory"], time.monotonic() + 60 * options.minutes
+    memory = result.facts["memory"]
+    ends = time.monotonic() + 60 * options.minutes
     own = [part for part in parts if part.card and memory <= 1.05 * part.card * GIB]
     parts = own + [part for part in parts if part not in own]
     jobs = max(1, min(4, memory // (18 * GIB), (os.cpu_count() or 1) // 3))

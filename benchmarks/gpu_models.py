@@ -68,7 +68,8 @@ def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> P
     folder = root / f"{name}-{'bnb-4bit' if load_in_4bit else 'bf16'}"
     if (folder / "config.json").exists():
         return folder
-    room, needed = shutil.disk_usage(root).free, disk_bytes(name, load_in_4bit)
+    room = shutil.disk_usage(root).free
+    needed = disk_bytes(name, load_in_4bit)
     if room < needed * 1.1:
         raise OSError(
             f"{root} has {room / 1e9:.1f} GB free, and {folder.name} takes {needed / 1e9:.1f}: "

@@ -22,7 +22,8 @@ class Steps:
 
     def __init__(self, torch):
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-        self.rows, self.sampling = [], 0.0
+        self.rows = []
+        self.sampling = 0.0
 
     def sampled(self, draw):
         def timed(*arguments, **keywords):
@@ -43,7 +44,8 @@ class Steps:
         class Clock(TrainerCallback):
             def on_step_begin(self, *_, **__):
                 steps.wait()
-                steps.sampling, steps.started = 0.0, time.perf_counter()
+                steps.sampling = 0.0
+                steps.started = time.perf_counter()
 
             def on_step_end(self, *_, **__):
                 steps.wait()

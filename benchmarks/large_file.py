@@ -28,7 +28,8 @@ def write_rows(path: Path, size: int) -> Path:
     rng = random.Random(0)
     with path.open("w") as file:
         for _ in range(size):
-            a, b = rng.randint(100, 999), rng.randint(100, 999)
+            a = rng.randint(100, 999)
+            b = rng.randint(100, 999)
             file.write(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n")
     return path
 

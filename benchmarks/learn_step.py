@@ -47,7 +47,8 @@ from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.training.trl_step import route_trl_lm_head
 
-GENERATIONS, PROMPTS = 4, 4
+GENERATIONS = 4
+PROMPTS = 4
 # Rows of a micro-batch in the stock arm: per_device_train_batch_size
 MICRO_BATCH = 4
 
@@ -265,7 +266,8 @@ class Bench:
         }
         if not options.load_in_4bit:
             common["mixed_precision"] = "no"
-        scores, rows = scores_of(cell, options.longest), PROMPTS * GENERATIONS
+        scores = scores_of(cell, options.longest)
+        rows = PROMPTS * GENERATIONS
         prompts = ["12 + 34" for _ in range(PROMPTS)]
         made = {}
         for name, base, config in (
@@ -310,9 +312,11 @@ class Bench:
     def run(self, name: str, trainer: object, *, trim: bool = False) -> Measured:
         """One optimizer step per iteration; ``trim`` starts from as little memory as possible."""
         self.place(name, noise=0.01)  # away from the reference
-        trainer.gradients, trainer.seconds = [], 0.0
+        trainer.gradients = []
+        trainer.seconds = 0.0
         if name == "trl":
-            trainer._step, trainer._buffered_inputs = 0, None
+            trainer._step = 0
+            trainer._buffered_inputs = None
         torch.manual_seed(0)
         gc.collect()
         if trim:
@@ -348,7 +352,8 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
         [relative_difference(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)]
         for one, other in zip(runs["trl"], runs["kit"], strict=True)
     ]
-    trl, kit = runs["trl"][1:], runs["kit"][1:]
+    trl = runs["trl"][1:]
+    kit = runs["kit"][1:]
     faster, all_ratios = ratios([run.seconds for run in trl], [run.seconds for run in kit])
     lengths = DISTRIBUTIONS[cell.lengths](bench.options.longest)
     row = {

@@ -8,7 +8,8 @@ import json
 from shared import RESULTS, ROOT, start_pyplot, write_part
 
 pyplot = start_pyplot()
-TABLE, LONG = RESULTS / "learn_step_cpu.json", RESULTS / "learn_step_cpu_long.json"
+TABLE = RESULTS / "learn_step_cpu.json"
+LONG = RESULTS / "learn_step_cpu_long.json"
 # One pair of every cell with two iterations, gradients of both steps
 SECOND = RESULTS / "learn_step_cpu_second_step.json"
 PICTURE = ROOT / "docs" / "pictures" / "learn_step.svg"

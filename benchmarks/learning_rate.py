@@ -128,7 +128,8 @@ def run(cell: Cell, subject: Subject) -> dict:
 
 def sweep(model: str, wanted: list[str], minutes: float) -> None:
     """Run the cells that are not in the result file."""
-    subject, end = SUBJECTS[model], time.monotonic() + 60 * minutes
+    subject = SUBJECTS[model]
+    end = time.monotonic() + 60 * minutes
     known = {Cell(*(row[name] for name in Cell.__annotations__)) for row in read(model)}
     for cell in cells(subject):
         if cell in known or not all(text in cell.name for text in wanted):
@@ -159,7 +160,9 @@ def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
 
 def table(model: str) -> str:
     """Held-out score of every setting that was run, as Markdown."""
-    settings, rows, subject = grouped(model), read(model), SUBJECTS[model]
+    settings = grouped(model)
+    rows = read(model)
+    subject = SUBJECTS[model]
     rates = sorted({rate for runs in settings.values() for rate in runs})
     lines = [
         "| layers | alpha | r | " + " | ".join(f"{rate:.0e}" for rate in rates) + " |",

@@ -88,14 +88,17 @@ class Clock:
     def begin(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.peaks: dict[str, int] = {}
-        self.phase, self.since = "rest", time.process_time()
+        self.phase = "rest"
+        self.since = time.process_time()
 
     def switch(self, phase: str) -> str:
         from rloo_kit.machine.cleanup import take_peak
 
         self.seconds[self.phase] += time.process_time() - self.since
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), take_peak())
-        before, self.phase, self.since = self.phase, phase, time.process_time()
+        before = self.phase
+        self.phase = phase
+        self.since = time.process_time()
         return before
 
     def watch(self, owner: type, name: str, phase: str) -> None:
@@ -162,7 +165,8 @@ def blocks_attention(
     from torch.nn.functional import scaled_dot_product_attention as attend
 
     groups = module.num_key_value_groups
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     # split, and no slices: the gradient of a slice is as long as what it was cut from
     queries, keys, values = (part.split(sliding_window, 2) for part in (query, key, value))
     found = [attend(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
@@ -210,7 +214,8 @@ def make_model(arm: Arm) -> Any:
 class Given:
     """An engine that knows the completions beforehand."""
 
-    name, sync_seconds = "given completions", 0.0
+    name = "given completions"
+    sync_seconds = 0.0
 
     def __init__(self, length: int) -> None:
         import torch
@@ -243,7 +248,8 @@ def attention_seconds(arm: Arm, length: int) -> float:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     attend = blocks_attention if arm.attention == "blocks" else sdpa_attention_forward
-    heads, kv_heads = SMALL["num_attention_heads"], SMALL["num_key_value_heads"]
+    heads = SMALL["num_attention_heads"]
+    kv_heads = SMALL["num_key_value_heads"]
     layer = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
     query, key, value = (
         torch.randn(1, n, length, SMALL["head_dim"], requires_grad=True)
@@ -258,7 +264,8 @@ def attention_seconds(arm: Arm, length: int) -> float:
         forward()
     middle = time.process_time()
     forward().sum().backward()
-    alone, both = middle - started, time.process_time() - middle
+    alone = middle - started
+    both = time.process_time() - middle
     passes = 2 * (arm.beta > 0) + arm.checkpointing  # reference, old pass; what is recomputed
     return ROWS * SMALL["num_hidden_layers"] * (passes * alone + both)
 
@@ -438,7 +445,8 @@ def fitted(points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float
     """Fit by least squares."""
     from statistics import linear_regression
 
-    lengths, values = [p["length"] for p in points], [value(p) for p in points]
+    lengths = [p["length"] for p in points]
+    values = [value(p) for p in points]
     slope, constant = linear_regression(lengths, values)
     errors = [abs(v - slope * n - constant) for n, v in zip(lengths, values, strict=True)]
     doublings = math.log2(lengths[-1] / lengths[-2])
@@ -493,10 +501,12 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
     figure = start_pyplot().figure(figsize=(10, 3.6), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
         for name, words, value, style in curves:
-            lengths, colour = [point["length"] for point in arms[name]], COLOURS[name]
+            lengths = [point["length"] for point in arms[name]]
+            colour = COLOURS[name]
             values = [value(point) for point in arms[name]]
             axis.plot(lengths, values, style, marker="o", markersize=3, color=colour, label=words)
-            fit, ends = fitted(arms[name], value), [0, lengths[-1]]
+            fit = fitted(arms[name], value)
+            ends = [0, lengths[-1]]
             line = [fit.constant + fit.per_token * end for end in ends]
             axis.plot(ends, line, "--", linewidth=0.6, color=colour)
         axis.set(title=title, xlabel="tokens of a completion", xlim=(0, None), ylim=(0, None))

@@ -221,7 +221,8 @@ def write(rows):
 def write_table(rows):
     """Put the errors into docs/how-to/plan.md."""
     errors = sorted((abs(row["error"]), row["name"]) for row in rows)
-    median, (largest, name) = errors[len(errors) // 2][0], errors[-1]
+    median = errors[len(errors) // 2][0]
+    (largest, name) = errors[-1]
     line = f"{len(rows)} runs: median error {median:.1%}, largest {largest:.1%} ({name})."
     write_part(PAGE, "plan-accuracy", line)
 

@@ -73,7 +73,8 @@ def main() -> None:
 
     trained = find_trained(args.run)
     exam = read_held_out([trained], num_prompts=args.num_prompts)
-    rows, wanted = {}, []
+    rows = {}
+    wanted = []
 
     def note(name: str, texts: list[str], values: list[float | None]) -> None:
         known = [value for value in values if value is not None]

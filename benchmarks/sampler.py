@@ -40,7 +40,9 @@ class GivenLengths(LogitsProcessor):
     """Ends each completion at its length; its first token says which one it is."""
 
     def __init__(self, lengths: list[int], start: int, end: int) -> None:
-        self.lengths, self.start, self.end = torch.tensor(lengths), start, end
+        self.lengths = torch.tensor(lengths)
+        self.start = start
+        self.end = end
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         done = input_ids.size(1) - self.start
@@ -65,7 +67,8 @@ def measure(draw: Callable[[], list[list[int]]]) -> tuple[float, float]:
     take_peak()
     started = time.perf_counter()
     completions = draw()
-    seconds, peak = time.perf_counter() - started, take_peak()
+    seconds = time.perf_counter() - started
+    peak = take_peak()
     assert [len(ids) for ids in completions] == LENGTHS
     return sum(LENGTHS) / seconds, (peak - before) / MIB
 
@@ -87,7 +90,9 @@ def main() -> None:
         )["input_ids"]
         for post in posts for _ in range(8)
     ]  # fmt: skip
-    width, pad, end = max(map(len, prompts)), tokenizer.pad_token_id, tokenizer.eos_token_id
+    width = max(map(len, prompts))
+    pad = tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
     how = {
         "generation_config": GenerationConfig(
             max_new_tokens=256, do_sample=True, top_k=0, pad_token_id=pad, eos_token_id=end

@@ -115,7 +115,10 @@ class Curve(TrainerCallback):
     """Scores held-out prompts during a training, outside of its seconds."""
 
     def __init__(self, task: Task, args: Any, policy: tuple[Any, Any], held_out: Any) -> None:
-        self.task, self.args, self.policy, self.held_out = task, args, policy, held_out
+        self.task = task
+        self.args = args
+        self.policy = policy
+        self.held_out = held_out
         self.judge = load_rewards([task.judge], tokenizer=policy[1])[0].func
         self.trainer: Any = None
         self.began = self.scoring = 0.0
@@ -125,7 +128,8 @@ class Curve(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.began:
             self.add(0, 0.0)
-            self.began, self.scoring = time.perf_counter(), 0.0
+            self.began = time.perf_counter()
+            self.scoring = 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         seconds = time.perf_counter() - self.began - self.scoring
@@ -138,7 +142,8 @@ class Curve(TrainerCallback):
 
     def add(self, step: int, seconds: float) -> None:
         """Score the held-out prompts."""
-        started, drawn = time.perf_counter(), []
+        started = time.perf_counter()
+        drawn = []
 
         def judge(completion_ids: Any, **columns: Any) -> Any:
             drawn.extend(completion_ids)
@@ -175,7 +180,8 @@ def drift(model: Any, prompts: list, completions: list, scale: float) -> float:
 
 def run(task: Task, arm: str, seed: int) -> dict[str, Any]:
     """Train once; return the curve."""
-    base, (kind, extra) = find_run_file(task.run_file).parent, ARMS[arm]
+    base = find_run_file(task.run_file).parent
+    (kind, extra) = ARMS[arm]
     constant = "trainer.lr_scheduler_type=constant"
     config = rk.read_run_file(task.run_file, [*task.overrides, constant, f"seed={seed}"])
     job = PreparedJob(replace(config, output_dir=tempfile.gettempdir()), base)
@@ -215,7 +221,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the kit's arms on GSM8K")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
-    tasks, end = GPU_TASKS if options.gpu else TASKS, time.monotonic() + 60 * options.minutes
+    tasks = GPU_TASKS if options.gpu else TASKS
+    end = time.monotonic() + 60 * options.minutes
     path = RESULTS / f"study_{'gpu' if options.gpu else 'cpu'}.jsonl"
     if options.report:
         from study_report import write

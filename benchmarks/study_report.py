@@ -32,13 +32,15 @@ def score_at(row: dict[str, Any], seconds: float) -> float:
 
 def above_base(runs: Runs, arm: str) -> list[float]:
     """Return by how much each seed ends above the kit's RLOO."""
-    base, mine = runs.get(BASE, {}), runs[arm]
+    base = runs.get(BASE, {})
+    mine = runs[arm]
     return [mine[s]["curve"][-1][2] - base[s]["curve"][-1][2] for s in base if s in mine]
 
 
 def above_base_in_time(runs: Runs, arm: str) -> list[float]:
     """Return by how much each seed is above the kit's RLOO in the seconds that this one takes."""
-    base, mine = quiet(runs, BASE), quiet(runs, arm)
+    base = quiet(runs, BASE)
+    mine = quiet(runs, arm)
     ends = {seed: row["curve"][-1] for seed, row in base.items() if seed in mine}
     return [score_at(mine[seed], end[1]) - end[2] for seed, end in ends.items()]
 
@@ -51,7 +53,8 @@ def quiet(runs: Runs, arm: str) -> dict[int, dict[str, Any]]:
 def cells(runs: Runs, arm: str) -> dict[str, str]:
     """Return the columns of an arm."""
     curves = [row["curve"] for row in runs[arm].values()]
-    timed, base = quiet(runs, arm), quiet(runs, BASE)
+    timed = quiet(runs, arm)
+    base = quiet(runs, BASE)
     paces = [row["curve"][-1][1] / row["curve"][-1][0] for row in timed.values()]
     return {
         "seeds": str(len(curves)),

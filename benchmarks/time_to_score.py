@@ -27,7 +27,9 @@ from transformers import TrainerCallback
 import rloo_kit as rk
 
 RESULT = Path(__file__).parent / "results" / "time_to_score_cpu.json"
-SCORE, WINDOW, MOST_STEPS = 0.9, 4, 60
+SCORE = 0.9
+WINDOW = 4
+MOST_STEPS = 60
 
 
 def accuracy(**columns: Any) -> list[float]:

@@ -29,13 +29,17 @@ from worked_thought import worked_thought
 
 RESULTS = Path(__file__).resolve().parent / "results" / "warm_up_cpu.json"
 FORMS = {"known": "", "new": "="}  # task -> what stands before the answer
-EXAMPLES_GIVEN, TRAIN, HELD_OUT, STEPS = 64, 256, 128, 20
+EXAMPLES_GIVEN = 64
+TRAIN = 256
+HELD_OUT = 128
+STEPS = 20
 WARM_UP = {"epochs": 4, "learning_rate": 3e-3}
 
 
 def write_files(task: str) -> None:
     """Write examples, other prompts of which the last are held out, and a run file."""
-    rng, rows = random.Random(1), {}
+    rng = random.Random(1)
+    rows = {}
     while len(rows) < EXAMPLES_GIVEN + TRAIN + HELD_OUT:
         a, b = rng.choices(range(100, 1000), k=2)
         thought, total = worked_thought(a, b)

@@ -103,7 +103,9 @@ class Arm:
     """One trainer class on a model of its own."""
 
     def __init__(self, name: str, cell: Cell, options: argparse.Namespace) -> None:
-        self.name, self.cell, self.options = name, cell, options
+        self.name = name
+        self.cell = cell
+        self.options = options
         self.turns: list[dict[str, float]] = []
         model, self.tokenizer = rk.load_model(
             cell.model, max_seq_length=1024, load_in_4bit=cell.load_in_4bit
@@ -129,7 +131,8 @@ class Arm:
         }
         if self.name == "kit":
             settings["generation"] = self.options.sampler
-        policy, prompts = (self.model, self.tokenizer), prompts_of(cell, self.options.steps)
+        policy = (self.model, self.tokenizer)
+        prompts = prompts_of(cell, self.options.steps)
         made = make_trainer(self.name, policy, clock.reward, prompts, **settings)
         if self.name == "kit":
             made.completer.draw = clock.sampled(made.completer.draw)
@@ -148,7 +151,8 @@ class Arm:
         gc.collect()
         start = time.perf_counter()
         trainer.train()
-        whole, steps = time.perf_counter() - start, self.options.steps
+        whole = time.perf_counter() - start
+        steps = self.options.steps
         if getattr(trainer, "engine", None) is not None:
             trainer.engine.close()
         if "ref" in self.model.peft_config:

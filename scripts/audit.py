@@ -63,7 +63,8 @@ def verdict(report: dict[str, Any] | None) -> tuple[list[str], int]:
     asked = [package for package in packages if "vulns" in package]
     if not asked:
         return [UNREACHABLE], 0
-    lines, code = [], 0
+    lines = []
+    code = 0
     for package in asked:
         for found in package["vulns"]:
             fixed = ", ".join(found.get("fix_versions") or [])

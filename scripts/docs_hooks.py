@@ -52,7 +52,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the page with its links rewritten for the site."""
-    targets, folder = _targets(page.file), posixpath.dirname(page.file.src_uri)
+    targets = _targets(page.file)
+    folder = posixpath.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:
         return posixpath.relpath(_in_site(targets[link[1]]), folder or ".")

@@ -17,11 +17,13 @@ from pathlib import Path
 OUT = Path(__file__).resolve().parents[1] / "examples" / "posts.jsonl"
 # The last of `SITUATIONS`
 HELD_OUT_SITUATIONS = 12
-TRAIN_POSTS, HELD_OUT_POSTS = 8, 4
+TRAIN_POSTS = 8
+HELD_OUT_POSTS = 4
 """Of every situation."""
 QUESTION = "Sum up this post in one short sentence, in the first person."
 
-HE, SHE = ("he", "him", "his"), ("she", "her", "her")
+HE = ("he", "him", "his")
+SHE = ("she", "her", "her")
 PEOPLE = {
     "kin": [("brother", HE), ("sister", SHE), ("cousin", SHE), ("uncle", HE), ("aunt", SHE)],
     "mate": [("flatmate", HE), ("flatmate", SHE), ("roommate", HE), ("roommate", SHE)],
@@ -423,7 +425,8 @@ def make_posts(seed: int = 0) -> list[dict[str, str | int]]:
     draw = random.Random(seed)
     numbers = range(len(SITUATIONS))
     rows = []
-    train, held_out = numbers[:-HELD_OUT_SITUATIONS], numbers[-HELD_OUT_SITUATIONS:]
+    train = numbers[:-HELD_OUT_SITUATIONS]
+    held_out = numbers[-HELD_OUT_SITUATIONS:]
     for part, each in ((train, TRAIN_POSTS), (held_out, HELD_OUT_POSTS)):
         posts: dict[str | int, dict[str, str | int]] = {}
         for number in part:

@@ -107,9 +107,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Draw one (prompt_ids, completion_ids) pair outside the held-out sums."""
-    a, b = rng.randint(100, 999), rng.randint(100, 999)
+    a = rng.randint(100, 999)
+    b = rng.randint(100, 999)
     while is_held_out(a, b):
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": arithmetic_prompt(a, b)}],
         tokenize=False,
@@ -173,7 +175,8 @@ def accuracy(
     rng = random.Random(SEED + 1)
     sums = []
     while len(sums) < num:
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
         if is_held_out(a, b):
             sums.append((a, b))
     texts = [

@@ -11,9 +11,12 @@ def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) 
     >>> worked_thought(347, 286)
     ('7+6=13 4+8+1=13 3+2+1=6', 633)
     """
-    lines, carry, answer = [], 0, 0
+    lines = []
+    carry = 0
+    answer = 0
     for place in range(3):
-        x, y = a // 10**place % 10, b // 10**place % 10
+        x = a // 10**place % 10
+        y = b // 10**place % 10
         total = x + y + carry
         lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
         if place == 2:

@@ -137,7 +137,8 @@ def circles(edges):
     """Groups of modules that import each other in a circle."""
 
     def reached_from(name):
-        seen, waiting = set(), [name]
+        seen = set()
+        waiting = [name]
         while waiting:
             new = edges[waiting.pop()] - seen
             seen |= new

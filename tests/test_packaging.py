@@ -35,7 +35,8 @@ def project_files():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Names in the wheel, which is built from the sdist."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("dist")
     for name in project_files():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)

@@ -134,7 +134,8 @@ def test_file_name_cannot_add_a_line(ran, rewards, tmp_path):
 
 
 def test_report_writes_one_file_and_follows_no_link(tmp_path):
-    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside = tmp_path / "outside"
+    run = tmp_path / "run"
     (outside / "deep").mkdir(parents=True)
     (outside / "deep" / "large").write_bytes(b"x" * 5000)
     (outside / "page.html").write_text("mine")

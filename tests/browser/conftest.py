@@ -10,7 +10,9 @@ import yaml
 
 from rloo_kit.report.page import write_report
 
-STEPS, GROUPS, SIZE = 20, 4, 4
+STEPS = 20
+GROUPS = 4
+SIZE = 4
 BETA = 0.05
 TEXTS = ["Count the tens first: 4+5=9", "Carry the one", "Guess", "Check it twice: 6+6=12"]
 

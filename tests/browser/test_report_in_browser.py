@@ -12,7 +12,9 @@ from rloo_kit.report.page import write_report
 
 pytestmark = pytest.mark.browser
 
-STEPS, GROUPS, SIZE = 20, 4, 4
+STEPS = 20
+GROUPS = 4
+SIZE = 4
 
 
 def metrics_of(folder):

@@ -20,7 +20,8 @@ from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.errors import CheckpointError
 
-STEPS, CUT = 5, 3
+STEPS = 5
+CUT = 3
 
 
 def lottery(completions, **_):
@@ -90,7 +91,8 @@ def history(trainer):
 
 
 def assert_the_same(one, other):
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert history(one) == history(other)
 

@@ -214,7 +214,8 @@ def test_signals_to_everybody_leave_the_scores_of_the_step_alone():
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-u", "-c", WITH_CHILDREN])
-    parent, text = psutil.Process(pid), b""
+    parent = psutil.Process(pid)
+    text = b""
     try:
         for number in range(2):
             while text.count(b"begun") == number:

@@ -122,7 +122,9 @@ class AfterEachStep(TrainerCallback):
     """Keeps the weights and the optimizer's moments as they are after every step."""
 
     def __init__(self, training):
-        self.training, self.weights, self.moments = training, [copies(training.trained)], []
+        self.training = training
+        self.weights = [copies(training.trained)]
+        self.moments = []
 
     def on_step_end(self, args, state, control, optimizer, **_):
         self.weights.append(copies(self.training.trained))
@@ -295,7 +297,9 @@ class Small:
 
     def __init__(self, most, error=None):
         self.error = error or torch.OutOfMemoryError("CUDA out of memory")
-        self.most, self.tried, self.calls = most, [], 0
+        self.most = most
+        self.tried = []
+        self.calls = 0
 
     def __call__(self, rows, output):
         if torch.is_grad_enabled():
@@ -400,7 +404,8 @@ def test_the_gradient_is_the_same_after_out_of_memory(training, where):
     """In a real model: from a module's forward pass, and from within the autograd engine."""
     beta = 0.05
     expected, _ = step_gradient(training, beta, lambda rows, output: None)
-    trainer, failed = None, []
+    trainer = None
+    failed = []
 
     def out_of_memory(*_):
         failed.append(True)

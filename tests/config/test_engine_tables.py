@@ -57,7 +57,8 @@ def test_the_shared_engine_refuses_settings_of_another():
 def test_a_table_reaches_unsloth(tmp_path, monkeypatch):
     from unsloth import FastLanguageModel
 
-    seen, load = {}, FastLanguageModel.from_pretrained
+    seen = {}
+    load = FastLanguageModel.from_pretrained
     monkeypatch.setattr(
         FastLanguageModel,
         "from_pretrained",

@@ -64,7 +64,8 @@ def test_every_rule_has_a_help_text_and_a_valid_default():
 
 
 def test_what_is_learned_must_stay_on_resume():
-    must, may = set(on_resume("must")), set(on_resume("may"))
+    must = set(on_resume("must"))
+    may = set(on_resume("may"))
     assert {"beta", "num_generations", "seed", "kl_estimator"} <= must
     assert {"learning_rate", "max_steps", "tokens_per_micro_batch"} <= may
     assert not must & may
@@ -286,8 +287,10 @@ def batches(sizes, accumulations, slices, totals, groups):
 
 def trl_rule(batch):
     """The rule of RLOOConfig's ``__post_init__`` on one process."""
-    size, group = batch["per_device_train_batch_size"], batch["num_generations"]
-    slices, total = batch.get("steps_per_generation"), batch.get("generation_batch_size")
+    size = batch["per_device_train_batch_size"]
+    group = batch["num_generations"]
+    slices = batch.get("steps_per_generation")
+    total = batch.get("generation_batch_size")
     if slices is not None and total is not None:
         return False
     if total is not None and total % size:
@@ -302,7 +305,8 @@ def test_a_batch_is_right_exactly_where_trls_rule_says_so():
     for batch in batches(range(1, 13), (1, 2, 3), (None, 1, 2, 5), (None, 8, 12, 30), range(2, 10)):
         errors = check_batch(batch)
         assert (errors == []) == trl_rule(batch), (batch, errors)
-        right, wrong = right + (not errors), wrong + bool(errors)
+        right = right + (not errors)
+        wrong = wrong + bool(errors)
     assert min(right, wrong) > 500
 
 

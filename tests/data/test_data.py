@@ -517,7 +517,8 @@ def test_gym_prompts_of_two_splits_differ_whatever_the_seeds():
         )
         return [row["prompt"] for row in rows]
 
-    train, held_out = prompts("train", 0), prompts("held_out", 1)
+    train = prompts("train", 0)
+    held_out = prompts("held_out", 1)
     assert len(set(train)) == len(train) == 40
     assert len(set(held_out)) == len(held_out) == 40
     assert not set(train) & set(held_out)
@@ -653,7 +654,8 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_column(tmp_path):
 
 def test_rows_are_not_all_in_memory(monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 10)
-    alive, most = weakref.WeakSet(), 0
+    alive = weakref.WeakSet()
+    most = 0
 
     class Row(dict):
         __hash__ = object.__hash__

@@ -17,7 +17,8 @@ from rloo_kit.diagnosis.run_rules import KINDS, find_in_run, verdict
 from rloo_kit.errors import DataError
 
 STEPS = 24
-GROUPS, SIZE = 8, 8
+GROUPS = 8
+SIZE = 8
 
 
 def config(name="tiny-thinker", data=None, **trainer):
@@ -426,7 +427,8 @@ def a_learning_run(seed, num_steps=60, size=4):
 
 
 def test_chance_in_small_batches_is_no_collapse():
-    small, accused = config(num_generations=4, per_device_train_batch_size=4), set()
+    small = config(num_generations=4, per_device_train_batch_size=4)
+    accused = set()
     for seed in range(12):
         rows = list(a_learning_run(seed))
         for num in range(10, 61, 5):

@@ -15,7 +15,8 @@ from rloo_kit.diagnosis.run_rules import KINDS
 from rloo_kit.diagnosis.watch import BestWeights, RunWatch
 from rloo_kit.errors import ConfigError
 
-GROUPS, SIZE = 4, 4
+GROUPS = 4
+SIZE = 4
 
 
 def row(step, **changes):
@@ -76,7 +77,8 @@ def drive(watch, logged, batches=None):
 
 
 def watching(held_out_every=None, **arguments):
-    reported, stops = [], []
+    reported = []
+    stops = []
     config = make_run_config(
         {
             "data": {"held_out_every": held_out_every},

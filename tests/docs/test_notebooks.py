@@ -70,7 +70,8 @@ FOR_THE_CARD = (
 
 def run_first_cell(path, monkeypatch, *, found=False, card=False, cell=None, after=lambda: None):
     """Return pip's commands and the result; ``after`` is called when pip would have run."""
-    shell, said = InteractiveShell(), []
+    shell = InteractiveShell()
+    said = []
 
     def system(command):
         said.append(command.partition(" -m ")[2])

@@ -44,7 +44,8 @@ def sentences(posts):
 
 
 def test_no_situation_is_on_both_sides(posts):
-    train, held_out = posts[:-HELD_OUT], posts[-HELD_OUT:]
+    train = posts[:-HELD_OUT]
+    held_out = posts[-HELD_OUT:]
     assert len(sentences(held_out)) > HELD_OUT  # the check sees something
     assert not sentences(train) & sentences(held_out)
     assert not {row["reference"] for row in train} & {row["reference"] for row in held_out}

@@ -401,7 +401,8 @@ def test_models_own_repetition_penalty_is_not_used(run):
         found = rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, sampling=sampling)
         return [sample["completion"] for sample in found.samples]
 
-    plain, penalised = texts(), texts(repetition_penalty=30.0)
+    plain = texts()
+    penalised = texts(repetition_penalty=30.0)
     assert plain != penalised
     one.model.generation_config.repetition_penalty = 30.0
     assert texts() == plain
@@ -463,8 +464,10 @@ def test_answer_beats_a_thought_that_was_cut_off():
         [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
         tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
     )
-    cut, whole = "1+1", "1+1=2 </think> 2"
-    one, other = answered(cut, whole, cut), answered(whole, cut, cut)
+    cut = "1+1"
+    whole = "1+1=2 </think> 2"
+    one = answered(cut, whole, cut)
+    other = answered(whole, cut, cut)
     assert verdicts(judge, one, other) == [0.0, 1.0, 0.5]
 
 
@@ -533,7 +536,8 @@ def test_the_reward_of_a_task_judges_its_prompts():
     prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
 
     def names(task, *paid):
-        rewards, data = rk.load_rewards(paid), DataSection(prompts=task)
+        rewards = rk.load_rewards(paid)
+        data = DataSection(prompts=task)
         found = held_out_judges(rewards, prompts, rk.load_rewards, data)
         return [(one.name, getattr(one.func.reward, "match", None)) for one in found]
 

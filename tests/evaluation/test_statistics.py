@@ -53,7 +53,8 @@ def test_no_values_are_refused(call):
 
 def test_interval_of_a_share_is_the_binomial_one():
     """Of n zeros and ones, a resample is a binomial draw: its quantiles are known exactly."""
-    num, right = 100, 30
+    num = 100
+    right = 30
     ways = np.cumsum([math.comb(num, c) * 0.3**c * 0.7 ** (num - c) for c in range(num + 1)])
     found = estimate([1.0] * right + [0.0] * (num - right))
     assert found.mean == pytest.approx(0.3)
@@ -80,7 +81,8 @@ def test_answers_that_are_all_right_leave_doubt():
 
 def test_a_paired_difference_by_hand():
     """Six prompts that all rose: of the 64 ways to draw signs, two are as far from 0."""
-    before, after = [0.0, 0.1, 0.2, 0.0, 0.3, 0.1], [0.5, 0.4, 0.6, 0.3, 0.6, 0.7]
+    before = [0.0, 0.1, 0.2, 0.0, 0.3, 0.1]
+    after = [0.5, 0.4, 0.6, 0.3, 0.6, 0.7]
     found = difference(before, after)
     assert found.mean == pytest.approx(2.4 / 6)
     assert found.p_value == pytest.approx(2 / 64)

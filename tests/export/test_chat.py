@@ -78,7 +78,8 @@ def test_chat_answers_as_the_model_and_its_base_do(run):
 
 @pytest.mark.long
 def test_conversation_is_remembered_and_blank_lines_are_skipped(run):
-    once, twice = talk(run, QUESTION), talk(run, QUESTION, "", QUESTION)
+    once = talk(run, QUESTION)
+    twice = talk(run, QUESTION, "", QUESTION)
     assert twice.startswith(once)
     assert twice != once + once
 

@@ -114,7 +114,8 @@ def test_adapter_without_weights_is_refused(run, tmp_path):
 @pytest.mark.long
 def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
     folder, _ = merged
-    found, base = weights_of(folder), load_file(TINY_THINKER / "model.safetensors")
+    found = weights_of(folder)
+    base = load_file(TINY_THINKER / "model.safetensors")
     lora = load_file(run / "adapter" / "adapter_model.safetensors")
     name = "model.layers.1.mlp.up_proj"
     a, b = (lora[f"base_model.model.{name}.lora_{one}.weight"].double() for one in "AB")
@@ -310,7 +311,8 @@ def stand_in(tmp_path):
 def test_quantiser_of_llama_cpp_rounds_the_weights(stand_in, tmp_path, dtype, error):
     pytest.importorskip("llama_cpp")
     gguf = pytest.importorskip("gguf")
-    source, file = stand_in.with_name("source.gguf"), tmp_path / "x.gguf"
+    source = stand_in.with_name("source.gguf")
+    file = tmp_path / "x.gguf"
     one_layer(source)
     write_gguf(tmp_path, file, dtype, [sys.executable, str(stand_in)])
     weights = {one.name: one for one in gguf.GGUFReader(file).tensors}

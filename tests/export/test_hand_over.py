@@ -103,7 +103,8 @@ def test_every_setting_of_the_run_file_is_in_the_table(folder, run_file):
 
 def test_settings_become_those_of_verl(folder):
     verl = yaml.safe_load((folder / "verl.yaml").read_text())
-    actor, rollout = verl["actor_rollout_ref"]["actor"], verl["actor_rollout_ref"]["rollout"]
+    actor = verl["actor_rollout_ref"]["actor"]
+    rollout = verl["actor_rollout_ref"]["rollout"]
     assert verl["algorithm"]["adv_estimator"] == "rloo"
     assert verl["algorithm"]["use_kl_in_reward"] is True
     assert verl["algorithm"]["filter_groups"] == {"enable": True, "metric": "reward"}

@@ -18,7 +18,8 @@ def test_a_killed_run_has_a_report(tmp_path, capsys):
     from rloo_kit.cli import main
 
     one = Trial(tmp_path, settings={"trainer.max_steps": 400, "data.held_out": 16})
-    report, metrics = one.run / "report.html", one.run / "metrics.jsonl"
+    report = one.run / "report.html"
+    metrics = one.run / "metrics.jsonl"
     life = one.begin()
     assert life.wait_for(lambda: report.exists() and metrics.read_text().count("\n") >= 3)
     life.kill()

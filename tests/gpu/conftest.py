@@ -122,7 +122,8 @@ def plain_peft(tmp_path):
     """Return a function that runs ``plain_peft.py``, in a process that Unsloth has not patched."""
 
     def run(**order):
-        order_file, answer = tmp_path / "order.json", tmp_path / "answer.safetensors"
+        order_file = tmp_path / "order.json"
+        answer = tmp_path / "answer.safetensors"
         order_file.write_text(json.dumps(order, default=str))
         done = subprocess.run(
             [sys.executable, str(SCRIPTS / "plain_peft.py"), str(order_file), str(answer)],

@@ -23,7 +23,8 @@ class Usage:
 
         torch.zeros(1, device="cuda")  # the context
         pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         self.by_process = self._mine() is not None
 
     def _mine(self):
@@ -58,7 +59,8 @@ class Watch:
             time.sleep(0.005)
 
     def take_peak(self):
-        peak, self.peak = self.peak, self.usage.read()
+        peak = self.peak
+        self.peak = self.usage.read()
         return peak
 
 
@@ -69,7 +71,8 @@ class SmallCard(Watch):
         super().__init__()
         import torch
 
-        real, self.total = self.total, int(gb * GIB * REPORTED)
+        real = self.total
+        self.total = int(gb * GIB * REPORTED)
         torch.cuda.mem_get_info = torch.accelerator.get_memory_info = self._info
         properties = torch.cuda.get_device_properties
         total = self.total

@@ -80,9 +80,11 @@ def test_it_trains_twice_in_one_process(
     plan = rk.plan(path, gpu=f"{gb}GB" if card else None, overrides=overrides)
     record_property("planned", f"{gib(plan.peak_bytes)} GiB, share {plan.vllm_share}")
     monkeypatch.chdir(tmp_path)
-    before, peaks = set(os.environ), []
+    before = set(os.environ)
+    peaks = []
     for number in (1, 2):
-        seen, lines = {}, []
+        seen = {}
+        lines = []
         folder = tmp_path / f"run-{number}"
         with monkeypatch.context() as patches:
             watch_start(patches, card, seen)

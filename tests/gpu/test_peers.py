@@ -21,7 +21,8 @@ def test_whole_step_of_three_trainers(turn, device, tmp_path, record_property):
     models = os.environ.get("RLOO_KIT_GPU_MODELS", str(tmp_path))
     paths = [str(HERE), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    medians, faults = {}, []
+    medians = {}
+    faults = []
     for arm in ("kit", "trl-rloo", "unsloth-grpo"):
         answer = tmp_path / f"{arm}.json"
         command = [sys.executable, str(PROGRAM), arm, "--models", models, "--answer", str(answer)]

@@ -41,7 +41,8 @@ def test_scores_are_those_of_a_process_without_unsloth(device, tmp_path, record_
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(tmp_path)
-    patched, plain = scores(tmp_path, "auto"), scores(tmp_path, "transformers")
+    patched = scores(tmp_path, "auto")
+    plain = scores(tmp_path, "transformers")
     record_property("scores", f"{patched} and {plain}")
     assert patched == pytest.approx(plain, abs=0.02)
     assert max(plain) - min(plain) > 0.1

@@ -43,8 +43,10 @@ class Cap:
     """Measures what a learning step takes, and afterwards allows it only a share of that."""
 
     def __init__(self, device, share):
-        self.on_gpu, self.share = device == "cuda", share
-        self.taken, self.largest = 0, 0
+        self.on_gpu = device == "cuda"
+        self.share = share
+        self.taken = 0
+        self.largest = 0
 
     @contextlib.contextmanager
     def measured(self, trainer):
@@ -96,7 +98,8 @@ def learnt_gradient(trainer, place):
     """Train one step, its learning inside ``place``; return the gradient and the warnings."""
     import torch
 
-    learn, found = trainer.learner.learn, []
+    learn = trainer.learner.learn
+    found = []
     start = {p: p.detach().clone() for p in trainer.model.parameters() if p.requires_grad}
 
     def inside(*arguments):
@@ -107,7 +110,8 @@ def learnt_gradient(trainer, place):
         wanted = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
         found.append(torch.cat([p.grad.float().flatten().cpu() for p in wanted]))
 
-    trainer.learner.learn, trainer._clip_grad_norm = inside, note
+    trainer.learner.learn = inside
+    trainer._clip_grad_norm = note
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -18,7 +18,8 @@ def sampler(request, kit, vllm, device):
     ``shared`` is Unsloth's in 4 bit, ``merged`` in 16 bit: there it merges the adapter to sample.
     """
     kind = request.param
-    in_4bit, by_unsloth = kind in ("4-bit", "shared"), kind in ("shared", "merged")
+    in_4bit = kind in ("4-bit", "shared")
+    by_unsloth = kind in ("shared", "merged")
     if in_4bit:
         need("bitsandbytes")
     if by_unsloth and (device == "cpu" or kit.setup().backend != "unsloth"):
@@ -81,7 +82,9 @@ def test_greedy_output_is_plain_pefts_after_every_sync(
 
     kind, model, tokenizer, engine = sampler
     prompts = prompts_of(kit, tokenizer)
-    drawn, adapters, seconds = [], [], []
+    drawn = []
+    adapters = []
+    seconds = []
     for number in range(2):
         disturb(model, torch.Generator().manual_seed(number + 1), 0.02)
         engine.sync(model)

@@ -160,15 +160,23 @@ class Finder:
     """
 
     def __init__(self, receivers, attributes, others, forwards, names, suspects):
-        self.receivers, self.attributes = receivers, attributes
-        self.others, self.forwards = others, forwards
-        self.names, self.suspects = names, suspects
-        self.faults, self.seen, self.used = [], {}, set()
+        self.receivers = receivers
+        self.attributes = attributes
+        self.others = others
+        self.forwards = forwards
+        self.names = names
+        self.suspects = suspects
+        self.faults = []
+        self.seen = {}
+        self.used = set()
 
     def check(self, source, name):
         """Walk one module."""
         tree = ast.parse(source)
-        self.name, self.env, self.fields, self.functions = name, {}, {}, []
+        self.name = name
+        self.env = {}
+        self.fields = {}
+        self.functions = []
         self.block(tree.body)
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -185,10 +193,12 @@ class Finder:
     # --- statements: names are bound in order; functions come after the block they are in ---
 
     def block(self, nodes):
-        functions, self.functions = self.functions, []
+        functions = self.functions
+        self.functions = []
         for node in nodes:
             self.value(node)
-        outside, inner = self.env, self.functions
+        outside = self.env
+        inner = self.functions
         for function in inner:
             self.env = dict(outside)
             arguments = function.args
@@ -197,7 +207,8 @@ class Finder:
                 if one.annotation and "Any" not in ast.unparse(one.annotation):
                     self.env[one.arg] = Own
             self.block(function.body)
-        self.env, self.functions = outside, functions
+        self.env = outside
+        self.functions = functions
 
     def of_functiondef(self, node):
         self.functions.append(node)
@@ -227,7 +238,8 @@ class Finder:
     of_annassign = of_namedexpr = of_assign
 
     def of_augassign(self, node):
-        before, value = self.value(node.target), self.value(node.value)
+        before = self.value(node.target)
+        value = self.value(node.value)
         if isinstance(before, dict):
             before |= value if isinstance(value, dict) else {}
 
@@ -248,7 +260,8 @@ class Finder:
             for one, part in zip(target.elts, parts, strict=False):
                 self.bind(one, part)
         elif isinstance(target, ast.Subscript):
-            held, key = self.value(target.value), self.value(target.slice)
+            held = self.value(target.value)
+            key = self.value(target.slice)
             if isinstance(held, dict) and isinstance(key, str):
                 held[key] = value
         elif isinstance(target, ast.Attribute):
@@ -318,7 +331,8 @@ class Finder:
                 self.note(node, "class name", name, holds, "is no class in the table of names")
 
     def of_subscript(self, node):
-        held, key = self.value(node.value), self.value(node.slice)
+        held = self.value(node.value)
+        key = self.value(node.slice)
         if ast.unparse(node.value) == "sys.modules":
             return self.module(node, key)
         return element(held, key)
@@ -432,7 +446,8 @@ class Finder:
         open_ended = any(isinstance(one, ast.Starred) for one in node.args)
         open_ended |= any(not word and not isinstance(held, dict) for word, held in words)
         given = [None] * (function.given + sum(not isinstance(n, ast.Starred) for n in node.args))
-        kind, problems = "bound in part" if open_ended else "bound", []
+        kind = "bound in part" if open_ended else "bound"
+        problems = []
         for one in function.objects:
             try:
                 signature = inspect.signature(one)

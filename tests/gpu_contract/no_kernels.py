@@ -138,7 +138,8 @@ class NoKernels(Executor):
         return None
 
     def on_sample_tokens(self, grammar):
-        names, drawn = list(self.scheduled), []
+        names = list(self.scheduled)
+        drawn = []
         for name in names:
             request = self.requests[name]
             request[0] -= self.scheduled[name]

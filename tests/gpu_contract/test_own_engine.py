@@ -25,7 +25,8 @@ def start(monkeypatch):
 
     from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
-    seen, started = {}, []
+    seen = {}
+    started = []
 
     class Recorded(vllm.LLM):
         def __init__(self, **arguments):

@@ -32,7 +32,8 @@ def variables():
 
 def test_trls_own_vllm_layer_stays_off(sharing, tmp_path):
     model, tokenizer = sharing
-    engine, before = model.vllm_engine, variables()
+    engine = model.vllm_engine
+    before = variables()
     trainer = rk.LeaveOneOutTrainer(
         model=model,
         processing_class=tokenizer,

@@ -43,7 +43,8 @@ def pool(monkeypatch):
     from vllm.device_allocator import cumem
 
     allocator = object.__new__(cumem.CuMemAllocator)
-    allocator.pointer_to_data, allocator.allocator_and_pools = {}, {}
+    allocator.pointer_to_data = {}
+    allocator.allocator_and_pools = {}
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
 
     def leave(size):
@@ -58,7 +59,8 @@ def test_a_tensor_from_before_the_engine_is_found_while_it_is_emptied(
 ):
     model, _ = policy()
     vllm_starts(141)
-    early, seen = torch.zeros(7, 11), []
+    early = torch.zeros(7, 11)
+    seen = []
     engine = engine_of(model)
     assert gc.get_freeze_count() > 100_000  # by vLLM, with the tensor in it
     assert not any(tensor is early for tensor in live_tensors())
@@ -83,8 +85,10 @@ def test_quantisation_states_and_plain_tensors_of_vllm_s_model_go(policy, vllm_s
     layer = runner.model
     state = QuantState(absmax=torch.ones(64))
     layer.weight.bnb_quant_state = {0: state}
-    layer.lora_buffer, layer.kv_cache = torch.zeros(32), [torch.zeros(16)]
-    absmax, state = weakref.ref(state.absmax), None
+    layer.lora_buffer = torch.zeros(32)
+    layer.kv_cache = [torch.zeros(16)]
+    absmax = weakref.ref(state.absmax)
+    state = None
     engine.close()
     assert absmax() is None
     assert [layer.weight.numel(), layer.lora_buffer.numel(), layer.kv_cache[0].numel()] == [0] * 3

@@ -14,7 +14,8 @@ from trl.trainer import utils as trl_utils
 from rloo_kit.machine.lm_head import CHUNK_TOKENS, PlainTorchLogProb, token_log_probs
 from rloo_kit.training.trl_step import route_trl_lm_head
 
-HIDDEN, VOCABULARY = 12, 97
+HIDDEN = 12
+VOCABULARY = 97
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -89,7 +90,8 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.alive, self.peak = {}, 0
+        self.alive = {}
+        self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -65,7 +65,9 @@ def small_heap():
 
 def test_what_the_body_made_is_released_at_the_end():
     with session() as opened:
-        model, engine, judge = made(torch.nn.Linear(8, 8)), made(Engine()), made(Judge())
+        model = made(torch.nn.Linear(8, 8))
+        engine = made(Engine())
+        judge = made(Judge())
         assert opened.released is None
         assert model.weight.numel() == 64
         assert engine.order == []
@@ -78,7 +80,8 @@ def test_what_the_body_made_is_released_at_the_end():
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_what_the_body_made_is_released_when_it_raises(error):
-    engine, opened = Engine(), []
+    engine = Engine()
+    opened = []
 
     def body():
         with session() as own:
@@ -106,7 +109,8 @@ def test_a_thing_belongs_to_the_innermost_session():
 
 def test_what_was_released_by_hand_may_be_released_again():
     with session():
-        model, judge = made(torch.nn.Linear(4, 4)), made(Judge())
+        model = made(torch.nn.Linear(4, 4))
+        judge = made(Judge())
         release(model, judge)
     assert judge.released == 2
     assert model.weight.numel() == 0

@@ -16,7 +16,8 @@ from rloo_kit.planning.planner import plan
 from rloo_kit.sampling import choice as engines
 from rloo_kit.sampling.engine import Choice
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,8 @@ def test_models_with_other_layers_or_code_are_not_shared(four_billion):
 
 def loader(*outcomes):
     """Return Unsloth's load that gives or raises each outcome in turn, and notes its arguments."""
-    left, calls = list(outcomes), []
+    left = list(outcomes)
+    calls = []
 
     def load(**arguments):
         calls.append(arguments)

@@ -177,7 +177,8 @@ def answers(tokenizer):
 
 @pytest.mark.parametrize("template", [CHATML, NAMES_EOS])
 def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template):
-    path, cache = write_gguf(tmp_path / "tiny.gguf", template=template), tmp_path / "cache"
+    path = write_gguf(tmp_path / "tiny.gguf", template=template)
+    cache = tmp_path / "cache"
     first = read_tokenizer(path, cache)
     assert not cache.exists()
     assert answers(first) == answers(load(convert(path, cache))[1])
@@ -206,7 +207,8 @@ def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture
 
 
 def test_the_folder_is_reused_until_the_file_changes(tmp_path):
-    path, cache = write_gguf(tmp_path / "tiny model.gguf"), tmp_path / "cache"
+    path = write_gguf(tmp_path / "tiny model.gguf")
+    cache = tmp_path / "cache"
     first = convert(path, cache)
     assert first.name.startswith("tiny model-")
     (first / "mark").touch()
@@ -244,7 +246,8 @@ def test_the_card_of_an_adapter_on_a_gguf_file_loads_it(tmp_path, monkeypatch):
     exec(code, found := {})
     ids = tokenizer("t s", return_tensors="pt")
     with torch.no_grad():
-        same, without = model(**ids).logits, model.disable_adapter()
+        same = model(**ids).logits
+        without = model.disable_adapter()
         again = found["model"](**ids).logits
         with without:
             assert not torch.allclose(model(**ids).logits, again, atol=0.1)

@@ -60,7 +60,8 @@ def _save(model, tokenizer, folder, value, killed_after):
 
         return move
 
-    Path.replace, Path.rename = counted(Path.replace), counted(Path.rename)
+    Path.replace = counted(Path.replace)
+    Path.rename = counted(Path.rename)
     rk.save_adapter(model, tokenizer, folder)
     return done
 

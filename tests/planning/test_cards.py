@@ -39,7 +39,8 @@ def seventy_billion():
 def test_base_adapter_and_optimizer_are_divided_by_the_cards(seventy_billion):
     alone = replace(seventy_billion, in_4bit=False)
     eight = replace(alone, cards=8)
-    one, divided = plan_memory(alone).parts, plan_memory(eight).parts
+    one = plan_memory(alone).parts
+    divided = plan_memory(eight).parts
     assert one["weights"][LEARN] == 141_107_412_992  # 2 bytes a parameter
     assert divided["weights"][LEARN] == 17_638_426_624
     # 16 for each of the rows and columns of 7 layers: q, k, v, o, gate, up, down

@@ -31,7 +31,8 @@ def job_of(name, data):
 
     model = data["model"].removesuffix("-bnb-4bit").removesuffix("-bf16")
     shape = shape_of_config(Qwen3Config(**TOY), model) if model == "toy" else read_shape(model)
-    in_4bit, own = "4bit" in data["model"], "own copy" in name
+    in_4bit = "4bit" in data["model"]
+    own = "own copy" in name
     rows, prompt, completion = (8, 64, 32) if model == "toy" else (16, 256, 512)
     room = find_card(f"{data['card']}GB").usable
     return Job(

@@ -234,7 +234,8 @@ def test_peak_is_the_largest_phase_not_the_sum(four_billion):
 )
 def test_larger_settings_are_planned_larger(four_billion, change, phase):
     usual = job_of(four_billion, optimizer="adamw_8bit", budget=4096)
-    before, after = plan_memory(usual), plan_memory(replace(usual, **change))
+    before = plan_memory(usual)
+    after = plan_memory(replace(usual, **change))
     assert after.phases[phase] > before.phases[phase]
 
 

@@ -99,7 +99,9 @@ def make_model(case):
 class RoughEngine:
     """Another engine: it samples row by row, from logits that are rounded to bfloat16."""
 
-    name, sync_seconds, adapter_dtype = "a rough engine", 0.0, torch.float32
+    name = "a rough engine"
+    sync_seconds = 0.0
+    adapter_dtype = torch.float32
 
     def sync(self, model):
         self.model = model
@@ -111,7 +113,8 @@ class RoughEngine:
 
     @torch.no_grad()
     def complete(self, prompt, sampling, dice):
-        ids, known = [], []
+        ids = []
+        known = []
         while len(ids) < sampling.max_tokens and not set(ids[-1:]) & {*sampling.stop_token_ids}:
             logits = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1]
             log_probs = (logits.bfloat16().float() / sampling.temperature).log_softmax(-1)
@@ -130,7 +133,8 @@ class Weights(TrainerCallback):
     """Keeps trained weights before each optimizer step, and their gradients."""
 
     def __init__(self):
-        self.before, self.gradients = {}, {}
+        self.before = {}
+        self.gradients = {}
 
     def on_step_begin(self, args, state, control, model=None, **_):
         self.before[state.global_step] = {
@@ -196,7 +200,8 @@ def make_trainer(case, folder, weights, model):
 
 def watch_steps(trainer, rollouts):
     """Keep the rollouts of each optimizer step, with the weight of each row."""
-    learner, run = trainer.learner, trainer.rloo.run
+    learner = trainer.learner
+    run = trainer.rloo.run
     learn = learner.learn
 
     def kept_run(batches, number):
@@ -208,7 +213,8 @@ def watch_steps(trainer, rollouts):
             rollouts[max(rollouts)].append((rollout, weights.clone()))
         return learn(rollout, weights)
 
-    trainer.rloo.run, learner.learn = kept_run, kept_learn
+    trainer.rloo.run = kept_run
+    learner.learn = kept_learn
 
 
 def train(case, folder) -> Trained:
@@ -351,7 +357,8 @@ def relative(one, other):
 
 def cosine(one, other):
     """Return the cosine of the angle between two gradients; 1 if both are next to 0."""
-    a, b = flat(one), flat(other)
+    a = flat(one)
+    b = flat(other)
     if max(a.norm(), b.norm()) < 1e-6:
         return 1.0
     return float(a @ b / (a.norm() * b.norm()).clamp(min=1e-12))

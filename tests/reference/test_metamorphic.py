@@ -9,7 +9,10 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
-P, G, VOCABULARY, PAD = 4, 3, 11, 10
+P = 4
+G = 3
+VOCABULARY = 11
+PAD = 10
 B = P * G
 SHAPINGS = {
     "plain": Shaping(),

@@ -14,7 +14,9 @@ from rloo_kit.report.curves import MAX_POINTS
 from rloo_kit.report.page import write_report
 
 MIB = 1 << 20
-STEPS, GROUPS, SIZE = 12, 4, 4
+STEPS = 12
+GROUPS = 4
+SIZE = 4
 HOSTILE = [
     "<script>window.hit = 1</script>",
     "</script><img src=x onerror=alert(1)>",

@@ -49,7 +49,8 @@ def test_rank_correlation_is_the_correlation_of_mean_ranks(pairs):
     def places(values):
         return [sum(v < x for v in values) + sum(v == x for v in values) / 2 for x in values]
 
-    xs, ys = [x for x, _ in pairs], [y for _, y in pairs]
+    xs = [x for x, _ in pairs]
+    ys = [y for _, y in pairs]
     found = rank_correlation([*xs, None, 9], [*ys, 9, None])
     if len(set(xs)) < 2 or len(set(ys)) < 2:
         assert found is None

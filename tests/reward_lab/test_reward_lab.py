@@ -20,7 +20,8 @@ from rloo_kit.reward_lab import lab
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
 
-CLOSE, END = 151668, 2
+CLOSE = 151668
+END = 2
 WORDS = ["first", "carry", "the", "one", "so", "that", "both", "digits", "fit", "why", "again"]
 
 
@@ -29,10 +30,12 @@ def make_rows(num_prompts=16, size=8, seed=5):
     rng = random.Random(seed)
     rows = []
     for prompt in range(num_prompts):
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
         for _ in range(size):
             thought = [rng.choice(WORDS) for _ in range(rng.randint(4, 44))]
-            wrong, lead = rng.choice([0, 0, 0, 1, 10]), rng.choice(["", "", "", "It is "])
+            wrong = rng.choice([0, 0, 0, 1, 10])
+            lead = rng.choice(["", "", "", "It is "])
             rows.append(
                 {
                     "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
@@ -162,7 +165,8 @@ CUT = changed(
     completion_ids=lambda row: (row["completion_ids"][:4] * 12)[:48],
     truncated=True,
 )
-NO_ANSWER, BLANK_ANSWER = changed(answer=None), changed(answer=" ")
+NO_ANSWER = changed(answer=None)
+BLANK_ANSWER = changed(answer=" ")
 FEW = ROWS[:24]
 SETTLED = changed(
     completion=lambda row: f"hm</think>{row['answer'] if row['group'] % 2 else 'no idea'}"

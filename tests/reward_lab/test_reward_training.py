@@ -29,7 +29,8 @@ def sums(num):
     rng = random.Random(1)
     rows = []
     while len(rows) < num:
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
         chosen, _ = worked_thought(a, b)
         rejected, _ = worked_thought(a, b, forgets=lambda: True)
         if chosen.count("+") == 5:
@@ -193,7 +194,8 @@ def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_p
 def test_the_reward_gives_the_scores_that_training_computed(trained):
     result, _ = trained
     scores = RewardModel(str(result.folder), calibrated=False)(**held_out_columns())
-    chosen, rejected = scores[:16], scores[16:]
+    chosen = scores[:16]
+    rejected = scores[16:]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     assert right / 16 == result.accuracy
     margin = statistics.fmean(chosen) - statistics.fmean(rejected)

@@ -46,7 +46,8 @@ TABLES = {
 def columns_of(texts, ids, *, conversational=False):
     """Return what the trainer passes for these completions, with every column a reward asks for."""
     count = len(texts)
-    completions, prompts = list(texts), ["Q"] * count
+    completions = list(texts)
+    prompts = ["Q"] * count
     if conversational:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [[{"role": "user", "content": "Q"}]] * count
@@ -200,7 +201,8 @@ ROWS = st.lists(
 )
 @given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
-    texts, ids = [text for text, _ in rows], [ids for _, ids in rows]
+    texts = [text for text, _ in rows]
+    ids = [ids for _, ids in rows]
     assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
 
 

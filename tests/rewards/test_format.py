@@ -95,10 +95,12 @@ def test_each_tag_stands_once_in_order_with_nothing_outside(text, expected):
 
 def test_a_thought_opened_in_the_prompt_is_the_first_tag(qwen3_tokenizer, monkeypatch):
     reward = TagFormat(tags=("think", "answer"))
-    rest, whole = "a</think><answer>4</answer>", "<think>a</think><answer>4</answer>"
+    rest = "a</think><answer>4</answer>"
+    whole = "<think>a</think><answer>4</answer>"
     assert (score(reward, rest, "Q<think>\n"), score(reward, whole, "Q<think>")) == (1.0, 0.0)
     monkeypatch.setattr(qwen3_tokenizer, "chat_template", "Q<think>\n")
-    bound, chat = reward.bind(qwen3_tokenizer), [{"role": "user", "content": "Q"}]
+    bound = reward.bind(qwen3_tokenizer)
+    chat = [{"role": "user", "content": "Q"}]
     assert (score(bound, rest, chat), score(bound, whole, chat)) == (1.0, 0.0)
     assert score(TagFormat(tags="answer"), "<answer>4</answer>", "Q<think>") == 1.0
 

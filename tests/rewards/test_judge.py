@@ -39,7 +39,9 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = answer
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.requests, self.headers, self.times = [], [], []
+        self.requests = []
+        self.headers = []
+        self.times = []
         self.busy = self.most_busy = 0
         self.lock = threading.Lock()
         self.ending = threading.Event()
@@ -332,7 +334,8 @@ def test_no_more_requests_than_allowed_run_side_by_side(serve):
 
 
 def test_counts_are_logged(serve):
-    reward, metrics = make(serve(by_digit).url), {}
+    reward = make(serve(by_digit).url)
+    metrics = {}
     score(reward, ["1", "2", "1"], log_metric=metrics.__setitem__)
     assert metrics.pop("rewards/judge/latency_seconds") > 0
     assert metrics == {"rewards/judge/unscored": 0.0, "rewards/judge/tokens": 14.0}

@@ -48,7 +48,8 @@ def test_letters_are_counted_by_script(language, text, expected):
 
 @pytest.mark.parametrize("other", ["de", "fr", "es", "zh", "ja", "ru"])
 def test_a_foreign_sentence_lowers_the_score_by_its_letters(other):
-    english, foreign = TEXTS["en"], TEXTS[other]
+    english = TEXTS["en"]
+    foreign = TEXTS[other]
     letters = [sum(map(str.isalpha, text)) for text in (english, foreign)]
     letters[0] -= 1  # "a", a single letter, does not count
     expected = letters[0] / sum(letters)

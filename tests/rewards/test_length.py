@@ -6,7 +6,8 @@ from rloo_kit.rewards.length import length
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 
-OPEN, CLOSE = 151667, 151668  # Qwen3's
+OPEN = 151667
+CLOSE = 151668  # Qwen3's
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ def test_band_falls_on_a_line_on_both_sides(size, expected):
     ],
 )
 def test_band_counts_its_part_in_its_unit(part, unit, size):
-    text, ids = "<think>a b\ncde</think>\ngood one.", [OPEN, 7, 7, 7, 7, CLOSE, 8, 9]
+    text = "<think>a b\ncde</think>\ngood one."
+    ids = [OPEN, 7, 7, 7, 7, CLOSE, 8, 9]
     exact = LengthBand(low=size, high=size, falloff=0, part=part, unit=unit)
     assert score(exact, text, ids) == 1.0
     assert score(LengthBand(low=size + 1, high=99, falloff=0, part=part, unit=unit), text, ids) == 0

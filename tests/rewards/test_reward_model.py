@@ -100,7 +100,9 @@ def wide_folder(model_folder, tmp_path_factory):
 
     torch.manual_seed(1)
     config = LlamaConfig.from_pretrained(model_folder)
-    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 32
+    config.hidden_size = 64
+    config.intermediate_size = 128
+    config.head_dim = 32
     model = LlamaForSequenceClassification(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight)
     torch.nn.init.normal_(model.score.weight)

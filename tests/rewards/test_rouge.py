@@ -15,7 +15,8 @@ def score(text, reference, prompt="?", **parameters):
     return reward(completions=[text], prompts=[prompt], reference=[reference])[0]
 
 
-POLICE, KILL = "police killed the gunman", "police kill the gunman"
+POLICE = "police killed the gunman"
+KILL = "police kill the gunman"
 """Lin 2004, section 3.1: three words of four in order; "the gunman" is the one common pair."""
 
 

@@ -236,7 +236,10 @@ def test_a_limit_that_nothing_could_keep_is_refused():
 
 # --- the filter of system calls -------------------------------------------------------------------
 
-ALLOWED, DENIED, MISSING, KILLED = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+ALLOWED = 0x7FFF0000
+DENIED = 0x50001
+MISSING = 0x50026
+KILLED = 0x80000000
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 

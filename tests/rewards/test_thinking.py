@@ -14,7 +14,8 @@ from rloo_kit.rewards.thinking import thinking, thinking_format
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import completion_texts
 
-OPEN, CLOSE = 151667, 151668  # Qwen3's
+OPEN = 151667
+CLOSE = 151668  # Qwen3's
 
 
 def score(reward, text, ids):

@@ -45,7 +45,8 @@ def test_weights_are_ratios_of_whole_completions_or_of_tokens():
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_token_weights_change_the_gradient_and_not_the_value(per_token):
-    log_probs, old = random(3, 3).requires_grad_(), random(3, 3, seed=1) / 9
+    log_probs = random(3, 3).requires_grad_()
+    old = random(3, 3, seed=1) / 9
     old = log_probs.detach() + old
     advantages = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64)
     advantages = advantages.expand(3, 3) if per_token else advantages
@@ -122,7 +123,8 @@ def test_each_row_or_token_is_weighted_by_policy_over_sampler(level):
     policy = Table()
     sampler = sampler_of(policy)
     found, tally = gradient((level, 1.3), sampler)
-    expected, weights = torch.zeros(4, 3), []
+    expected = torch.zeros(4, 3)
+    weights = []
     for row, length in enumerate(LENGTHS):
         advantage = SCORES[row] - (sum(SCORES) - SCORES[row]) / 3
         own = policy.log_probs.detach()[row, :length] - torch.tensor(sampler[row])
@@ -155,14 +157,13 @@ def test_the_distance_from_the_sampler_is_in_nats_per_token():
 
 
 def test_replaced_groups_bring_their_log_probs():
-    mine, coming = (
-        rollout_of(sampler_of(Table())).sampled,
-        rollout_of(sampler_of(Table(), 4)).sampled,
-    )
+    mine = rollout_of(sampler_of(Table())).sampled
+    coming = rollout_of(sampler_of(Table(), 4)).sampled
     equal = torch.zeros(4)
     mine = replace(mine, scores=equal, rewards=equal[:, None])
     found = mine.with_signal_of(coming, Shaping(), 4)
     assert found.sampler_log_probs == coming.sampler_log_probs
-    mine, coming = replace(mine, sampler_log_probs=None), replace(coming, sampler_log_probs=None)
+    mine = replace(mine, sampler_log_probs=None)
+    coming = replace(coming, sampler_log_probs=None)
     found = mine.with_signal_of(coming, Shaping(), 4)
     assert found.sampler_log_probs is None

@@ -21,7 +21,9 @@ from rloo_kit.rloo.metrics import Tally
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 
 NAN = float("nan")
-VOCABULARY, HIDDEN, PAD = 13, 6, 12
+VOCABULARY = 13
+HIDDEN = 6
+PAD = 12
 SIZE = 4
 SCORES = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5, 2.0, NAN, 0.0, 1.5, NAN, 1.0, NAN, NAN]
 PROMPTS = [2] * 4 + [1] * 4 + [5] * 4 + [3] * 4
@@ -156,7 +158,8 @@ class Machine:
 
 def by_hand(policy, tokens, row):
     """Log-probabilities of one completion's tokens, by itself and without padding."""
-    prompt, completion = tokens.prompt_ids[row], tokens.completion_ids[row]
+    prompt = tokens.prompt_ids[row]
+    completion = tokens.completion_ids[row]
     of_next = policy.of_next(torch.tensor(prompt + completion))
     return of_next[range(len(prompt) - 1, len(prompt) + len(completion) - 1), completion]
 
@@ -200,8 +203,11 @@ def reinforce(policy, tokens, advantages, rows=range(16), share=1 / 16):
 
 def clipped(policy, tokens, old, advantages):
     """-(1/B) sum of min(rho A, clip(rho) A) over rows, or over tokens; how many are clipped."""
-    loss, nulled, terms = torch.zeros((), dtype=torch.float64), 0, 0
-    low, high = 1 - EPSILON[0], 1 + EPSILON[1]
+    loss = torch.zeros((), dtype=torch.float64)
+    nulled = 0
+    terms = 0
+    low = 1 - EPSILON[0]
+    high = 1 + EPSILON[1]
     for row in range(16):
         own = torch.tensor(advantages[row], dtype=torch.float64)
         log_ratio = by_hand(policy, tokens, row) - old[row]
@@ -239,7 +245,8 @@ EVERY_ROW = torch.full((16,), 1 / 16)
     ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
 )
 def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget):
-    policy, reference = Policy(), Policy(seed=1)
+    policy = Policy()
+    reference = Policy(seed=1)
     rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
     tokens = rollout.sampled.tokens
     machine = Machine(policy)
@@ -284,7 +291,9 @@ def test_only_groups_over_budget_get_an_old_pass(budget):
 def test_whole_groups_run_forward_before_a_backward(budget):
     machine = Machine(Policy())
     tokens = make_tokens()
-    seen, in_hand, multiple = set(), [], []
+    seen = set()
+    in_hand = []
+    multiple = []
 
     def forward(batch):
         seen.update(batch.rows.tolist())
@@ -300,7 +309,8 @@ def test_whole_groups_run_forward_before_a_backward(budget):
         in_hand.pop()
         loss.backward()
 
-    machine.forward, machine.backward = forward, backward
+    machine.forward = forward
+    machine.backward = backward
     machine.learner(budget).learn(make_rollout(Policy(seed=1), beta=0.4), EVERY_ROW)
     assert seen == set(COMPARABLE)
     assert not in_hand
@@ -325,7 +335,8 @@ def move(policy, by=0.15, seed=3):
     ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
 )
 def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(beta, token_level, budget):
-    policy, reference = Policy(), Policy(seed=1)
+    policy = Policy()
+    reference = Policy(seed=1)
     rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
     tokens = rollout.sampled.tokens
     machine = Machine(policy)
@@ -382,7 +393,8 @@ def one_warning():
 
 def exact_after_running_out(machine, budget, beta, token_level=False):
     """Learn with gradients accumulated before; check them, and return the learner."""
-    policy, reference = machine.policy, Policy(seed=1)
+    policy = machine.policy
+    reference = Policy(seed=1)
     rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
     tokens = rollout.sampled.tokens
     before = [torch.full_like(parameter, 0.25) for parameter in policy.parameters]
@@ -501,7 +513,9 @@ def test_what_libraries_say_of_lacking_memory_is_known(error, expected):
 @pytest.mark.parametrize("beta", [0.0, 0.4])
 def test_a_failed_attempt_frees_its_graph(beta):
     machine = Machine(Policy(), failing=(1, 3))
-    machine_forward, graphs, alive = machine.forward, [], []
+    machine_forward = machine.forward
+    graphs = []
+    alive = []
 
     def forward(batch):
         if machine.backwards in (1, 3):  # right after one that failed
@@ -515,7 +529,8 @@ def test_a_failed_attempt_frees_its_graph(beta):
         Machine.backward(machine, loss)
 
     in_hand = [0]
-    machine.forward, machine.backward = forward, backward
+    machine.forward = forward
+    machine.backward = backward
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         machine.learner(80).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)

@@ -78,7 +78,8 @@ def test_k3_is_never_negative_and_keeps_small_divergences(scale):
 
 
 def test_kl_is_subtracted_from_tokens_to_go():
-    scores, kl = torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
+    scores = torch.tensor([1.0, 2.0])
+    kl = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 0.5]])
     expected = torch.tensor([[-2.5, -2.0, -1.0], [2.25, 2.25, 1.75]])
     torch.testing.assert_close(subtract_kl_to_go(scores, kl, 0.5), expected)
 
@@ -109,7 +110,8 @@ def test_on_policy_the_gradient_is_that_of_reinforce(per_token):
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_padding_counts_for_nothing_whatever_stands_there(per_token):
-    log_probs, old = random(3, 4), random(3, 4) + 0.02
+    log_probs = random(3, 4)
+    old = random(3, 4) + 0.02
     advantages = random(3, 4, seed=3) if per_token else ADVANTAGES
     clean, expected = gradient(log_probs, old, MASK, advantages)
     if per_token:  # as large as you like on padding

@@ -355,7 +355,8 @@ def view(sample, row):
 def test_replaced_groups_are_whole_and_have_signal():
     mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
     other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
-    kept, mine = mine, mine.with_signal_of(other, Shaping(), 2)
+    kept = mine
+    mine = mine.with_signal_of(other, Shaping(), 2)
     # Group 0 of the other has no signal; two are left for three places.
     sources = [(other, 2), (other, 3), (kept, 2), (kept, 3), (other, 4), (other, 5)]
     sources += [(kept, 6), (kept, 7)]

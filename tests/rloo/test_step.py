@@ -33,7 +33,8 @@ class Table:
         )
 
     def forward(self, batch):
-        prompts, answers = batch.input_ids[:, 0], batch.input_ids[:, 1:]
+        prompts = batch.input_ids[:, 0]
+        answers = batch.input_ids[:, 1:]
         return PassOutput(self.logits.log_softmax(-1)[prompts].gather(1, answers))
 
 
@@ -106,7 +107,8 @@ def seed():
 
 
 def test_a_table_learns_the_right_answer_in_two_seconds():
-    table, started = Table(), time.perf_counter()
+    table = Table()
+    started = time.perf_counter()
     step = step_of(table)
     train(table, step, 40)
     assert (table.logits.detach().softmax(-1)[:, 2] > 0.9).all()
@@ -148,7 +150,8 @@ def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
 
 
 def test_options_enter_at_three_places():
-    seen, table = [], Table()
+    seen = []
+    table = Table()
 
     def which_prompts(rows):
         seen.append("which prompts")
@@ -174,7 +177,8 @@ def test_options_enter_at_three_places():
 
 
 def test_the_kl_is_to_the_reference():
-    table, calls = Table(), []
+    table = Table()
+    calls = []
     with torch.no_grad():
         table.logits += torch.tensor([3.0, 0.0, 0.0])
 
@@ -203,8 +207,11 @@ def test_a_step_goes_on_where_its_state_was_kept(where):
     train(whole, step, 10)
     table, step = begun()
     train(table, step, done)
-    state, random, logits = step.state_dict(), torch.get_rng_state(), table.logits.detach()
-    other, going_on = Table(), None
+    state = step.state_dict()
+    random = torch.get_rng_state()
+    logits = table.logits.detach()
+    other = Table()
+    going_on = None
     with torch.no_grad():
         other.logits.copy_(logits)
     going_on = step_of(other, num_slices=4, num_iterations=2)

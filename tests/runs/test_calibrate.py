@@ -104,7 +104,8 @@ def test_a_task_gets_its_level():
         "quickstart", overrides=["data.level=[1,2]"], num_prompts=8, say=lambda line: None
     )
     assert file == Path("quickstart-calibrated.yaml")
-    made, shipped = rk.read_run_file(file), rk.read_run_file("quickstart")
+    made = rk.read_run_file(file)
+    shipped = rk.read_run_file("quickstart")
     assert made.data.level == 1
     assert made.trainer == shipped.trainer
     assert made.data.prompts == "arithmetic"

@@ -216,12 +216,15 @@ def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, caps
 
     from rloo_kit.training.step_log import StepLog
 
-    owner, name = StepLog, "note_step"
+    owner = StepLog
+    name = "note_step"
     if place == "optimizer step":
         from accelerate.optimizer import AcceleratedOptimizer
 
-        owner, name = AcceleratedOptimizer, "step"
-    real, calls = getattr(owner, name), []
+        owner = AcceleratedOptimizer
+        name = "step"
+    real = getattr(owner, name)
+    calls = []
 
     def runs_out(*args, **kwargs):
         calls.append(name)

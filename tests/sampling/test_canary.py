@@ -20,7 +20,10 @@ from rloo_kit.sampling.canary import (
 )
 from rloo_kit.sampling.engine import Generations, Sampling
 
-VOCABULARY, HIDDEN, PAD, STOP = 24, 16, 0, 1
+VOCABULARY = 24
+HIDDEN = 16
+PAD = 0
+STOP = 1
 BF16 = torch.bfloat16
 NAMES = {
     "base": "base without adapter",
@@ -124,7 +127,8 @@ def test_an_exact_fit_is_found_despite_large_errors(tokens):
 def test_a_step_that_rounding_hides_is_found_in_many_batches():
     generator = seeded(2)
     for _ in range(8):
-        places, found = [], []
+        places = []
+        found = []
         for _ in range(HISTORY):
             now, other = batch(generator, 3e-4)
             noise = noise_of(normal, 1e-3, generator)
@@ -210,7 +214,9 @@ class Sampler:
 
     def __init__(self, policy, *, fault=None, temperature=1.0, rounding=2**-9):
         self.own = copy.deepcopy(policy)
-        self.fault, self.temperature, self.rounding = fault, temperature, rounding
+        self.fault = fault
+        self.temperature = temperature
+        self.rounding = rounding
         self.syncs = 0
         self.generator = seeded(99)
         self.waiting = None
@@ -228,12 +234,14 @@ class Sampler:
     @torch.no_grad()
     def generate(self, prompt_ids, sampling, seed):
         generator = seeded(seed)
-        rows, log_probs = [], []
+        rows = []
+        log_probs = []
         extra = [STOP + 1, STOP + 2] if self.fault == "adds a token" else []
         length = len(prompt_ids[0])
         assert {len(ids) for ids in prompt_ids} == {length}, "drawn side by side"
         ids = torch.tensor([[*extra, *prompt] for prompt in prompt_ids])
-        drawn, numbers = [], []
+        drawn = []
+        numbers = []
         for _ in range(sampling.max_tokens):
             of_next = (self.of_last(ids) / self.temperature).log_softmax(-1)
             token = of_next.exp().multinomial(1, generator=generator)
@@ -306,14 +314,16 @@ def test_a_sampler_that_never_takes_the_adapter_is_named():
 
 def test_a_sampler_that_is_a_step_late_is_named():
     policy = TinyPolicy()
-    engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
+    engine = Sampler(policy, fault="takes late")
+    canary = canary_of(policy)
     engine.sync(policy)
     complaint("before", train, policy, engine, canary, size=0.05)
 
 
 def test_a_small_step_that_is_always_late_is_found_in_time():
     policy = TinyPolicy()
-    engine, canary = Sampler(policy, fault="takes late"), canary_of(policy)
+    engine = Sampler(policy, fault="takes late")
+    canary = canary_of(policy)
     engine.sync(policy)
     complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * HISTORY)
 
@@ -380,7 +390,8 @@ class Rare:
 
     def log_probs(self, batch):
         disturbed = bool(self.policy.layer._forward_hooks)
-        hooks, self.policy.layer._forward_hooks = self.policy.layer._forward_hooks, {}
+        hooks = self.policy.layer._forward_hooks
+        self.policy.layer._forward_hooks = {}
         try:
             log_probs = self.policy.log_probs(batch)
         finally:
@@ -415,7 +426,8 @@ def hooks(policy):
 
 def test_the_adapter_is_bit_for_bit_what_it_was():
     policy = TinyPolicy()
-    engine, canary = Sampler(policy), canary_of(policy)
+    engine = Sampler(policy)
+    canary = canary_of(policy)
     before = bits(policy)
     canary.prove(engine, PROMPTS, seed=0)
     assert bits(policy) == before
@@ -434,7 +446,8 @@ def drawn_after_two_steps(canary, policy):
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
-    policy, passes = TinyPolicy(), []
+    policy = TinyPolicy()
+    passes = []
 
     def log_probs_of(batch):
         passes.append(policy.layer.adapter_on)
@@ -455,7 +468,8 @@ def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_the_adapter_is_unchanged_after_an_engine_error(fails_at):
     policy = TinyPolicy()
-    engine, calls = Sampler(policy), []
+    engine = Sampler(policy)
+    calls = []
 
     def failing(own):
         def call(*args):
@@ -466,7 +480,8 @@ def test_the_adapter_is_unchanged_after_an_engine_error(fails_at):
 
         return call
 
-    engine.sync, engine.generate = failing(engine.sync), failing(engine.generate)
+    engine.sync = failing(engine.sync)
+    engine.generate = failing(engine.generate)
     before = bits(policy)
     with pytest.raises(ConnectionError):
         canary_of(policy).prove(engine, PROMPTS, seed=0)
@@ -503,7 +518,8 @@ def test_a_sampler_that_does_not_follow_is_found_first(fault):
 
 def checked_shape(prompt_lengths, completion_lengths):
     """The rows and completion tokens of the largest pass of a check."""
-    policy, passes = TinyPolicy(), []
+    policy = TinyPolicy()
+    passes = []
 
     def log_probs_of(batch):
         passes.append(batch)

@@ -73,7 +73,8 @@ def test_greedy_completions_equal_generates(family):
 
 
 def test_a_prompt_runs_once_and_ended_rows_leave():
-    model, sizes = make("qwen3"), []
+    model = make("qwen3")
+    sizes = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
@@ -97,7 +98,8 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
     ],
 )
 def test_sampled_completions_have_generates_distribution(more):
-    model, drawn = make("llama"), {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
+    model = make("llama")
+    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
     torch.manual_seed(1)
     found = complete(model, [[20, 21]] * 20_000, 0, ENDS, generation_config=settings(**drawn))
     torch.manual_seed(2)
@@ -105,7 +107,8 @@ def test_sampled_completions_have_generates_distribution(more):
         :, 2:
     ]
     theirs = [tuple(row[: 1 if row[0] in ENDS else 2].tolist()) for row in rows]
-    ours, others = collections.Counter(map(tuple, found)), collections.Counter(theirs)
+    ours = collections.Counter(map(tuple, found))
+    others = collections.Counter(theirs)
     common = [key for key in ours | others if ours[key] + others[key] >= 40]
     assert len(common) > 5
     # Difference of two counts over its deviation; 4.5 is exceeded once in 100,000
@@ -113,7 +116,8 @@ def test_sampled_completions_have_generates_distribution(more):
 
 
 def test_processors_see_the_rows_that_are_left():
-    model, config = make("qwen3"), settings(repetition_penalty=1.5, no_repeat_ngram_size=2)
+    model = make("qwen3")
+    config = settings(repetition_penalty=1.5, no_repeat_ngram_size=2)
     found = complete(model, PROMPTS, 0, ENDS, generation_config=config)
     padded = torch.tensor([[0] * (5 - len(ids)) + ids for ids in PROMPTS])
     rows = model.generate(padded, attention_mask=(padded != 0).long(), generation_config=config)[
@@ -123,7 +127,8 @@ def test_processors_see_the_rows_that_are_left():
 
 
 def test_a_growing_layer_holds_what_a_dynamic_one_does():
-    growing, plain = GrowingLayer(), transformers.cache_utils.DynamicLayer()
+    growing = GrowingLayer()
+    plain = transformers.cache_utils.DynamicLayer()
     torch.manual_seed(0)
     rows = 4
     for length in (5, 1, 1, 70, 1):
@@ -136,7 +141,8 @@ def test_a_growing_layer_holds_what_a_dynamic_one_does():
 
 
 def test_guidance_takes_generates_own_loop():
-    model, config = make("qwen3"), settings(guidance_scale=1.5, max_new_tokens=5)
+    model = make("qwen3")
+    config = settings(guidance_scale=1.5, max_new_tokens=5)
     padded = torch.tensor([[20, 21, 22], [30, 31, 32]])
     theirs = model.generate(padded, generation_config=config)
     assert torch.equal(
@@ -149,7 +155,9 @@ def test_guidance_takes_generates_own_loop():
 
 def limited(ids, prompt, limit):
     """By hand: cut where the last of the two tokens, up to the limit, is the one that opens."""
-    tokens, start, end = limit.tokens, limit.marks.start.token, limit.marks.end.token
+    tokens = limit.tokens
+    start = limit.marks.start.token
+    end = limit.marks.end.token
     seen = [one for one in prompt + ids[:tokens] if one in (start, end)]
     return ids[:tokens] if len(ids) >= tokens and seen and seen[-1] == start else ids
 
@@ -197,7 +205,8 @@ class Sequences:
 
 @pytest.mark.parametrize("limit", limits())
 def test_an_engine_draws_up_to_the_limit_and_then_the_rest(limit):
-    plain, engine = Sampling(40, (17, 18)), Sequences()
+    plain = Sampling(40, (17, 18))
+    engine = Sequences()
     whole = draw_from(engine, PROMPTS, plain, 3)
     found = draw_from(engine, PROMPTS, Sampling(40, (17, 18), thought=limit), 3)
     expected = [

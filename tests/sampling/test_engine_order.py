@@ -14,10 +14,14 @@ COMPLETION = [5, 6, 7]
 class Engine:
     """Samples the same tokens for every prompt, and notes when it is awake and what it saw."""
 
-    name, sync_seconds, adapter_dtype = "a recorder", 0.0, torch.float32
+    name = "a recorder"
+    sync_seconds = 0.0
+    adapter_dtype = torch.float32
 
     def __init__(self, model):
-        self.model, self.awake, self.calls = model, True, []
+        self.model = model
+        self.awake = True
+        self.calls = []
 
     def sync(self, model):
         self.awake = True

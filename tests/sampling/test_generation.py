@@ -25,7 +25,8 @@ from rloo_kit.sampling.engine import (
     why_no_hot_swap,
 )
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 SHAPE = {
     "vocab_size": 48,
     "hidden_size": 32,

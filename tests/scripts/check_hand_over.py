@@ -75,7 +75,8 @@ def score_by_kit(run_file):
     from rloo_kit.scoring.contract import call_reward, reward_columns
 
     job = PreparedJob(*read_config(run_file, []), say=lambda _: None)
-    tokenizer, longest = job.tokenizer, job.args.max_completion_length
+    tokenizer = job.tokenizer
+    longest = job.args.max_completion_length
     number = len(job.splits[0])
     rows = [job.splits[0][at % number] for at in range(NUM)]
     texts = [_text(at, row["answer"]) for at, row in enumerate(rows)]
@@ -166,7 +167,8 @@ def _check_config(config):
 
     assert need_reference_policy(config)
     assert not need_critic(config)
-    checked, rank = config, config.actor_rollout_ref.model.lora_rank
+    checked = config
+    rank = config.actor_rollout_ref.model.lora_rank
     if find_spec("vllm") is None:  # the last check asks vLLM for its LoRA ranks
         checked = copy.deepcopy(config)
         checked.actor_rollout_ref.model.lora_rank = 0

@@ -149,10 +149,12 @@ def differences(reference: Path, run: Path) -> list[str]:
     """Return what a finished run has that the uninterrupted one does not, in words."""
     found = []
     for name in ("adapter/adapter_model.safetensors", "completions.jsonl"):
-        mine, wanted = _bytes(run / name), _bytes(reference / name)
+        mine = _bytes(run / name)
+        wanted = _bytes(reference / name)
         if mine != wanted:
             found.append(f"{name}: {len(mine)} bytes for {len(wanted)}")
-    mine, wanted = metrics(run), metrics(reference)
+    mine = metrics(run)
+    wanted = metrics(reference)
     if mine != wanted:
         found.append(f"metrics.jsonl: {_first_metric(mine, wanted)}")
     found += [
@@ -288,7 +290,8 @@ def kill_until_finished(
 ) -> Count:
     """Train, kill and resume until the run is finished; return what came of it."""
     count = Count("", "", runs=1)
-    file, run = write_run_file(folder, overrides), folder / "run"
+    file = write_run_file(folder, overrides)
+    run = folder / "run"
     while True:
         step = newest_checkpoint(run)
         if count.kills:
@@ -327,7 +330,8 @@ def kill_and_resume(
     while sum(count.kills for count in counts.values()) < kills:
         name = names[number % len(names)]
         number += 1
-        overrides, count = SETTINGS[name][1], counts[name]
+        overrides = SETTINGS[name][1]
+        count = counts[name]
         if name not in references:
             references[name] = run_reference(work / name, overrides)
             print(f"{name}: uninterrupted in {references[name].seconds:.1f} s", flush=True)

@@ -15,7 +15,8 @@ from rloo_kit.machine.cleanup import measure
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 rk.setup()
-rounds, how = int(sys.argv[1]), sys.argv[2]
+rounds = int(sys.argv[1])
+how = sys.argv[2]
 name = sys.argv[3] if len(sys.argv) > 3 else "tiny-thinker"
 
 

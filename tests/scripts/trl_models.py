@@ -27,11 +27,18 @@ from torch import nn
 OWNER = "trl-internal-testing"
 REVISION = "0" * 40
 SEED = 20261125
-VOCABULARY, FIRST_SPECIAL = 16_384, 16_000
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-IMAGE, VIDEO, AUDIO = "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"
-AUDIO_START, AUDIO_END = "<|audio_start|>", "<|audio_end|>"
+VOCABULARY = 16_384
+FIRST_SPECIAL = 16_000
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE = "<|image_pad|>"
+VIDEO = "<|video_pad|>"
+AUDIO = "<|audio_pad|>"
+AUDIO_START = "<|audio_start|>"
+AUDIO_END = "<|audio_end|>"
 LLAMA_PAD = "<|finetune_right_pad_id|>"
 SPECIAL = [
     *(PAD, START, END, VISION_START, VISION_END, IMAGE, VIDEO, AUDIO, AUDIO_START, AUDIO_END),
@@ -100,7 +107,8 @@ def make_all(folder: Path) -> None:
     if made.exists() and json.loads(made.read_text()) == _version():
         return
     torch.manual_seed(SEED)
-    text, vision = causal_models(), image_models()
+    text = causal_models()
+    vision = image_models()
     for name, model in (text | classifiers()).items():
         _save(folder, name, model, make_tokenizer())
     for name, (model, processor) in vision.items():
@@ -175,7 +183,8 @@ def causal_models() -> dict[str, nn.Module]:
         model = made[name] = _init(tf.AutoModelForCausalLM.from_config(config))
         for module in model.modules():  # the upstream model keeps them in float32
             if hasattr(module, "A_log"):
-                module.A_log.data, module.D.data = module.A_log.data.float(), module.D.data.float()
+                module.A_log.data = module.A_log.data.float()
+                module.D.data = module.D.data.float()
     return made
 
 
@@ -257,7 +266,8 @@ def _gemma4() -> tuple[nn.Module, Any]:
 
 
 def _llava_next() -> tuple[nn.Module, Any]:
-    tiles, side = [[56, 112], [112, 56], [112, 112]], 56
+    tiles = [[56, 112], [112, 56], [112, 112]]
+    side = 56
     config = tf.LlavaNextConfig(
         text_config={**TEXT, "hidden_size": 16, "model_type": "mistral"},
         vision_config={**VISION, "image_size": side, "patch_size": 14, "projection_dim": 16},

@@ -62,7 +62,8 @@ def run(file: Path, kind: str, selected: str | None, backend: str) -> dict[str, 
     if backend == "transformers":
         env["UNSLOTH_DISABLE_CPU_FALLBACK"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        results, copied = Path(folder, "results.xml"), Path(folder, "trl_own")
+        results = Path(folder, "results.xml")
+        copied = Path(folder, "trl_own")
         copied.mkdir()
         for one in (file, *(file.parent / name for name in AROUND)):
             (copied / one.name).write_text(_with_local_ids(one.read_text()))

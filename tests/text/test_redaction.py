@@ -266,7 +266,8 @@ def test_recorded_run_holds_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", ODD)
     config = RunConfig(trainer={"hub_token": "abc"}, rewards=[{"name": "own", "api_key": ODD}])
     write_run_file(tmp_path, config)
-    recorder, state = RunRecorder(tmp_path), SimpleNamespace(global_step=1)
+    recorder = RunRecorder(tmp_path)
+    state = SimpleNamespace(global_step=1)
     row = {"step": 1, "group": 0, "prompt": f"say {ODD}", "completion": ODD, "rewards": {ODD: 1.0}}
     recorder.on_completions(None, state, None, records=[row])
     recorder.on_log(None, state, None, logs={"loss": 0.5, f"rewards/{ODD}": 1.0})

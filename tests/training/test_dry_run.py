@@ -53,7 +53,8 @@ def made(tmp_path_factory):
 @pytest.fixture
 def trainer(made):
     """A trainer shared by the tests: a dry run leaves it as it was."""
-    settings, dataset = dict(vars(made.args)), made.train_dataset
+    settings = dict(vars(made.args))
+    dataset = made.train_dataset
     yield made
     vars(made.args).update(settings)
     made.train_dataset = dataset
@@ -158,7 +159,8 @@ def test_trainer_is_left_as_it_was(trainer):
 
 def watched(trainer, refuse=lambda batch: None):
     """A list that gets (gradients are kept, rows, width) of every pass of the policy."""
-    passes, run = [], trainer.policy.run
+    passes = []
+    run = trainer.policy.run
 
     def noting(batch, **how):
         refuse(batch)
@@ -302,7 +304,8 @@ def test_run_without_memory_ends_before_step_one(tmp_path):
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, False), (False, False), (True, True)])
 def test_on_a_cpu_it_is_made_only_on_request(trainer, asked, expected):
-    trainer.args.dry_run, said = asked, []
+    trainer.args.dry_run = asked
+    said = []
     found = trainer.dry_run_if_wanted(said.append)
     assert said == ([str(found)] if expected else [])
     assert (found is not None) == expected

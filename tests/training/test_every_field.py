@@ -43,7 +43,10 @@ class Acts:
     """One row: the value to set, what then differs, and kind and settings of both trainings."""
 
     def __init__(self, value, differs, kind="lora", **context):
-        self.value, self.differs, self.kind, self.context = value, differs, kind, context
+        self.value = value
+        self.differs = differs
+        self.kind = kind
+        self.context = context
 
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
@@ -317,7 +320,9 @@ class Watcher(TrainerCallback):
     """Keeps the batches of a training; its evaluations count up."""
 
     def __init__(self):
-        self.batches, self.advantages, self.evaluations = [], [], 0
+        self.batches = []
+        self.advantages = []
+        self.evaluations = 0
 
     def on_completions(self, *_, rollout, **__):
         self.batches.append(rollout.sampled)
@@ -332,7 +337,8 @@ class Recorder:
     """Stands for a library at its border: keeps what is called, and answers with itself."""
 
     def __init__(self, name="", calls=None):
-        self.name, self.calls = name, [] if calls is None else calls
+        self.name = name
+        self.calls = [] if calls is None else calls
         self.__version__ = "9.9"
 
     def __getattr__(self, name):
@@ -401,7 +407,8 @@ def of_trained(trainer, watcher, calls, resume):
     if trainer.args.log_completions:
         trainer.args.report_to = ["trackio"]  # whose tables the recorder takes
     output = trainer.train(resume_from_checkpoint=resume)
-    history, batches = trainer.state.log_history, watcher.batches
+    history = trainer.state.log_history
+    batches = watcher.batches
     layers = [*trainer.model.modules()]
     return {
         "log": [[row["step"], sorted(row)] for row in history],
@@ -433,7 +440,8 @@ def of_loader(loader):
 
 def of_built(trainer, calls, wanted):
     """What a trainer shows that has not trained."""
-    accelerator, model = trainer.accelerator, trainer.model
+    accelerator = trainer.accelerator
+    model = trainer.model
     if wanted == "dtype":
         trainer.evaluate()
     elif wanted == "uploaded":
@@ -470,7 +478,8 @@ def of_built(trainer, calls, wanted):
 def observe(root, row, settings):
     """Return what is seen of a trainer with these settings, as far as the row asks for it."""
     root.mkdir()
-    printed, calls = io.StringIO(), []
+    printed = io.StringIO()
+    calls = []
     seen = {"error": None}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -520,7 +529,8 @@ def usual(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _as_it_was():
-    verbosity, variables = transformers.logging.get_verbosity(), dict(os.environ)
+    verbosity = transformers.logging.get_verbosity()
+    variables = dict(os.environ)
     yield
     transformers.logging.set_verbosity(verbosity)
     torch.use_deterministic_algorithms(False)

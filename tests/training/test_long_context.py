@@ -13,8 +13,11 @@ from rloo_kit.sampling.engine import Generations
 
 pytestmark = pytest.mark.faults  # at the limit of memory; make test-faults
 
-SHORT, LONG = 512, 2048
-HIDDEN, INTERMEDIATE, VOCABULARY = 32, 64, 2048
+SHORT = 512
+LONG = 2048
+HIDDEN = 32
+INTERMEDIATE = 64
+VOCABULARY = 2048
 # Bytes that a layer keeps of a token, and works with: about two thirds of it are used
 A_TOKEN = 4 * (16 * HIDDEN + 8 * INTERMEDIATE)
 # Tokens whose logits exist at one time, here
@@ -24,7 +27,9 @@ CHUNK = 128
 class Given:
     """Samples what it was given."""
 
-    name, sync_seconds, adapter_dtype = "given completions", 0.0, torch.float32
+    name = "given completions"
+    sync_seconds = 0.0
+    adapter_dtype = torch.float32
 
     def __init__(self, length):
         self.length = length
@@ -74,7 +79,8 @@ def step(length, folder, attention="sdpa"):
         engine=Given(length),
     )  # fmt: skip
     passes = []
-    learn, forward = trainer.learner.learn, trainer.learner.forward
+    learn = trainer.learner.learn
+    forward = trainer.learner.forward
 
     def counted(batch):
         passes.append(batch.num_positions)

@@ -58,7 +58,8 @@ def same_samples(monkeypatch):
 
 
 def train(trainer_class, config_class, folder, steps, adapter_std=0.0, **settings):
-    model, gradients = small_model(adapter_std), Gradients()
+    model = small_model(adapter_std)
+    gradients = Gradients()
     common = {
         "output_dir": str(folder / trainer_class.__name__),
         "max_steps": steps,

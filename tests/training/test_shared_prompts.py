@@ -144,7 +144,8 @@ def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, settings):
 
 def test_checkpointing_is_turned_on_by_name_as_unsloth_takes_it_for_gemma(tmp_path):
     trainer = trainer_of(make("llama"), tmp_path, gradient_checkpointing=True)
-    turn_on, seen = trainer.model.gradient_checkpointing_enable, []
+    turn_on = trainer.model.gradient_checkpointing_enable
+    seen = []
 
     def of_unsloth(**kwargs):  # `_gc_enable_reentrant` in unsloth/models/vision.py
         gc_kwargs = kwargs.get("gradient_checkpointing_kwargs", {}) or {}

@@ -59,7 +59,8 @@ def renamed_thinker(folder, family):
     for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
         if file.exists():
             template = file.read_text()
-            old, new = ("<think>\\n", start.replace("\n", "\\n"))
+            old = "<think>\\n"
+            new = start.replace("\n", "\\n")
             file.write_text(template.replace(old, new).replace("</think>", end))
 
 

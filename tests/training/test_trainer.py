@@ -240,7 +240,8 @@ def test_a_scheduled_weight_and_a_gate_in_training(policy, tmp_path):
 
 def test_a_long_thought_ends_its_completion_as_truncated(policy, tmp_path):
     model, tokenizer = policy
-    lengths, closing = [], tokenizer.convert_tokens_to_ids("</think>")
+    lengths = []
+    closing = tokenizer.convert_tokens_to_ids("</think>")
 
     def note(completion_ids, **_):
         lengths.extend((len(ids), closing in ids[:12]) for ids in completion_ids)

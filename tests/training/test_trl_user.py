@@ -61,7 +61,8 @@ def values_of(config):
 
 def test_a_parsed_config_is_the_one_that_python_makes(tmp_path):
     same = {"output_dir": str(tmp_path)}
-    parsed, made = parse("--output_dir", str(tmp_path)), rk.LeaveOneOutConfig(**same)
+    parsed = parse("--output_dir", str(tmp_path))
+    made = rk.LeaveOneOutConfig(**same)
     different = {n for n, v in values_of(made).items() if values_of(parsed)[n] != v}
     assert different <= {"accelerator_config"}  # an object without equality
     assert (parsed.follows_model, parsed.memory_share_given) == (True, False)
@@ -196,7 +197,8 @@ def test_every_value_of_trls_config_is_kept(tmp_path, settings):
 
     given = RLOOConfig(**few(tmp_path, **settings))
     taken = _own_config(given)
-    own, theirs = taken.to_dict(), given.to_dict()
+    own = taken.to_dict()
+    theirs = given.to_dict()
     different = {name for name, value in theirs.items() if own[name] != value}
     assert different <= {"hub_token", *BY_DEVICE} - set(settings)  # a token is not shown
     assert (taken.bf16, taken.fp16) == (given.bf16, given.fp16)
@@ -355,7 +357,8 @@ def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kin
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = counting(AutoTokenizer.from_pretrained(reward_folder))
-    sides, Counting.calls = (tokenizer.padding_side, tokenizer.truncation_side), 0
+    sides = (tokenizer.padding_side, tokenizer.truncation_side)
+    Counting.calls = 0
     reward = str(reward_folder)
     if kind == "model":
         reward = AutoModelForSequenceClassification.from_pretrained(reward_folder)

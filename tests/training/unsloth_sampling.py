@@ -40,7 +40,8 @@ def sampler_of(policy, tmp_path, **settings):
 
 def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path):
     graphs = pytest.importorskip("unsloth.models._decode_graphs")
-    sampler, depths = sampler_of(policy, tmp_path), []
+    sampler = sampler_of(policy, tmp_path)
+    depths = []
     policy[0].get_base_model().register_forward_pre_hook(
         lambda *_: depths.append(getattr(graphs._TLS, "rl_depth", 0))
     )

@@ -3,7 +3,8 @@
 
 def delay_sync(monkeypatch, kind):
     """Let ``kind.sync`` send the adapter that it was given the time before."""
-    sync, last = kind.sync, {}
+    sync = kind.sync
+    last = {}
 
     def late(self, model):
         adapter = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -124,7 +124,8 @@ def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     model, tokenizer, _ = policy
     # completions continue in a second call after so many tokens, or end inside the thought
     budget = {"thinking_budget": 24, "rollout_correction": "token"}
-    trainer, lengths = make_trainer(model, tokenizer, max_steps=4, **budget), []
+    trainer = make_trainer(model, tokenizer, max_steps=4, **budget)
+    lengths = []
     closing = tokenizer.convert_tokens_to_ids("</think>")
 
     def note(args, state, control, rollout, **_):
@@ -152,7 +153,8 @@ def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, monkeypatch)
     sampling = Sampling(24, tuple(model.generation_config.eos_token_id))
     wanted = engine.generate(prompts[:4], sampling, 3)
     inner = engine._llm.llm_engine
-    step, steps = inner.step, []
+    step = inner.step
+    steps = []
 
     def interrupted():
         steps.append(1)
@@ -173,7 +175,8 @@ def never(monkeypatch):
     generate = VllmEngine.generate
 
     def without_adapter(self, *args):
-        request, self._request = self._request, None
+        request = self._request
+        self._request = None
         try:
             return generate(self, *args)
         finally:

@@ -113,7 +113,8 @@ def never(monkeypatch):
     generate = VllmServer.generate
 
     def without_adapter(self, *args):
-        name, self._adapter = self._adapter, None
+        name = self._adapter
+        self._adapter = None
         try:
             return generate(self, *args)
         finally:

@@ -100,7 +100,8 @@ def hide():
             if hasattr(module, name):
                 delattr(module, name)
     os.environ.setdefault("USERNAME", "someone")
-    os.stat, os.rename = hidden_from_the_kit(os.stat), rename
+    os.stat = hidden_from_the_kit(os.stat)
+    os.rename = rename
     sys.addaudithook(watch)
     warnings.filterwarnings("error", category=EncodingWarning, module=r"rloo_kit")
 
