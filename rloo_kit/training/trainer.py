@@ -363,6 +363,12 @@ def _own_reference(
         ConfigError: It is not a model, or would have no effect.
     """
     if ref_policy is None:
+        is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
+        if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
+            raise ConfigError(
+                "beta needs a reference, but the model has no name or folder from which TRL could "
+                "load it again: train an adapter (attach_lora), give ref_policy, or set beta to 0"
+            )
         return None
     if not isinstance(ref_policy, torch.nn.Module):
         raise ConfigError(f"ref_policy is a {type(ref_policy).__name__}, must be a loaded model")

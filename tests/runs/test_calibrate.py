@@ -135,7 +135,7 @@ def test_most_signal_in_range_is_chosen():
         ([level(1, 0.9, 0.2), level(2, 1.0, 0)], "use harder ones"),
         ([level(1, 0.1, 0.2), level(2, 0, 0)], "use easier ones"),
         ([level(1, 0.9, 0.2), level(2, 0, 0)], "use others"),
-        ([level(None, 0.5, 0)], "use others"),
+        ([level(None, 0.5, 0)], "different scores: raise --num-generations"),
     ],
 )
 def test_no_level_in_range_says_what_to_take(levels, remedy):
