@@ -65,10 +65,14 @@ MORE = {
 }
 # Command -> another one, and the options that it has from it
 SAME_AS = {
+    "quickstart": ("train", ("--resume",)),
     "judge": ("eval", ["--prompts", "--num-prompts", "--batch-size", "--vllm", "--output"]),
 }
 # Helps that the page says once, at its top
-SAID_ONCE = ("or the folder of a run", "a run, a checkpoint, an adapter or a model")
+SAID_ONCE = (
+    "a run file, or the folder of a run",
+    "a run, a checkpoint, an adapter or a model",
+)
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
 # Of a reward's docstring, after its first line

@@ -256,8 +256,8 @@ def _chosen(levels: list[Level]) -> Level:
     shares = [one.solved for one in levels]
     if any(LOW <= share <= HIGH for share in shares):
         raise DataError(
-            "no prompt of a level that is solved 20 to 80% of the time has completions of different "
-            "scores: raise --num-generations or trainer.temperature, or use other prompts"
+            "no prompt of a level that is solved 20 to 80% of the time has completions of "
+            "different scores: raise --num-generations or trainer.temperature, or use other prompts"
         )
     what = "others"
     if min(shares) > HIGH:

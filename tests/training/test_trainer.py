@@ -176,7 +176,7 @@ def test_a_ref_policy_with_other_weights_is_the_reference(policy, tmp_path, othe
 
 def test_a_model_without_a_name_has_no_reference(policy, other_weights, tmp_path):
     other_weights.config._name_or_path = ""
-    with pytest.raises(rk.ConfigError, match="beta needs a reference, .* or set beta to 0"):
+    with pytest.raises(rk.ConfigError, match=r"beta needs a reference, .* or set beta to 0"):
         legacy_trainer((other_weights, policy[1]), tmp_path, None)
 
 
