@@ -314,6 +314,8 @@ class Expected:
             self.model.zero_grad()
             total = torch.zeros(())
             metrics = []
+            # the kit says which rows a step learns from, the reference that they weigh 1 in all
+            whole = sum(float(weights.sum()) for _, weights in rollouts)
             for rollout, weights in rollouts:
                 batch, old, start = self.passes_of(rollout.sampled, step)
                 if id(batch) not in advantages:
@@ -322,7 +324,12 @@ class Expected:
                     advantages[id(batch)] = reference.advantages_of(*known)
                     metrics.append(reference.metrics_of(*known))
                 total = total + reference.step_loss(
-                    self.policy, batch, weights.tolist(), old, advantages[id(batch)], settings
+                    self.policy,
+                    batch,
+                    (weights / whole).tolist(),
+                    old,
+                    advantages[id(batch)],
+                    settings,
                 )
             if total.requires_grad:
                 total.backward()
