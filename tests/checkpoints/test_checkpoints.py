@@ -65,6 +65,28 @@ def rewrite_manifest(folder, **changes):
 # --- what is written is what is read --------------------------------------------------------------
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be synced there")
+def test_all_is_on_the_disk_before_one_rename_gives_the_name(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor):
+        events.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def noted_rename(path, target):
+        events.append((path.name, Path(target).name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    folder = write(tmp_path / "run", 3)
+    everything = {path.stat().st_ino for path in [folder, *folder.rglob("*")]}
+    place = events.index((".checkpoint-3.part", "checkpoint-3"))
+    assert everything <= set(events[:place])
+    assert events[place + 1 :] == [folder.parent.stat().st_ino]
+
+
 def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
     facts = {"rng": [1, 2**70], "loss": 0.1 + 0.2, "text": "ß", "none": None}
     folder = write_checkpoint(tmp_path / "runs" / "a", 30, fill, facts=facts, score=0.5)
