@@ -105,7 +105,7 @@ def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, l
 
 def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe is another error there")

@@ -33,7 +33,7 @@ REWARDS = {
 # The first words of a command, values of the run file that it refuses, and words of the message
 REFUSED = [
     ("eval", {"held_out": 0}, "name some with --prompts"),
-    ("calibrate", {"rewards": "library"}, "weighs most and is not in [0, 1]"),
+    ("calibrate", {"rewards": "library"}, "has the largest weight and is not in [0, 1]"),
 ]
 
 

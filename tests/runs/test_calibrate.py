@@ -191,7 +191,7 @@ def test_the_judge_is_the_reward_of_the_largest_weight(capsys):
     few = ["--num-prompts", "4", "--num-generations", "4", "--set", "data.held_out=2"]
     main(["calibrate", "run.yaml", *few, *weights])  # 2 where four prompts are all alike
     printed = capsys.readouterr()
-    assert "weighs most" not in printed.err
+    assert "largest weight" not in printed.err
     assert "level     prompts  solved" in printed.out
 
 
