@@ -60,16 +60,19 @@ class Code(AnswerReward):
     r"""Reward a program by the share of its tests that pass.
 
     Range: [0.0, 1.0]; with ``all_or_nothing`` 1.0 or 0.0. The program is the last block between
-    ``` fences after the last ``</think>``. It runs in a process of its own with only the standard
-    library, confined as docs/how-to/code_sandbox.md says: whatever it does, only its own sample
+    ``` fences after the last ``</think>``. It runs in a separate process with only the standard
+    library, confined as docs/how-to/code_sandbox.md says. Whatever it does, only its own completion
     loses the reward. None if there are no tests.
 
-    The column holds, per row, a list or its JSON text. A string in it is Python (one assert, as in
-    MBPP, or ``check`` and its call, as in HumanEval), run after the program in the same process;
-    the values of ``assert a == b`` are compared outside of that process. An object
-    ``{"input", "output"}`` is a run of its own, which passes if it prints the output, white space
-    at the ends of lines and of the whole aside; after a run that took too long, the others count as
-    failed. One object of two lists, ``{"inputs", "outputs"}`` (APPS), holds several of them.
+    Each row of the column is a list of tests, or the list as JSON text. There are three kinds:
+
+    - A string is Python code, such as one assert (MBPP), or ``check`` and its call (HumanEval). It
+      runs after the program in the same process; the two values of ``assert a == b`` are compared
+      outside of that process.
+    - An object ``{"input", "output"}`` is one separate run of the program. It passes if the program
+      prints the output; white space at the end of a line or of the whole output is ignored. If a
+      run takes too long, the runs after it count as failed.
+    - An object of two lists, ``{"inputs", "outputs"}`` (APPS), holds several such runs.
 
     >>> row = {"tests": [["assert add(1, 2) == 3", "assert add(1, 1) == 2"]]}
     >>> Code()(completions=["```python\ndef add(a, b): return 3\n```"], **row)

@@ -90,7 +90,7 @@ class Countdown(AnswerReward):
     """Score of an expression that keeps the rules and misses the target."""
 
     def __post_init__(self) -> None:
-        """Refuse a score for a miss that is not below 1."""
+        """Raise RewardContractError if the score for a wrong answer is 1 or more."""
         check_least("valid_score", self.valid_score, 0, 1)
 
     def __call__(

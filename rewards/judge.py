@@ -61,7 +61,7 @@ _FIXED_FIELDS = ("messages", "model", "n", "stream")
 
 @dataclass(frozen=True)
 class Judge(TemplateAware):
-    """Reward what a judging model prefers, asked over HTTP.
+    """Reward a completion by the judgement of another model, called over HTTP.
 
     Range: [0, 1], higher is better. In mode ``rubric`` the judge gives a number on ``scale``, which
     is mapped linearly to [0, 1]. In mode ``pairwise`` it compares the completion with a reference,
@@ -69,8 +69,8 @@ class Judge(TemplateAware):
     that disagree. None if the reference is missing (None, NaN or blank) and, with
     ``on_failure="skip"``, if the judge gave no score.
 
-    The server may be any with ``/chat/completions`` of OpenAI's API. Equal questions of a call
-    share their answer. The call is a coroutine; alone it runs with ``asyncio.run``.
+    Any server with OpenAI's ``/chat/completions`` works. Identical questions of one call are sent
+    once. The call returns a coroutine; outside of a trainer run it with ``asyncio.run``.
 
     Source: single-answer grading and pairwise comparison with swapped positions of Zheng et al.
     2023, arXiv 2306.05685, sections 3.1 and 3.4.

@@ -32,7 +32,7 @@ class _Worker:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type["_Worker"], tuple[()]]:
-        """Pickle as a worker that has not started."""
+        """Pickle without the running process; the copy starts its own."""
         return type(self), ()
 
     def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:

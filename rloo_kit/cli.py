@@ -177,7 +177,12 @@ ASKED = (
 # --- the commands --------------------------------------------------------------------------------
 
 
-@_command("quickstart", "train the embedded model, which takes a minute on a CPU", RESUME, SET)
+@_command(
+    "quickstart",
+    "train the small model that comes with the kit; it takes about a minute on a CPU",
+    RESUME,
+    SET,
+)
 def _quickstart(**options: Any) -> int:
     return _train("quickstart", **options)
 
@@ -471,7 +476,9 @@ def _hand_over(**options: Any) -> None:
 @_command(
     "legacy",
     "print the run file for a command line of rloo.py in TRL before 0.22",
-    _argument("words", "the command line, after --", nargs=argparse.REMAINDER, metavar="..."),
+    _argument(
+        "words", "the older command line, written after --", nargs=argparse.REMAINDER, metavar="..."
+    ),
 )
 def _legacy(words: list[str]) -> None:
     from rloo_kit.config.legacy import legacy_run_file

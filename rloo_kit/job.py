@@ -94,7 +94,7 @@ def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
 
 
 def beside(name: str, base: Path) -> str:
-    """Return the path of ``name`` relative to ``base`` if it exists only there, else ``name``."""
+    """Return ``base / name`` if that exists and ``name`` itself does not; else ``name``."""
     candidate = base / name
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
 

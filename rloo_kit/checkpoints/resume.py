@@ -182,7 +182,10 @@ class ResumableTrainer(Trainer):
     # --- the snapshot of the last finished step --------------------------------------------------
 
     def take_snapshot(self) -> dict[str, Any]:
-        """Keep the small state of a finished step with finite weights, and return it."""
+        """Keep the state of the step that has just ended, without weights and optimizer; return it.
+
+        It is called only if the weights are finite.
+        """
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
         # A later step may be in progress when it is written

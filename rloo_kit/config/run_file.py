@@ -333,7 +333,8 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
         table = content.get(section) or {}
         if not equals or not all(keys) or len(keys) > 2:
             errors.append(
-                f"--set {format_value(override)} does not have the form section.key=value"
+                f"--set {format_value(override)} does not have the form section.key=value: write "
+                "it like trainer.beta=0.1"
             )
         elif len(keys) == 1:
             content[section] = read_value(text)

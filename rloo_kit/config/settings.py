@@ -127,7 +127,7 @@ class KitSettings:
         "If a reward cannot score a completion: `stop` the run, or `skip` the score and log it.",
     )
     reward_timeout_seconds: float | None = setting(
-        None, "Time limit of a call of a reward function; null: no limit.", above=0
+        None, "Time limit of a call of a reward function, in seconds; null: no limit.", above=0
     )
     dynamic_sampling: bool = setting(
         False,
@@ -184,7 +184,7 @@ class KitSettings:
     keep_last: int = setting(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_best: int = setting(
         1,
-        "Number of further checkpoints to keep, those that scored highest.",
+        "Number of highest-scoring checkpoints to keep in addition to the newest.",
         minimum=0,
     )
     max_hours: float | None = setting(

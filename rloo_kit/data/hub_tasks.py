@@ -110,9 +110,9 @@ def read_hub_task(name: str, split: str) -> list[Row]:
             converted = task.convert(row)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as exc:
             raise DataError(
-                f"{place}: is not a row of {short}, which has {task.needs} "
-                f"({type(exc).__name__}: {first_line(exc)}): fix it, or name the columns with "
-                "data.columns and the file without the task"
+                f"{place} is not a row of {short}, whose rows have {task.needs} "
+                f"({type(exc).__name__}: {first_line(exc)}): fix the row, or give the file without "
+                "the name of the task and name its columns with data.columns"
             ) from exc
         rows.setdefault(converted["prompt"], converted)
     return list(rows.values())

@@ -64,7 +64,7 @@ def load_prompts(  # noqa: PLR0913
 
     Raises:
         DataError: No such source, no ``prompt``, no rows, a bad line, or an argument without
-        effect.
+            effect.
     """
     name = str(name)
     is_made = name in BUILTIN or name.startswith(PREFIX)

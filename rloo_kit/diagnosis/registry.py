@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """Evidence that a rule yields; the registry adds the texts of its kind of finding."""
+    """Result of a rule that found a problem; the registry adds the texts of that kind."""
 
     evidence: str
     level: str = "error"

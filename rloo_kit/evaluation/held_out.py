@@ -211,12 +211,12 @@ def _prompts(
         how = {"num_prompts": most, "system": system_message(data)}
         if not hub_task(name):  # a file or a dataset in the run's own columns
             how |= {key: getattr(data, key) for key in ("split", "config", "columns", "skip_empty")}
-    how |= {"chat": data.chat, "seed": config.seed}
+    load = functools.partial(load_prompts, name, chat=data.chat, seed=config.seed)
     try:
-        return load_prompts(name, **how)
+        return load(**how)
     except DataError:
         if is_the_runs or not how.get("columns"):
             raise
         with contextlib.suppress(DataError):  # a file of its own, with the kit's names
-            return load_prompts(name, **how | {"columns": None})
+            return load(**{**how, "columns": None})
         raise

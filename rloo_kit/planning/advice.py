@@ -33,7 +33,7 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
-    """Return the bytes of the peak with options changed."""
+    """Return the peak memory in bytes if these options were changed."""
     return plan_memory(make_job(apply(config, options), facts)).peak_bytes
 
 

@@ -55,7 +55,10 @@ def describe_fits(card: Hardware) -> str:
 
 
 def longest_fit(name: str, card: Hardware) -> Fit | None:
-    """Return the run file with the longest of its own length and ``LENGTHS`` that fits, or None."""
+    """Return the run file with the longest completions that fit on the card, or None.
+
+    The lengths that are tried are the run file's own and ``LENGTHS``.
+    """
     config = read_run_file(name)
     own = config.trainer["max_completion_length"]
     prompt = config.model.max_seq_length - own

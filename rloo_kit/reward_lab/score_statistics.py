@@ -55,7 +55,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class RewardStats:
-    """One row of the table."""
+    """Statistics of the scores of one reward: a row of the table."""
 
     name: str
     weight: float

@@ -173,7 +173,10 @@ class Tally:
     def count_tokens(
         self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
     ) -> None:
-        """Count a micro-batch; all are ``(N, C)``, ``moved`` the change of log-probabilities."""
+        """Add the counts of a micro-batch.
+
+        Every tensor is ``(N, C)``; ``moved`` is the change of the log-probabilities.
+        """
         self.completion_tokens += int(mask.sum())
         self.squared_log_ratio += float((moved.square() * mask).sum())
         if entropies is not None:

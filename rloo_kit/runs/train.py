@@ -262,9 +262,9 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         if not is_out_of_memory(exc):
             raise
         raise MemoryRanOutError(
-            f"memory ran out ({first_line(exc)}): close other programs, lower "
-            f"trainer.per_device_train_batch_size with more gradient_accumulation_steps, or "
-            f"trainer.max_completion_length"
+            f"memory ran out ({first_line(exc)}): close other programs; or lower "
+            "trainer.per_device_train_batch_size and raise trainer.gradient_accumulation_steps; or "
+            "lower trainer.max_completion_length"
         ) from exc
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")

@@ -68,10 +68,12 @@ class Completer:
         )
 
     def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending[Any]:
-        """Start the rewards; the result is F lists of B scores. Async rewards run at once.
+        """Start the reward functions; the result is F lists of B scores.
+
+        Async rewards begin now, others when the result is read.
 
         Raises:
-            RewardContractError: From a reward, here or when the result is read.
+            RewardContractError: A reward broke the contract, now or when the result is read.
         """
         columns = reward_columns(
             rows,

@@ -104,10 +104,11 @@ class Engine(Protocol):
 def draw_from(
     engine: Engine, prompt_ids: list[list[int]], sampling: Sampling, seed: int
 ) -> Generations:
-    """Complete each of B prompts once, within ``sampling.thought``.
+    """Complete each of B prompts once, with thoughts no longer than ``sampling.thought``.
 
-    An engine's own limit of a thought forces the closing token, which the policy has not sampled.
-    So completions are sampled up to the limit first, and then continued if they do not exceed it.
+    An engine that limits a thought itself inserts the closing token, which the policy has not
+    sampled. So all completions are first sampled up to the limit. Those whose thought is closed by
+    then are continued; the others end there.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:

@@ -78,7 +78,7 @@ def _parameters(target: Reward) -> list[Parameter]:
 
 
 def _field_texts(kind: type) -> dict[str, str]:
-    """Return field -> the string below it in the source, on one line."""
+    """Return a dict from the name of each field to the string below it, joined into one line."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))

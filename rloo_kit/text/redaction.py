@@ -93,7 +93,7 @@ def remember_secret(value: str, name: str = "") -> None:
 
 
 def remember_settings(settings: object, name: str = "") -> None:
-    """Remember every value in nested dicts and lists whose name marks it as a secret."""
+    """Search nested dicts and lists, and remember every value whose key marks it as a secret."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             remember_settings(value, str(key))

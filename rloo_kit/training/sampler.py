@@ -117,8 +117,12 @@ class Sampler:
             )
 
     def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
-        """Send the adapter if it has changed; before the first step, prove that it arrives."""
-        prove = self.args.canary and self.model.training and self.canary is None
+        """Send the adapter to the engine if it has changed; before the first step, prove that.
+
+        The proof needs an adapter. A caller's own engine may sample from a model without one.
+        """
+        wanted = self.args.canary and hasattr(self.model, "peft_config")
+        prove = wanted and self.model.training and self.canary is None
         if self.is_synced and not prove:
             return
         engine.sync(self.model)

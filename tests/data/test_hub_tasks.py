@@ -159,10 +159,10 @@ def test_plain_prompts_have_no_system_message(copy):
     [
         (
             {"problem": "1 + 1?", "answer": "#### 2"},
-            "line 1: is not a row of gsm8k, which has quest",
+            "line 1 is not a row of gsm8k, whose rows have quest",
         ),
         ({"question": "1 + 1?", "answer": "2"}, "the answer '2' has no ####"),
-        ({"question": "1 + 1?", "answer": None}, "line 1: is not a row of gsm8k"),
+        ({"question": "1 + 1?", "answer": None}, "line 1 is not a row of gsm8k"),
     ],
 )
 def test_a_row_of_another_dataset_is_named(row, message, tmp_path):
