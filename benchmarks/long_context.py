@@ -22,8 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,7 @@ QUICK = (1024, 2048, 4096)
 ROWS = 2
 WINDOW = 1024
 MIB = 1024**2
+Fit = dict[str, float]
 
 SMALL = {
     # two layers under the vocabulary of a real model: all logits of 16k tokens would be 2 GiB
@@ -72,7 +73,6 @@ ARMS = (
     Arm("embedded", "embedded model", embedded=True, lengths=LENGTHS[:3]),
 )
 
-PHASES = ("sampling", "reference pass", "old pass", "learning", "rewards", "records", "report")
 PASSES = ("reference pass", "old pass", "learning")
 
 
@@ -363,14 +363,9 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
             else:
                 step_of_random(arm, length, folder)
             clock.switch("rest")
-            files = {
-                path.name: path.stat().st_size
-                for path in Path(folder).rglob("*")
-                if path.name in ("completions.jsonl", "report.html")
-            }
         if length < lengths[0]:
             continue
-        point = {
+        point: dict[str, Any] = {
             "length": length,
             "tokens": ROWS * length,
             "seconds": dict(clock.seconds),
@@ -379,7 +374,7 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
         }
         if not arm.embedded and (arm.window is None or arm.attention == "blocks"):
             point["attention"] = attention_seconds(arm, length)
-        print(json.dumps(point | ({"files": files} if files else {})), flush=True)
+        print(json.dumps(point), flush=True)
 
 
 def in_child(arm: Arm, lengths: list[int]) -> list[dict[str, Any]]:
@@ -391,19 +386,10 @@ def in_child(arm: Arm, lengths: list[int]) -> list[dict[str, Any]]:
         for line in child.stdout:
             if line.startswith('{"length"'):
                 points.append(json.loads(line))
-                print(f"{arm.name:20} {as_line(points[-1])}", flush=True)
+                print(arm.name, line, end="", flush=True)
     if child.returncode:
         raise SystemExit(f"the arm {arm.name} ended with code {child.returncode}")
     return points
-
-
-def as_line(point: dict[str, Any]) -> str:
-    """A point as one line."""
-    parts = [
-        f"{name} {point['seconds'][name]:.1f} s" for name in PHASES if point["seconds"].get(name)
-    ]
-    peak = max(point["over"].values()) / MIB
-    return f"{point['length']:6} tokens: {', '.join(parts)}; {peak:.0f} MiB"
 
 
 # --- what it amounts to --------------------------------------------------------------------------
@@ -428,44 +414,33 @@ def sampling_of(point: dict[str, Any]) -> float:
     return point["seconds"]["sampling"]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A straight line through the points of a quantity, and how straight they are."""
-
-    per_token: float
-    """Slope: of one more token of each completion."""
-    constant: float
-    largest_error: float
-    """Of the line, over the largest value."""
-    last_doubling: float
-    """Factor from the last but one length to the last: 2 is linear, 4 is quadratic."""
-
-
 def fitted(points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Fit:
-    """Fit by least squares."""
-    from statistics import linear_regression
+    """Fit a straight line through a quantity by least squares.
 
+    Returns:
+        The slope per token, the constant, the largest error of the line over the largest value, and
+        the factor of a doubling between the last two lengths: 2 is linear, 4 is quadratic.
+    """
     lengths = [p["length"] for p in points]
     values = [value(p) for p in points]
     slope, constant = linear_regression(lengths, values)
     errors = [abs(v - slope * n - constant) for n, v in zip(lengths, values, strict=True)]
-    doublings = math.log2(lengths[-1] / lengths[-2])
-    factor = (values[-1] / values[-2]) ** (1 / doublings)
-    return Fit(slope, constant, max(errors) / max(values), factor)
+    factor = (values[-1] / values[-2]) ** (1 / math.log2(lengths[-1] / lengths[-2]))
+    return {
+        "per_token": slope,
+        "constant": constant,
+        "largest_error": max(errors) / max(values),
+        "last_doubling": factor,
+    }
 
 
-def fits(arms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def fits(arms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Fit]]:
     """Fit every quantity of every arm."""
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for name, points in arms.items():
-        found[name] = {
-            "seconds": asdict(fitted(points, passes_of)),
-            "mib": asdict(fitted(points, peak_of)),
-        }
+        found[name] = {"seconds": fitted(points, passes_of), "mib": fitted(points, peak_of)}
         if "attention" in points[0]:
-            found[name]["seconds_without_attention"] = asdict(fitted(points, others_of))
-        if ARM[name].embedded:
-            found[name]["sampling_seconds"] = asdict(fitted(points, sampling_of))
+            found[name]["seconds_without_attention"] = fitted(points, others_of)
     return found
 
 
@@ -507,7 +482,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
             axis.plot(lengths, values, style, marker="o", markersize=3, color=colour, label=words)
             fit = fitted(arms[name], value)
             ends = [0, lengths[-1]]
-            line = [fit.constant + fit.per_token * end for end in ends]
+            line = [fit["constant"] + fit["per_token"] * end for end in ends]
             axis.plot(ends, line, "--", linewidth=0.6, color=colour)
         axis.set(title=title, xlabel="tokens of a completion", xlim=(0, None), ylim=(0, None))
         ticks = [n for n in LENGTHS[1:] if n <= 2 * lengths[-1]]
@@ -536,7 +511,7 @@ def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def growth_table(found: dict[str, dict[str, Any]]) -> str:
+def growth_table(found: dict[str, dict[str, Fit]]) -> str:
     """What a doubling of the length multiplies, as Markdown."""
     lines = [
         "| model | seconds | without attention | memory as a line | that is off by |",
@@ -556,17 +531,10 @@ def growth_table(found: dict[str, dict[str, Any]]) -> str:
 
 def draw() -> None:
     """Write the picture and the page's tables."""
-    content = json.loads(RESULT.read_text())
-    arms = content["arms"]
+    arms = json.loads(RESULT.read_text())["arms"]
     picture(arms)
     write_part(PAGE, "long-passes", passes_table(arms))
-    write_part(PAGE, "long-growth", growth_table(content["fits"]))
-
-
-def write(arms: dict[str, list[dict[str, Any]]]) -> None:
-    """Write what there is so far, so that a run that is stopped leaves its arms."""
-    measured = {name: arms[name] for name in ARM if name in arms}
-    write_result(RESULT.stem, model=SMALL, rows=ROWS, fits=fits(arms), arms=measured)
+    write_part(PAGE, "long-growth", growth_table(fits(arms)))
 
 
 ARM = {arm.name: arm for arm in ARMS}
@@ -591,7 +559,8 @@ def main() -> None:
     for name in asked.only or ARM:
         arms[name] = in_child(ARM[name], [n for n in ARM[name].lengths if n <= longest])
         if not asked.quick:
-            write(arms)
+            measured = {name: arms[name] for name in ARM if name in arms}
+            write_result(RESULT.stem, model=SMALL, rows=ROWS, fits=fits(measured), arms=measured)
     print(growth_table(fits(arms)))
     if not asked.quick and set(arms) == set(ARM):
         draw()
