@@ -4,6 +4,7 @@
     python benchmarks/learn_step.py --longest 256        # shorter completions: minutes a pair
     python benchmarks/learn_step.py --cells skewed/half  # some of them
     python benchmarks/learn_step.py --geometry qwen3-0.6b --load-in-4bit   # on a GPU
+    python benchmarks/learn_step.py --report             # tables and picture from the results
 
 Both arms get the completions of one length distribution and the same scores, and run in the order
 A B A B (A: TRL's RLOOTrainer, B: LeaveOneOutTrainer) from the same adapter. What is timed is
@@ -15,6 +16,7 @@ first pair is not timed: it warms up, and its peaks of memory are the ones repor
 import argparse
 import gc
 import itertools
+import json
 import random
 import statistics
 import tempfile
@@ -23,7 +25,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared import ratios, write_result
+from shared import RESULTS, ROOT, ratios, start_pyplot, write_part, write_result
 
 import rloo_kit as rk
 
@@ -47,6 +49,11 @@ from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.models.loading import TINY_THINKER
 from rloo_kit.training.trl_step import route_trl_lm_head
 
+TABLE = RESULTS / "learn_step_cpu.json"
+LONG = RESULTS / "learn_step_cpu_long.json"
+# One pair of every cell with two iterations, gradients of both steps
+SECOND = RESULTS / "learn_step_cpu_second_step.json"
+PICTURE = ROOT / "docs" / "pictures" / "learn_step.svg"
 GENERATIONS = 4
 PROMPTS = 4
 # Rows of a micro-batch in the stock arm: per_device_train_batch_size
@@ -397,6 +404,82 @@ def line(row: dict[str, object]) -> str:
     )
 
 
+def second_steps(content: dict) -> str:
+    """Gradient differences of the cells with two iterations, as one Markdown row."""
+    names = (
+        "gradient_difference",
+        "second_step_difference",
+        "second_step_difference_double_sums",
+    )
+    worst = (max(row[name] for row in content["rows"]) for name in names)
+    return (
+        "| two iterations, largest of all cells | first step | second step "
+        "| second step, TRL's sums in float64 |\n|---|---|---|---|\n"
+        f"| gradient differs by | {' | '.join(f'{value:.0e}' for value in worst)} |"
+    )
+
+
+def table(content: dict) -> str:
+    """Every cell of one result file, as Markdown."""
+    lines = [
+        "| lengths | signal | beta | iterations | TRL s | kit s | faster | memory | gradient |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in content["rows"]:
+        lines.append(
+            f"| {row['lengths']} | {row['signal']} | {row['beta']:g} | {row['iterations']} "
+            f"| {row['seconds_trl']:.2f} | {row['seconds_kit']:.2f} | {row['time_ratio']:.2f}x "
+            f"| {row['peak_ratio']:.2f}x | {row['gradient_difference']:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def summary(content: dict) -> str:
+    """The two rows that the README names."""
+    rows = {row["cell"]: row for row in content["rows"]}
+    lines = [
+        "| learning step against stock TRL | faster | peak memory | gradient differs by |",
+        "|---|---|---|---|",
+    ]
+    for cell, words in (
+        ("skewed/half/0.05/1", "beta 0.05"),
+        ("skewed/half/0/1", "beta 0, half of the groups without signal"),
+    ):
+        row = rows[cell]
+        lines.append(
+            f"| {words} | {row['time_ratio']:.1f}x | {row['peak_ratio']:.2f}x "
+            f"| {row['gradient_difference']:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def picture(content: dict) -> None:
+    """Speed-up of every cell with one iteration."""
+    rows = [row for row in content["rows"] if row["iterations"] == 1]
+    figure, axes = start_pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
+    names = [f"{r['lengths']}, signal in {r['signal']}, beta {r['beta']:g}" for r in rows]
+    axes.barh(names, [row["time_ratio"] for row in rows], color="#3b6ea5")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning step: seconds of stock TRL over seconds of rloo-kit (log scale)")
+    axes.invert_yaxis()
+    for place, row in enumerate(rows):
+        axes.text(row["time_ratio"], place, f" {row['time_ratio']:.1f}x", va="center", fontsize=8)
+    axes.margins(x=0.15)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
+def write_report() -> None:
+    """Write the tables and the picture."""
+    short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
+    write_part(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
+    write_part(
+        ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second)
+    )
+    write_part(ROOT / "README.md", "learn-step", summary(long))
+    picture(short)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -411,7 +494,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--budget", type=int, help="tokens_per_micro_batch of the kit")
     parser.add_argument("--name", help="of the file in benchmarks/results")
+    parser.add_argument("--report", action="store_true", help="tables and picture from results")
     options = parser.parse_args()
+    if options.report:
+        write_report()
+        return
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     route_trl_lm_head()

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from shared import RESULTS, ROOT, start_pyplot, write_part
+
 PAGE = ROOT / "docs" / "explanation" / "learning-rate.md"
 PICTURE = ROOT / "docs" / "pictures" / "learning_rate.svg"
 RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
@@ -187,9 +187,7 @@ def table(model: str) -> str:
 
 def picture(models: list[str]) -> None:
     """Score over learning rate, a line for each setting, bars from the lowest seed to the best."""
-    from learn_step_report import pyplot
-
-    figure, panels = pyplot.subplots(
+    figure, panels = start_pyplot().subplots(
         1, len(models), figsize=(6.4 * len(models), 3.8), layout="constrained", squeeze=False
     )
     for model, axes in zip(models, panels[0], strict=True):
@@ -218,8 +216,6 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="picture and page from the results")
     arguments = parser.parse_args()
     if arguments.report:
-        from learn_step_report import write_part
-
         models = [model for model in SUBJECTS if read(model)]
         write_part(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
         picture(models)

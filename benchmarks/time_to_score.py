@@ -10,13 +10,12 @@ kept after every training, and a further call runs what is missing.
 
 import argparse
 import json
-import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from compared import TRAINERS, environment, make_trainer, prepare  # sets Unsloth up
+from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
+from shared import RESULTS, write_result
 
 # isort: split
 
@@ -26,7 +25,7 @@ from transformers import TrainerCallback
 
 import rloo_kit as rk
 
-RESULT = Path(__file__).parent / "results" / "time_to_score_cpu.json"
+RESULT = RESULTS / "time_to_score_cpu.json"
 SCORE = 0.9
 WINDOW = 4
 MOST_STEPS = 60
@@ -91,13 +90,7 @@ def main() -> None:
                 continue
             rows.append(train(arm, seed))
             print(rows[-1], flush=True)
-            content = {
-                "command": "python benchmarks/time_to_score.py",
-                "machine": f"{environment.hardware.name}, {os.cpu_count()} cores",
-                "score": SCORE,
-                "rows": rows,
-            }
-            RESULT.write_text(json.dumps(content, indent=1) + "\n")
+            write_result(RESULT.stem, score=SCORE, rows=rows)
 
 
 if __name__ == "__main__":
