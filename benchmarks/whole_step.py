@@ -240,13 +240,14 @@ def table() -> str:
 def sentence() -> str:
     """What the README says."""
     found = [
-        f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x ({name})"
-        for cell, name in (("embedded", "embedded model"), ("smollm2", "SmolLM2-135M"))
+        f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x on {name}"
+        for cell, name in (("embedded", "the embedded model"), ("smollm2", "SmolLM2-135M"))
         for row in read_rows()
         if (row["cell"], row["sampler"]) == (cell, "transformers")
     ]
     return (
-        f"Whole step against TRL's RLOO and GRPO, all sampling by transformers: {', '.join(found)}."
+        "A whole step is faster than that of TRL's RLOO and of its GRPO, if all sample with "
+        f"transformers: {', '.join(found)}."
     )
 
 
