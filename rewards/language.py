@@ -188,5 +188,8 @@ def _is_in(text: str, language: str) -> bool:
     return 2 * best >= max(likely.values())
 
 
-# The reward with its defaults
-language = Language()
+def __getattr__(name: str) -> Language:
+    """Return the reward with its defaults as ``language``; it needs py3langid, this module not."""
+    if name == "language":
+        return Language()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -225,6 +225,18 @@ def test_importing_every_reward_loads_nothing_heavy():
     assert done.stdout.strip() == ""
 
 
+def test_every_reward_is_imported_without_the_packages_that_some_need():
+    code = (
+        "import sys\n"
+        "for name in ('py3langid', 'math_verify', 'jsonschema', 'reasoning_gym'):\n"
+        "    sys.modules[name] = None\n"
+        "import rloo_kit.rewards as r, rloo_kit.cli, rloo_kit.scoring.specs, rloo_kit.job\n"
+        "print(len([getattr(r, name) for name in r.__all__]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(rloo_kit.rewards.__all__)
+
+
 def test_public_names_and_submodules_do_not_depend_on_import_order():
     rewards = rloo_kit.rewards
     assert all(hasattr(rewards, name) for name in rewards.__all__)
