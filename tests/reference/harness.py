@@ -81,18 +81,19 @@ def tiny_model_folder():
 def make_model(case):
     """Return the model of a case, its adapter away from the base."""
     torch.manual_seed(2)
-    if case["precision"] == "4bit":
-        model, _ = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=True)
-        model = rk.attach_lora(model, r=4)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            tiny_model_folder(), dtype=torch.float32
-        )
-        if case["trained"] == "lora":
-            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    packed = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_model_folder(),
+        dtype=torch.float32,
+        quantization_config=packed if case["precision"] == "4bit" else None,
+    )
+    if case["trained"] == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.4 if case["precision"] == "4bit" else 0.05)
+            torch.nn.init.normal_(parameter, std=0.05)
     return model
 
 
@@ -280,7 +281,7 @@ class Expected:
 
     def __init__(self, trained: Trained):
         self.trained = trained
-        self.model = trained.model.float().eval()
+        self.model = trained.model.eval()
         self.policy = policy_of(self.model, trained.args.temperature)
         self.passes: dict[Any, Any] = {}  # of a rollout: completions, old and reference log-probs
 
