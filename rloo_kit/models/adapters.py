@@ -109,11 +109,17 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
             "model"
         )
     layers = config.get("target_modules") or []
+    names = [layers] if isinstance(layers, str) else layers
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(
+            f"target_modules of the adapter in {where} is {format_value(layers)}, must be a text "
+            "or a list of names: use the file that was saved with the adapter"
+        )
     found = {
         "r": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
         "lora_dropout": config.get("lora_dropout", 0.0),
-        "target_modules": [layers] if isinstance(layers, str) else sorted(layers),
+        "target_modules": sorted(names),
     }
     has = config | found
     for name, value in given.items():
