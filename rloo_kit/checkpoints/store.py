@@ -27,7 +27,7 @@ from rloo_kit.output_folder import read_json
 from rloo_kit.text.wording import first_line, format_name, format_value
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 

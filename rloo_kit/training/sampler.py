@@ -117,9 +117,9 @@ class Sampler:
             )
 
     def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
-        """Send the adapter to the engine if it has changed; before the first step, prove that.
+        """Send the weights to the engine if they have changed; at first, prove that they arrive.
 
-        The proof needs an adapter. A caller's own engine may sample from a model without one.
+        The proof shifts the adapter, so a model without one gets none.
         """
         wanted = self.args.canary and hasattr(self.model, "peft_config")
         prove = wanted and self.model.training and self.canary is None

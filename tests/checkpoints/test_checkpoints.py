@@ -152,11 +152,11 @@ BROKEN = {
     "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json"),
     "manifest half": (shorten(MANIFEST, 0.5), "manifest.json"),
     "manifest a list": (set_manifest("[]"), "not the manifest of a checkpoint"),
-    "manifest with a format only": (set_manifest('{"format": 1}'), "has changed"),
+    "manifest with a format only": (set_manifest('{"format": 2}'), "has changed"),
     "fact changed": (lambda folder: rewrite_manifest(folder, facts={}), "has changed"),
     "other format": (
-        lambda folder: rewrite_manifest(folder, format=2, version="9.9"),
-        "format 2, written by rloo-kit 9.9: install that version",
+        lambda folder: rewrite_manifest(folder, format=1, version="0.1.0"),
+        "format 1, written by rloo-kit 0.1.0: install that version",
     ),
 }
 
