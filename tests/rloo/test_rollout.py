@@ -1,12 +1,14 @@
-"""From scores and log-probabilities to advantages, against plain loops written row by row."""
+"""From scores and log-probabilities to advantages, against the reference of tests/reference."""
 
-import math
 from dataclasses import replace
 
 import pytest
+import rloo_reference as reference
 import torch
+from harness import completions_of
+from torch.nn.utils.rnn import pad_sequence
 
-from rloo_kit.rloo.advantages import BASELINES
+from rloo_kit.rloo.advantages import BASELINES, leave_one_out_advantages
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
@@ -32,184 +34,86 @@ def sampled(scores, lengths=None, ended=None):
     )
 
 
-def scored(scores, size, *, lengths=None, ended=None, moments=None, **shaping):
-    return Rollout.scored(
-        sampled(scores, lengths, ended), size, Shaping(**shaping), moments=moments
-    )
+def scored(scores, size, *, lengths=None, ended=None, **shaping):
+    return Rollout.scored(sampled(scores, lengths, ended), size, Shaping(**shaping))
 
 
-def fill(rollout, seed=0, spread=0.5):
+def fill(rollout, seed=0):
     """Give every position log-probabilities, padding too, as if a pass had been run."""
     generator = torch.Generator().manual_seed(seed)
     shape = rollout.old_log_probs.shape
     old = -3 * torch.rand(shape, generator=generator)
-    noise = spread * torch.randn(shape, generator=generator)
+    noise = 0.5 * torch.randn(shape, generator=generator)
     return replace(rollout, old_log_probs=old, reference_log_probs=old + noise)
 
 
-def settled(*arguments, seed=0, **keywords):
-    return fill(scored(*arguments, **keywords), seed).with_advantages()
-
-
-def estimate(old, reference, estimator="k1"):
-    return {"k1": old - reference, "k3": math.exp(reference - old) - 1 + old - reference}[estimator]
-
-
-def kl_by_hand(rollout, row, estimator="k1"):
-    """The KL of every token of a completion."""
-    length = len(rollout.sampled.tokens.completion_ids[row])
-    return [
-        estimate(
-            rollout.old_log_probs[row, place].item(),
-            rollout.reference_log_probs[row, place].item(),
-            estimator,
-        )
-        for place in range(length)
-    ]
-
-
-def siblings_mean(values, row, size):
-    """The mean of the known values beside a row in its group; None where there is none."""
-    first = row // size * size
-    known = [
-        values[other]
-        for other in range(first, first + size)
-        if other != row and not math.isnan(values[other])
-    ]
-    return sum(known) / len(known) if known else None
-
-
-def advantages_by_hand(values, size):
-    found = []
-    for row, value in enumerate(values):
-        baseline = siblings_mean(values, row, size)
-        found.append(0.0 if math.isnan(value) or baseline is None else value - baseline)
-    return torch.tensor(found)
+def by_reference(rollout, **shaping):
+    """Advantages that the reference computes from the same scores and log-probabilities."""
+    batch = completions_of(rollout.sampled)
+    settings = reference.Settings(4, reward_weights=[1.0, 0.5], **shaping)
+    old, of_reference = (
+        [row[: len(one.ids)] for row, one in zip(log_probs, batch, strict=True)]
+        for log_probs in (rollout.old_log_probs, rollout.reference_log_probs)
+    )
+    scores = reference.shaped(batch, settings, [])
+    found = reference.advantages_of(batch, scores, old, of_reference, settings)
+    return pad_sequence(found, batch_first=True)
 
 
 def close(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# --- shaping -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.25])
-def test_penalty_then_clip_then_normalisation_then_kl_then_baseline(beta):
-    raw = [3.0, -0.5, 1.0, 0.25]
-    ended = [False, False, True, True]
-    rollout = settled(
-        raw,
-        2,
-        ended=ended,
-        lengths=[2, 1, 3, 2],
-        beta=beta,
-        missing_eos_penalty=1.5,
-        reward_clip_range=(-1.0, 1.25),
-        normalize_reward="batch",
-    )
-    shaped = torch.tensor([1.25, -1.0, 1.0, 0.25])  # 3 - 1.5 clipped, -0.5 - 1.5 clipped
-    shaped = (shaped - shaped.mean()) / (shaped.std() + 1e-4)
-    close(rollout.scores, shaped)
-    kl = torch.tensor([sum(kl_by_hand(rollout, row)) for row in range(4)])
-    close(rollout.row_advantages, advantages_by_hand((shaped - beta * kl).tolist(), 2))
-    assert rollout.sampled.scores.tolist() == raw, "the raw scores stay as they were"
-
-
-# --- sequence-level KL ---------------------------------------------------------------------------
+# --- against the reference ------------------------------------------------------------------------
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, NAN, 1.0, 1.0, NAN, NAN, 3.0, NAN]
 LENGTHS = [3, 1, 5, 2, 4, 4, 1, 2, 3, 5, 2, 1]
+ENDED = [True, True, False, True] * 2 + [True, False, False, True]
+SHAPINGS = [
+    {},
+    {"beta": 0.3},
+    {"beta": 0.3, "kl_estimator": "k3"},
+    {"beta": 0.3, "token_level_kl": True},
+    {"beta": 0.3, "token_level_kl": True, "kl_estimator": "k3"},
+    {"missing_eos_penalty": 1.5, "reward_clip_range": (-1.0, 1.25)},
+    {"missing_eos_penalty": 0.5, "normalize_reward": "batch", "beta": 0.25},
+    {"combine": "normalize_then_sum", "missing_eos_penalty": 0.5},
+    {"mask_truncated_completions": True},
+    {"mask_truncated_completions": True, "beta": 0.3},
+    {"mask_truncated_completions": True, "beta": 0.3, "token_level_kl": True},
+    {"normalize_advantages": True},
+    {"normalize_advantages": True, "beta": 0.3},
+    {"normalize_advantages": True, "beta": 0.3, "token_level_kl": True},
+]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_sequence_level_kl_lowers_the_score(seed, estimator):
-    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=0.3, kl_estimator=estimator, seed=seed)
-    kl = [sum(kl_by_hand(rollout, row, estimator)) for row in range(12)]
-    rewards = [score - 0.3 * row for score, row in zip(SCORES, kl, strict=True)]
-    close(rollout.row_advantages, advantages_by_hand(rewards, 4))
-    needed = torch.tensor([not math.isnan(score) for score in SCORES])
-    needed[10] = False  # the only scorable row of its group
-    close(rollout.kl, torch.tensor(kl) * needed)
-    assert (rollout.advantages[[5, 8, 9, 10, 11]] == 0).all()
-
-
-# --- token-level KL ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_token_level_kl_is_taken_from_each_tokens_return(seed, estimator):
-    rollout = settled(
-        SCORES,
-        4,
-        lengths=LENGTHS,
-        beta=0.3,
-        kl_estimator=estimator,
-        token_level_kl=True,
-        seed=seed,
+def test_advantages_are_those_of_the_reference(seed, shaping):
+    batch = sampled(SCORES, LENGTHS, ENDED)
+    second = batch.scores.roll(1) + 0 * batch.scores  # None where the first is, and more often
+    batch = replace(
+        batch,
+        rewards=torch.stack([batch.scores, second], 1),
+        weights=torch.tensor([1.0, 0.5]),
+        scores=batch.scores + 0.5 * second.nan_to_num(),
     )
-    expected = torch.zeros(12, 5)
-    for row, score in enumerate(SCORES):
-        baseline = siblings_mean(SCORES, row, 4)
-        if math.isnan(score) or baseline is None:
-            continue
-        kl = kl_by_hand(rollout, row, estimator)
-        for t in range(len(kl)):
-            expected[row, t] = score - baseline - 0.3 * sum(kl[u] for u in range(t, len(kl)))
-    close(rollout.advantages, expected)
-    padding = torch.arange(5) >= torch.tensor(LENGTHS)[:, None]
-    assert (rollout.advantages[padding] == 0).all()
-    assert (rollout.advantages[[5, 8, 9, 10, 11]] == 0).all()
-
-
-# --- unscorable and truncated rows ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.2])
-def test_an_unscorable_row_is_left_out(beta):
-    with_it = settled([1.0, NAN, 0.0, 0.5], 4, beta=beta)
-    without = scored([1.0, 0.0, 0.5], 3, beta=beta)
-    without = replace(
-        without,
-        old_log_probs=with_it.old_log_probs[[0, 2, 3]],
-        reference_log_probs=with_it.reference_log_probs[[0, 2, 3]],
-    ).with_advantages()
-    assert with_it.advantages[1] == 0.0
-    close(with_it.advantages[[0, 2, 3]], without.advantages)
-    assert with_it.learnable.tolist() == [True, False, True, beta != 0]  # 0.5 is the mean
-
-
-@pytest.mark.parametrize("token_level", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.4])
-def test_a_truncated_row_does_not_train(beta, token_level):
-    scores = [4.0, 1.0, 0.0, 2.0]
-    rollout = settled(
-        scores,
-        4,
-        ended=[True, True, False, True],
-        lengths=[1, 2, 3, 2],
-        beta=beta,
-        token_level_kl=token_level,
-        mask_truncated_completions=True,
-    )
-    known = [4.0, 1.0, 0.0, 2.0]
-    kl = [kl_by_hand(rollout, row) if row != 2 else [] for row in range(4)]
-    if beta and token_level:
-        expected = torch.zeros(4, 3)
-        for row in (0, 1, 3):
-            for t in range(len(kl[row])):
-                to_come = sum(kl[row][t:])
-                expected[row, t] = scores[row] - siblings_mean(known, row, 4) - beta * to_come
-    else:
-        rewards = [score - beta * sum(row) for score, row in zip(known, kl, strict=True)]
-        expected = advantages_by_hand(rewards, 4).unsqueeze(1)
-        expected[2] = 0.0
-    close(rollout.advantages, expected)
-    assert not rollout.learnable[2]
-    assert not rollout.completion_mask[2].any()
-    assert rollout.completion_mask.sum(1).tolist() == [1, 2, 0, 2]
+    rollout = Rollout.scored(batch, 4, Shaping(**shaping))
+    whole = fill(rollout, seed).with_advantages()
+    close(whole.advantages, by_reference(whole, **shaping))
+    assert whole.sampled is batch, "the raw scores stay as they were"
+    masked = ~torch.tensor(ENDED) & whole.shaping.mask_truncated_completions
+    lengths = torch.tensor(LENGTHS).masked_fill(masked, 0)
+    assert whole.completion_mask.sum(1).equal(lengths)
+    one_by_one = fill(rollout, seed)
+    if whole.shaping.normalize_advantages:  # over the spread of all groups
+        return
+    for group in (2, 0, 1):
+        before = one_by_one.settled
+        one_by_one = one_by_one.with_advantages([group])
+        assert (one_by_one.settled != before).sum() == bool(whole.shaping.beta)
+    for name in ("advantages", "kl", "token_kl", "settled"):
+        assert getattr(one_by_one, name).equal(getattr(whole, name))
 
 
 # --- which rows train ----------------------------------------------------------------------------
@@ -226,24 +130,9 @@ def test_without_kl_rows_with_advantage_are_learnable(masks):
 
 
 def test_with_a_kl_a_group_of_equal_scores_still_learns():
-    rollout = settled(NO_SIGNAL, 3, beta=0.1)
+    rollout = fill(scored(NO_SIGNAL, 3, beta=0.1)).with_advantages()
     assert rollout.learnable_rows == [0, 1, 2, 3, 4, 5, 10, 11]
     assert (rollout.advantages[:3] != 0).all()
-
-
-# --- several rewards ------------------------------------------------------------------------------
-
-
-def test_rewards_normalised_apart_leave_the_logged_score_alone():
-    batch = replace(sampled([1.0, 0.0, 0.0, 0.0]), weights=torch.tensor([1.0, 1.0]))
-    plain, rollout = (
-        Rollout.scored(batch, 2, Shaping(combine=one)) for one in ("sum", "normalize_then_sum")
-    )
-    assert rollout.sampled.scores.equal(plain.sampled.scores)
-    close(plain.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]))
-    # the second reward is twice the first, so both count alike
-    close(rollout.row_advantages, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2 * math.sqrt(2))
-    assert rollout.learnable_rows == plain.learnable_rows
 
 
 # --- another baseline ----------------------------------------------------------------------------
@@ -262,8 +151,9 @@ def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
     whole = scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline)
     whole = fill(whole).with_advantages()
     assert whole.pull.any() == (baseline == "other_prompts")
-    kl = torch.tensor([sum(kl_by_hand(whole, row)) for row in range(12)])
-    penalty = advantages_by_hand(kl.masked_fill(whole.scores.isnan(), NAN).tolist(), 2)
+    kl = (whole.old_log_probs - whole.reference_log_probs) * whole.completion_mask  # (B, T)
+    known = kl.sum(1).masked_fill(whole.scores.isnan(), NAN)
+    penalty = leave_one_out_advantages(known.view(-1, 2)).view(-1)
     close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
     one_by_one = fill(scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline))
     for group in (2, 0, 1, 5, 4, 3):
@@ -275,52 +165,6 @@ def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
         assert reward - records[row]["baseline"] == pytest.approx(
             records[row]["advantage"], abs=1e-5
         )
-
-
-# --- normalised advantages -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_normalised_advantages_are_over_their_spread(beta):
-    rollout = settled(SCORES, 4, lengths=LENGTHS, beta=beta, normalize_advantages=True)
-    kl = torch.tensor([sum(kl_by_hand(rollout, row)) for row in range(12)])
-    rewards = torch.tensor(SCORES) - beta * kl
-    plain = advantages_by_hand(rewards.tolist(), 4)
-    known = plain[[0, 1, 2, 3, 4, 6, 7]]  # scorable, with a scorable sibling
-    expected = (plain - known.mean()) / (known.std() + 1e-4)
-    expected[[5, 8, 9, 10, 11]] = 0.0
-    close(rollout.row_advantages, expected)
-
-
-def test_token_advantages_are_normalised_over_tokens():
-    keywords = {"lengths": LENGTHS, "beta": 0.3, "token_level_kl": True}
-    plain = settled(SCORES, 4, **keywords)
-    rollout = settled(SCORES, 4, normalize_advantages=True, **keywords)
-    taken = torch.zeros(12, 5).bool()
-    for row in (0, 1, 2, 3, 4, 6, 7):
-        taken[row, : LENGTHS[row]] = True
-    known = plain.advantages[taken]
-    expected = (plain.advantages - known.mean()) / (known.std() + 1e-4) * taken
-    close(rollout.advantages, expected)
-
-
-# --- groups one by one ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token_level", [False, True])
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_advantages_group_by_group_equal_all_at_once(beta, token_level):
-    keywords = {"lengths": LENGTHS, "beta": beta, "token_level_kl": token_level}
-    at_once = settled(SCORES, 4, **keywords)
-    rollout = fill(scored(SCORES, 4, **keywords))
-    for groups in ([2], [0], [1]):
-        before = rollout.settled
-        rollout = rollout.with_advantages(groups)
-        assert rollout.settled[groups].all()
-        if beta:
-            assert (rollout.settled != before).sum() == 1
-    for name in ("advantages", "kl", "token_kl", "settled"):
-        assert getattr(rollout, name).equal(getattr(at_once, name))
 
 
 # --- replaced groups ------------------------------------------------------------------------------
