@@ -1,7 +1,6 @@
-"""The gradient of every path through the learner, against the formula written row by row.
+"""The gradient of every path through the learner, against the reference of tests/reference.
 
-The policy is a tiny causal model: a token's probability depends on all tokens before it. The
-reference loops over single rows without padding and shares nothing with the kit but the scores.
+The policy is a tiny causal model: a token's probability depends on all tokens before it.
 """
 
 import contextlib
@@ -11,7 +10,10 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import rloo_reference as reference
 import torch
+from harness import completions_of
+from torch.nn.utils.rnn import pad_sequence
 
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.machine.cleanup import is_out_of_memory
@@ -31,8 +33,11 @@ COMPLETIONS = [3, 1, 6, 2, 4, 4, 1, 3, 9, 2, 7, 8, 1, 2, 3, 4]
 # Without a KL: group 1 has equal scores, row 9 has no score, group 3 has a single score
 WITH_ADVANTAGE = [0, 1, 2, 3, 8, 10, 11]
 COMPARABLE = sorted([*WITH_ADVANTAGE, 4, 5, 6, 7])
-BUDGETS = [1, 12, 30, 60, 10_000]
 EPSILON = (0.1, 0.15)
+CAP = 1.3
+SHAPINGS = pytest.mark.parametrize(
+    "shaping", [{}, {"beta": 0.4}, {"beta": 0.4, "token_level_kl": True}], ids=str
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +52,12 @@ def one_thread():
 class Policy:
     """Embedding, running mean over the tokens so far, one nonlinearity, a linear layer."""
 
-    def __init__(self, seed=0, dtype=torch.float64):
+    def __init__(self, seed=0):
         generator = torch.Generator().manual_seed(seed)
 
         def parameter(*shape):
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return values.to(dtype).requires_grad_()
+            return values.requires_grad_()
 
         self.embedding = parameter(VOCABULARY, HIDDEN)
         self.head = parameter(HIDDEN, VOCABULARY)
@@ -65,11 +70,13 @@ class Policy:
         hidden = torch.tanh(2 * self.embedding[ids].cumsum(-2) / steps)
         return (hidden @ self.head + self.bias).log_softmax(-1)
 
-    def copy(self):
-        other = Policy()
-        other.parameters = [p.detach().clone().requires_grad_() for p in self.parameters]
-        other.embedding, other.head, other.bias = other.parameters
-        return other
+    def by_itself(self, one):
+        """Log-probabilities of one completion, without padding, as the reference asks for them."""
+        of_next = self.of_next(torch.tensor(one.prompt_ids + one.ids))
+        return of_next[range(len(one.prompt_ids) - 1, len(one.prompt_ids + one.ids) - 1), one.ids]
+
+    def of_all(self, sampled):
+        return reference.no_grad_pass(self.by_itself, completions_of(sampled))
 
 
 def make_tokens():
@@ -81,26 +88,38 @@ def make_tokens():
     return TokenRows([draw(n) for n in PROMPTS], [draw(n) for n in COMPLETIONS])
 
 
-def make_rollout(reference=None, **shaping):
+def make_sample():
     scores = torch.tensor(SCORES)
     size = len(SCORES)
-    tokens = make_tokens()
-    sample = ScoredBatch(
+    return ScoredBatch(
         prompts=[""] * size,
         completions=[""] * size,
-        tokens=tokens,
+        tokens=make_tokens(),
         ended=[True] * size,
         rewards=scores[:, None],
         scores=scores,
     )
+
+
+def make_rollout(**shaping):
+    """A rollout of a sampler that differs from the policy; the reference is another policy."""
+    sample = make_sample()
+    sampler = Policy()
+    move(sampler, by=0.1, seed=4)
+    sample = replace(sample, sampler_log_probs=[row.tolist() for row in sampler.of_all(sample)])
     rollout = Rollout.scored(sample, SIZE, Shaping(**shaping))
-    if reference is None:
-        return rollout
-    log_probs = torch.zeros_like(rollout.old_log_probs)
-    for row in range(size):
-        values = by_hand(reference, tokens, row).detach()
-        log_probs[row, : len(values)] = values.float()
-    return rollout.with_reference(log_probs)
+    of_reference = pad_sequence(Policy(seed=1).of_all(sample), batch_first=True)
+    return rollout.with_reference(of_reference.float())
+
+
+def move(policy, by, seed):
+    """An optimizer step of sorts, large enough that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += by * noise
+            parameter.grad = None
 
 
 class Machine:
@@ -124,7 +143,7 @@ class Machine:
         ids = batch.input_ids
         of_next = self.policy.of_next(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
         log_probs = of_next.gather(1, (batch.places - 1).clamp(min=0))
-        return PassOutput(log_probs.masked_fill(~batch.completion_mask, 0.0))
+        return PassOutput(log_probs.masked_fill(~batch.completion_mask, 0.7))  # of no meaning
 
     def backward(self, loss):
         self.backwards += 1
@@ -153,71 +172,30 @@ class Machine:
         )
 
 
-# --- the formula, row by row ---------------------------------------------------------------------
+class Expected:
+    """What the reference makes of a rollout of the policy as it is now."""
 
+    def __init__(self, rollout, policy, correction=None):
+        self.batch = completions_of(rollout.sampled)
+        self.settings = reference.Settings(
+            SIZE,
+            beta=rollout.shaping.beta,
+            token_level_kl=rollout.shaping.token_level_kl,
+            epsilon=EPSILON[0],
+            epsilon_high=EPSILON[1],
+            rollout_correction=correction,
+            rollout_correction_cap=CAP,
+        )
+        self.old = policy.of_all(rollout.sampled)
+        scores = reference.shaped(self.batch, self.settings, [])
+        known = self.batch, scores, self.old, Policy(seed=1).of_all(rollout.sampled), self.settings
+        self.advantages = reference.advantages_of(*known)
 
-def by_hand(policy, tokens, row):
-    """Log-probabilities of one completion's tokens, by itself and without padding."""
-    prompt = tokens.prompt_ids[row]
-    completion = tokens.completion_ids[row]
-    of_next = policy.of_next(torch.tensor(prompt + completion))
-    return of_next[range(len(prompt) - 1, len(prompt) + len(completion) - 1), completion]
-
-
-def without_own(values, row):
-    first = row // SIZE * SIZE
-    known = [
-        values[other]
-        for other in range(first, first + SIZE)
-        if other != row and not math.isnan(values[other])
-    ]
-    return sum(known) / len(known) if known else None
-
-
-def advantages_by_hand(old, reference, beta, token_level):
-    """One number a row, or one list a row with the token-level KL; 0.0 where nothing is learned."""
-    kl = [(mine - other).tolist() for mine, other in zip(old, reference, strict=True)]
-    penalty = 0.0 if token_level else beta
-    rewards = [score - penalty * sum(kl[row]) for row, score in enumerate(SCORES)]
-    found = []
-    for row, reward in enumerate(rewards):
-        baseline = without_own(rewards, row)
-        if math.isnan(reward) or baseline is None:
-            found.append(0.0)
-        elif token_level:
-            later = [sum(kl[row][t:]) for t in range(len(kl[row]))]
-            found.append([reward - baseline - beta * value for value in later])
-        else:
-            found.append(reward - baseline)
-    return found
-
-
-def reinforce(policy, tokens, advantages, rows=range(16), share=1 / 16):
-    """-(1/B) sum_i sum_t A_it log pi(y_it)."""
-    loss = torch.zeros((), dtype=torch.float64)
-    for row in rows:
-        log_probs = by_hand(policy, tokens, row)
-        loss = loss - share * (torch.tensor(advantages[row]) * log_probs).sum()
-    return loss
-
-
-def clipped(policy, tokens, old, advantages):
-    """-(1/B) sum of min(rho A, clip(rho) A) over rows, or over tokens; how many are clipped."""
-    loss = torch.zeros((), dtype=torch.float64)
-    nulled = 0
-    terms = 0
-    low = 1 - EPSILON[0]
-    high = 1 + EPSILON[1]
-    for row in range(16):
-        own = torch.tensor(advantages[row], dtype=torch.float64)
-        log_ratio = by_hand(policy, tokens, row) - old[row]
-        rho = (log_ratio if own.ndim else log_ratio.sum()).exp()
-        beyond = ((own > 0) & (rho > high)) | ((own < 0) & (rho < low))
-        bound = torch.where(own > 0, high, low)
-        loss = loss - (torch.where(beyond, bound, rho) * own).sum() / 16
-        nulled += beyond.sum().item()
-        terms += (own != 0).sum().item()
-    return loss, nulled, terms
+    def loss(self, policy):
+        every_row = EVERY_ROW.tolist()
+        return reference.step_loss(
+            policy.by_itself, self.batch, every_row, self.old, self.advantages, self.settings
+        )
 
 
 def gradients(policy, loss):
@@ -230,42 +208,49 @@ def same(policy, expected, tolerance=2e-6):
     torch.testing.assert_close(found, list(expected), rtol=tolerance, atol=tolerance)
 
 
-def all_of(policy, tokens):
-    return [by_hand(policy, tokens, row).detach() for row in range(len(SCORES))]
-
-
 EVERY_ROW = torch.full((16,), 1 / 16)
 
 
 # --- one step ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize(
-    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
-)
-def test_the_gradient_is_that_of_the_full_batch(beta, token_level, budget):
+@pytest.mark.parametrize("budget", [1, 12, 30, 60, 10_000])
+@pytest.mark.parametrize("correction", [None, "sequence", "token"])
+@SHAPINGS
+def test_the_gradient_is_that_of_the_full_batch(shaping, correction, budget):
     policy = Policy()
-    reference = Policy(seed=1)
-    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
-    tokens = rollout.sampled.tokens
+    rollout = make_rollout(**shaping)
     machine = Machine(policy)
-    learner = machine.learner(budget)
+    learner = machine.learner(
+        budget, correction=correction and (correction, CAP), pad_to_multiple_of=8
+    )
     learner.learn(rollout, EVERY_ROW)
 
-    advantages = advantages_by_hand(
-        all_of(policy, tokens), all_of(reference, tokens), beta, token_level
-    )
-    loss = reinforce(policy, tokens, advantages)
+    expected = Expected(rollout, policy, correction)
+    loss = expected.loss(policy)
     same(policy, gradients(policy, loss))
-    # The loss' value is that of the ratios, which are 1.
-    value = -sum(sum(own) if isinstance(own, list) else own for own in advantages) / 16
-    assert learner.tally.loss == pytest.approx(value, abs=1e-5)
-    trained = COMPARABLE if beta else WITH_ADVANTAGE
+    assert learner.tally.loss == pytest.approx(loss.item(), abs=1e-5)
+    trained = COMPARABLE if shaping else WITH_ADVANTAGE
     assert machine.rows() == trained, "each row that learns, once"
     assert learner.tally.trained == len(trained)
     assert learner.tally.rows == 16
     assert learner.budget == budget
+    if correction:
+        changes = [
+            expected.old[row] - torch.tensor(expected.batch[row].sampler_log_probs)
+            for row in trained
+        ]
+        if correction == "sequence":
+            changes = [change.sum(0, keepdim=True) for change in changes]
+        ratios = torch.cat(changes).exp()
+        metrics = learner.tally.metrics()
+        assert 0 < metrics["sampling/correction_capped"] < 1
+        assert metrics["sampling/correction_capped"] == pytest.approx(
+            (ratios > CAP).mean(dtype=float)
+        )
+        assert metrics["sampling/correction_mean"] == pytest.approx(
+            ratios.clamp(max=CAP).mean().item()
+        )
 
 
 GROUP_TOKENS = [
@@ -276,7 +261,7 @@ GROUP_TOKENS = [
 
 @pytest.mark.parametrize("budget", [1, 16, 20, 30, 10_000])
 def test_only_groups_over_budget_get_an_old_pass(budget):
-    rollout = make_rollout(Policy(seed=1), beta=0.4)
+    rollout = make_rollout(beta=0.4)
     machine = Machine(Policy())
     learner = machine.learner(budget)
     rollout = learner.learn(rollout, EVERY_ROW)
@@ -311,7 +296,7 @@ def test_whole_groups_run_forward_before_a_backward(budget):
 
     machine.forward = forward
     machine.backward = backward
-    machine.learner(budget).learn(make_rollout(Policy(seed=1), beta=0.4), EVERY_ROW)
+    machine.learner(budget).learn(make_rollout(beta=0.4), EVERY_ROW)
     assert seen == set(COMPARABLE)
     assert not in_hand
     assert any(multiple), "a bundle of several micro-batches is wanted"
@@ -320,43 +305,33 @@ def test_whole_groups_run_forward_before_a_backward(budget):
 # --- two iterations ------------------------------------------------------------------------------
 
 
-def move(policy, by=0.15, seed=3):
-    """An optimizer step of sorts, large enough that some ratios are clipped."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += by * noise
-            parameter.grad = None
-
-
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
-@pytest.mark.parametrize(
-    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
-)
-def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(beta, token_level, budget):
+@SHAPINGS
+def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(shaping, budget):
     policy = Policy()
-    reference = Policy(seed=1)
-    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
-    tokens = rollout.sampled.tokens
-    machine = Machine(policy)
-    learner = machine.learner(budget)
-    rollout = learner.learn(rollout, EVERY_ROW)
-    old = all_of(policy, tokens)
-    advantages = advantages_by_hand(old, all_of(reference, tokens), beta, token_level)
-    rollout = replace(rollout, on_policy=False)
-    move(policy)
+    learner = Machine(policy).learner(budget)
+    rollout = learner.learn(make_rollout(**shaping), EVERY_ROW)
+    expected = Expected(rollout, policy)
+    move(policy, by=0.15, seed=5)
     learner.tally = Tally()
-    learner.learn(rollout, EVERY_ROW)
+    learner.learn(replace(rollout, on_policy=False), EVERY_ROW)
 
-    loss, nulled, terms = clipped(policy, tokens, old, advantages)
-    assert 0 < nulled < terms, "some terms are clipped, not all"
+    loss = expected.loss(policy)
     same(policy, gradients(policy, loss), tolerance=1e-5)
-    found = learner.tally.metrics()
+    low = torch.zeros(16)
+    high = torch.zeros(16)
+    now = policy.of_all(rollout.sampled)
+    for row, own in enumerate(expected.advantages):
+        change = now[row] - expected.old[row]
+        ratio = (change.sum() if len(own) == 1 else change).exp()
+        low[row] = ((ratio < 1 - EPSILON[0]) & (own < 0)).float().mean()
+        high[row] = ((ratio > 1 + EPSILON[1]) & (own > 0)).float().mean()
+    metrics = learner.tally.metrics()
     assert learner.tally.loss == pytest.approx(loss.item(), abs=1e-5)
-    if not token_level:
-        assert found["policy/clipfrac_avg"] == pytest.approx(nulled / 16)
-        assert found["clip_ratio/nulled_rows"] == nulled
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(low.mean().item()) != 0
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(high.mean().item()) != 0
+    assert metrics["policy/clipfrac_avg"] == pytest.approx((low + high).mean().item())
+    assert metrics["clip_ratio/nulled_rows"] == (low + high == 1).sum()
     assert learner.tally.old_rows == 0, "what the first iteration kept is used"
 
 
@@ -365,15 +340,13 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(beta, t
 
 @pytest.mark.parametrize("budget", [1, 5, 1000])
 def test_log_probs_are_those_of_single_rows_and_zero_elsewhere(budget):
-    policy = Policy()
-    tokens = make_tokens()
-    machine = Machine(policy)
+    sample = make_sample()
+    machine = Machine(Policy())
     rows = [1, 4, 8, 15]
-    found = machine.learner(budget).log_probs(tokens, rows, machine.forward)
-    expected = torch.zeros(16, max(COMPLETIONS))
-    for row in rows:
-        expected[row, : COMPLETIONS[row]] = by_hand(policy, tokens, row).detach().float()
-    torch.testing.assert_close(found, expected)
+    found = machine.learner(budget).log_probs(sample.tokens, rows, machine.forward)
+    for row, expected in enumerate(machine.policy.of_all(sample)):
+        own = found[row, : len(expected)]
+        torch.testing.assert_close(own, expected.float() if row in rows else torch.zeros_like(own))
     assert found.dtype == torch.float32
     assert not found.requires_grad
     assert machine.rows(recorded=False) == rows
@@ -391,12 +364,10 @@ def one_warning():
     assert "tokens_per_micro_batch is" in str(caught[0].message)
 
 
-def exact_after_running_out(machine, budget, beta, token_level=False):
+def exact_after_running_out(machine, budget, **shaping):
     """Learn with gradients accumulated before; check them, and return the learner."""
     policy = machine.policy
-    reference = Policy(seed=1)
-    rollout = make_rollout(reference, beta=beta, token_level_kl=token_level)
-    tokens = rollout.sampled.tokens
+    rollout = make_rollout(**shaping)
     before = [torch.full_like(parameter, 0.25) for parameter in policy.parameters]
     before[2] = torch.zeros_like(policy.bias)
     for parameter, grad in zip(policy.parameters[:2], before, strict=False):
@@ -404,57 +375,45 @@ def exact_after_running_out(machine, budget, beta, token_level=False):
     learner = machine.learner(budget)
     with one_warning():
         learner.learn(rollout, EVERY_ROW)
-    advantages = advantages_by_hand(
-        all_of(policy, tokens), all_of(reference, tokens), beta, token_level
-    )
-    expected = gradients(policy, reinforce(policy, tokens, advantages))
+    expected = gradients(policy, Expected(rollout, policy).loss(policy))
     same(policy, [new + old for new, old in zip(expected, before, strict=True)])
     return learner
 
 
-CASES = pytest.mark.parametrize(
-    ("beta", "token_level"), [(0.0, False), (0.4, False), (0.4, True)], ids=str
-)
-
-
 @pytest.mark.parametrize("limit", [20, 30, 45])
-@CASES
-def test_a_forward_pass_out_of_memory_is_rerun_smaller(beta, token_level, limit):
+@SHAPINGS
+def test_a_forward_pass_out_of_memory_is_rerun_smaller(shaping, limit):
     machine = Machine(Policy(), limit=limit)
-    learner = exact_after_running_out(machine, 4096, beta, token_level)
+    learner = exact_after_running_out(machine, 4096, **shaping)
     assert limit // 2 <= learner.budget < 4096, "halved as often as needed"
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("failing", [(1,), (2,), (1, 2)], ids=str)
 @pytest.mark.parametrize("budget", [64, 80])
-@CASES
-def test_a_backward_pass_that_does_not_fit_leaves_no_trace(
-    beta, token_level, budget, failing, late
-):
+@SHAPINGS
+def test_a_backward_pass_that_does_not_fit_leaves_no_trace(shaping, budget, failing, late):
     machine = Machine(Policy(), failing=failing, late=late)
-    learner = exact_after_running_out(machine, budget, beta, token_level)
+    learner = exact_after_running_out(machine, budget, **shaping)
     assert 1 <= learner.budget <= budget // 2 ** len(failing)
 
 
 @pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
 def test_an_old_pass_out_of_memory_is_rerun_smaller(budget, limit):
-    policy = Policy()
-    machine = Machine(policy, no_grad_limit=limit)
-    tokens = make_tokens()
+    sample = make_sample()
+    machine = Machine(Policy(), no_grad_limit=limit)
     learner = machine.learner(budget)
     with one_warning():
-        found = learner.log_probs(tokens, list(range(16)), machine.forward)
-    for row in range(16):
-        expected = by_hand(policy, tokens, row).detach().float()
-        torch.testing.assert_close(found[row, : COMPLETIONS[row]], expected)
+        found = learner.log_probs(sample.tokens, list(range(16)), machine.forward)
+    for row, expected in enumerate(machine.policy.of_all(sample)):
+        torch.testing.assert_close(found[row, : len(expected)], expected.float())
     assert limit / 8 <= learner.budget < budget, "halved as often as needed"
     assert machine.rows(recorded=False) == list(range(16))
 
 
 def test_a_group_over_budget_is_still_exact():
     machine = Machine(Policy(), limit=20, no_grad_limit=20)
-    learner = exact_after_running_out(machine, 4096, 0.4)
+    learner = exact_after_running_out(machine, 4096, beta=0.4)
     assert learner.tally.old_rows > 0
 
 
@@ -467,7 +426,7 @@ def test_a_single_row_out_of_memory_is_an_error(beta):
         pytest.warns(RuntimeWarning, match="memory ran out"),
         pytest.raises(MemoryRanOutError, match="max_completion_length") as caught,
     ):
-        machine.learner(4096).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+        machine.learner(4096).learn(make_rollout(beta=beta), EVERY_ROW)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -533,6 +492,6 @@ def test_a_failed_attempt_frees_its_graph(beta):
     machine.backward = backward
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        machine.learner(80).learn(make_rollout(Policy(seed=1), beta=beta), EVERY_ROW)
+        machine.learner(80).learn(make_rollout(beta=beta), EVERY_ROW)
     assert alive[:2] == [0, 0]
     assert machine.backwards > 3

@@ -180,6 +180,7 @@ def tagged(tag, scores):
         completions=[f"{tag} {row}" for row in rows],
         tokens=TokenRows([[ord(tag), row // 2] for row in rows], ids),
         ended=[row % 3 != 1 for row in rows],
+        sampler_log_probs=[[-ord(tag)] * len(own) for own in ids],
     )
 
 
@@ -191,6 +192,7 @@ def view(sample, row):
         sample.tokens.prompt_ids[row],
         sample.tokens.completion_ids[row],
         sample.ended[row],
+        sample.sampler_log_probs[row],
         str(sample.rewards[row].tolist()),
         str(sample.scores[row].item()),
     )
@@ -207,6 +209,8 @@ def test_replaced_groups_are_whole_and_have_signal():
     assert [view(mine, row) for row in range(8)] == [view(*source) for source in sources]
     rollout = Rollout.scored(mine, 2, Shaping())
     close(rollout.row_advantages, torch.tensor([-3.0, 3.0, -1.0, 1.0, 1.0, -1.0, 0.0, 0.0]))
+    other = replace(other, sampler_log_probs=None)
+    assert kept.with_signal_of(other, Shaping(), 2).sampler_log_probs is None
 
 
 # --- metrics -------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ def test_metrics_of_a_batch_worked_by_hand():
         beta=0.5,
     )
     old = torch.tensor([[0.2, 0.4], [0.1, 9.0], [0.5, 9.0], [0.25, 0.05]])
-    rollout = replace(rollout, old_log_probs=old).with_advantages()
+    rollout = replace(rollout, old_log_probs=old, sampler_log_probs=0.5 * old).with_advantages()
     kl = torch.tensor([0.6, 0.1, 0.5, 0.3])
     close(rollout.kl, kl)
     shaped = torch.tensor([1.5, -1.0, 1.0, 1.0])
@@ -255,6 +259,8 @@ def test_metrics_of_a_batch_worked_by_hand():
         "objective/kl": 1.5 / 4,
         "objective/non_score_reward": 0.5 * 1.5 / 4,
         "objective/rlhf_reward": 1.0 - 0.5 * 1.5 / 4,
+        "sampling/logp_difference_mean": 0.5 * 1.5 / 6,
+        "sampling/logp_difference_max": 0.5 * 0.5,
     }
     assert rollout_metrics(rollout, NAMES) == pytest.approx(expected, rel=1e-5)
     assert shaped.tolist() == rollout.scores.tolist()
