@@ -306,12 +306,15 @@ def test_whole_groups_run_forward_before_a_backward(budget):
 
 
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
+@pytest.mark.parametrize("correction", [None, "token"])
 @SHAPINGS
-def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(shaping, budget):
+def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(
+    shaping, correction, budget
+):
     policy = Policy()
-    learner = Machine(policy).learner(budget)
+    learner = Machine(policy).learner(budget, correction=correction and (correction, CAP))
     rollout = learner.learn(make_rollout(**shaping), EVERY_ROW)
-    expected = Expected(rollout, policy)
+    expected = Expected(rollout, policy, correction)
     move(policy, by=0.15, seed=5)
     learner.tally = Tally()
     learner.learn(replace(rollout, on_policy=False), EVERY_ROW)
@@ -377,6 +380,7 @@ def exact_after_running_out(machine, budget, **shaping):
         learner.learn(rollout, EVERY_ROW)
     expected = gradients(policy, Expected(rollout, policy).loss(policy))
     same(policy, [new + old for new, old in zip(expected, before, strict=True)])
+    assert len(learner.tally.ratios) == learner.tally.trained, "no row is counted twice"
     return learner
 
 

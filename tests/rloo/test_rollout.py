@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rloo_kit.rloo.advantages import BASELINES, leave_one_out_advantages
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
+from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
 NAN = float("nan")
@@ -55,7 +56,9 @@ def by_reference(rollout, **shaping):
         [row[: len(one.ids)] for row, one in zip(log_probs, batch, strict=True)]
         for log_probs in (rollout.old_log_probs, rollout.reference_log_probs)
     )
-    scores = reference.shaped(batch, settings, [])
+    seen = []
+    reference.shaped(batch, settings, seen)  # the batch before was the same
+    scores = reference.shaped(batch, settings, seen)
     found = reference.advantages_of(batch, scores, old, of_reference, settings)
     return pad_sequence(found, batch_first=True)
 
@@ -77,6 +80,7 @@ SHAPINGS = [
     {"beta": 0.3, "token_level_kl": True, "kl_estimator": "k3"},
     {"missing_eos_penalty": 1.5, "reward_clip_range": (-1.0, 1.25)},
     {"missing_eos_penalty": 0.5, "normalize_reward": "batch", "beta": 0.25},
+    {"normalize_reward": "moving"},
     {"combine": "normalize_then_sum", "missing_eos_penalty": 0.5},
     {"mask_truncated_completions": True},
     {"mask_truncated_completions": True, "beta": 0.3},
@@ -98,12 +102,14 @@ def test_advantages_are_those_of_the_reference(seed, shaping):
         weights=torch.tensor([1.0, 0.5]),
         scores=batch.scores + 0.5 * second.nan_to_num(),
     )
-    rollout = Rollout.scored(batch, 4, Shaping(**shaping))
+    moments = RunningMoments()
+    _, rollout = (Rollout.scored(batch, 4, Shaping(**shaping), moments) for _ in range(2))
     whole = fill(rollout, seed).with_advantages()
     close(whole.advantages, by_reference(whole, **shaping))
     assert whole.sampled is batch, "the raw scores stay as they were"
     masked = ~torch.tensor(ENDED) & whole.shaping.mask_truncated_completions
     lengths = torch.tensor(LENGTHS).masked_fill(masked, 0)
+    assert not whole.kl[~whole.learnable].any()
     assert whole.completion_mask.sum(1).equal(lengths)
     one_by_one = fill(rollout, seed)
     if whole.shaping.normalize_advantages:  # over the spread of all groups
@@ -112,6 +118,7 @@ def test_advantages_are_those_of_the_reference(seed, shaping):
         before = one_by_one.settled
         one_by_one = one_by_one.with_advantages([group])
         assert (one_by_one.settled != before).sum() == bool(whole.shaping.beta)
+        assert not one_by_one.advantages.view(3, -1)[~one_by_one.settled].any()
     for name in ("advantages", "kl", "token_kl", "settled"):
         assert getattr(one_by_one, name).equal(getattr(whole, name))
 
