@@ -163,6 +163,7 @@ WRONG = [
         "reward_clip_range is [-1], must have at least 2 items",
     ),
     ({"trainer": {"reward_clip_range": [-1, 0, 1]}}, "[-1, 0, 1], must have at most 2 items"),
+    ({"trainer": {"bf16": "maybe"}}, "trainer.bf16 is 'maybe', must be a valid boolean"),
     ({"trainer": {"weight_decay": "x"}}, "trainer.weight_decay is 'x', must be a valid number"),
     ({"data": {"held_out": 0, "held_out_every": 5}}, "set data.held_out above 0"),
     ({"trainer": {"stop_on": ["reward_hacking"]}}, "set data.held_out_every"),

@@ -6,28 +6,7 @@ import shutil
 import pytest
 
 from rloo_kit.config.run_file import read_run_file
-from rloo_kit.errors import ConfigError, DataError, RewardLoadError
-
-RUN_FILES = {
-    "no such date": (b"seed: 1\noutput_dir: 2026-13-01\n", "not valid YAML: month must be"),
-    "code": (b"seed: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-    "UTF-16": ("seed: 1\n".encode("utf-16"), "save it as UTF-8"),
-    "a text where a flag is": (
-        b"trainer: {bf16: maybe}\n",
-        "trainer.bf16 is 'maybe', must be a valid boolean",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RUN_FILES)
-def test_a_run_file_is_refused_with_its_remedy(case, tmp_path):
-    content, remedy = RUN_FILES[case]
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=remedy) as caught:
-        read_run_file(path)
-    assert len(str(caught.value)) < 700
-    assert str(caught.value).isprintable()
+from rloo_kit.errors import DataError
 
 
 def test_a_run_file_may_begin_with_a_byte_order_mark(tmp_path):
@@ -36,25 +15,12 @@ def test_a_run_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert not read_run_file(path).model.load_in_4bit
 
 
-PROMPTS = {
-    "deep lists": (".jsonl", b'{"prompt": ' + b"[" * 5000, "line 1: not valid JSON"),
-    "a role that is a number": (
-        ".jsonl", b'{"prompt": [{"role": 5, "content": "a"}]}', "the role must be text",
-    ),
-    "no content": (
-        ".jsonl", b'{"prompt": [{"role": "user", "content": null}]}', "content None: .* must be",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_a_file_of_prompts_is_refused_with_its_remedy(case, tmp_path):
+def test_deep_lists_are_no_json(tmp_path):
     from rloo_kit.data.prompts import load_prompts
 
-    suffix, content, remedy = PROMPTS[case]
-    path = tmp_path / f"prompts{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=remedy) as caught:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": ' + b"[" * 5000)
+    with pytest.raises(DataError, match="line 1: not valid JSON") as caught:
         load_prompts(path)
     assert len(str(caught.value)) < 700
 
@@ -83,22 +49,6 @@ def test_a_task_makes_no_more_problems_than_training_could_use():
 
     with pytest.raises(DataError, match=r"lower data\.num_prompts"):
         load_prompts("arithmetic", num_prompts=10**9)
-
-
-@pytest.mark.parametrize(
-    ("source", "remedy"),
-    [
-        (b"import sys\nsys.exit()\n", "raised SystemExit while it was loaded"),
-        (b"class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n", "raised E while"),
-    ],
-    ids=range(2),
-)
-def test_a_reward_file_that_ends_the_program_is_refused(source, remedy, tmp_path):
-    from rloo_kit.scoring.specs import load_reward
-
-    (tmp_path / "mine.py").write_bytes(source)
-    with pytest.raises(RewardLoadError, match=remedy):
-        load_reward("mine.py:f", base_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
