@@ -4,10 +4,7 @@ import asyncio
 import json
 import re
 import shutil
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pytest
 import torch
@@ -478,58 +475,26 @@ def test_of_a_penalty_the_lower_score_wins():
     assert verdicts(penalty, *sides) == [1.0, 0.5, None]
 
 
-class Prefers(BaseHTTPRequestHandler):
-    """A judge that prefers by ``answer`` of its class; it counts the requests."""
+def test_a_judge_of_pairs_reads_the_answers_of_both():
+    read = []
 
-    answer = staticmethod(lambda first, second: 0)
-    asked: ClassVar[list[str]] = []
+    class Taste:
+        mode = "pairwise"
+        column = "reference"
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][0]["content"]
-        type(self).asked.append(text)
-        first, second = re.findall(r"<answer-\d\S*>\n?(.*?)\n?</answer-\d", text, re.S)
-        said = json.dumps({"winner": self.answer(first, second)})
-        content = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        def answer_text(self, prompt, completion):
+            return completion.rpartition("</think>")[2]
 
-    def log_message(self, *_):
-        pass
+        def __call__(self, completions, reference, **_):
+            read.extend(
+                (one[-1]["content"], other)
+                for one, other in zip(completions, reference, strict=True)
+            )
+            return [1.0, None]
 
-
-@pytest.mark.parametrize(
-    ("answer", "rate"),
-    [
-        (lambda first, second: 1, 0.5),  # always the first: both orders disagree
-        (lambda first, second: 2 if "theirs" in first else 1, 1.0),
-        (lambda first, second: 1 if "theirs" in first else 2, 0.0),
-    ],
-    ids=["position", "mine", "theirs"],
-)
-def test_server_judge_is_asked_in_both_orders(answer, rate, monkeypatch):
-    monkeypatch.setattr(Prefers, "answer", staticmethod(answer))
-    monkeypatch.setattr(Prefers, "asked", [])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Prefers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    tokenizer = load_base(find_trained("tiny-thinker")).tokenizer
-    spec = {
-        "name": "judge", "model": "some-judge", "mode": "pairwise", "rubric": "politeness",
-        "base_url": f"http://127.0.0.1:{server.server_port}/v1",
-    }  # fmt: skip
-    try:
-        (judge,) = rk.load_rewards([spec], tokenizer=tokenizer)
-        texts = [[f"</think> {whose} {n}" for n in range(4)] for whose in ("mine", "theirs")]
-        won = verdicts(judge, *(answered(*one) for one in texts))
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-    assert won == [rate] * 4
-    assert len(Prefers.asked) == 2 * 4
+    sides = (answered(*(f"</think> {whose} {n}" for n in range(2))) for whose in ("mine", "theirs"))
+    assert verdicts(*rk.load_rewards([Taste()]), *sides) == [1.0, None]
+    assert read == [(f"</think> mine {n}", f" theirs {n}") for n in range(2)]
 
 
 def test_the_reward_of_a_task_judges_its_prompts():
