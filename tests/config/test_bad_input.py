@@ -51,12 +51,10 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 CONFIG = {
     "unknown section": ({"modle": {}}, "did you mean 'model'"),
-    "out of range": ({"lora": {"r": 0}}, "must be greater than or equal to 1"),
     "partial group": (
         {"trainer": {"num_generations": 3}},
         "set trainer.per_device_train_batch_size to 6 or 9",
     ),
-    "number as text": ({"trainer": {"learning_rate": "1e-5"}}, "write 1.0e-5"),
 }
 
 
@@ -78,8 +76,6 @@ def test_broken_yaml(tmp_path, capsys):
 DATA = {
     "missing file": (None, "give the path of a .jsonl, .csv or .parquet file"),
     "bad JSON": ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
-    "no prompt column": ('{"question": "a"}\n', "rename the column to prompt"),
-    "empty file": ("", "put at least one prompt in it"),
     "empty prompt": ('{"prompt": ""}\n', "data.skip_empty: true"),
     "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
 }
@@ -147,45 +143,10 @@ def test_reward_that_is_not_called(case, tmp_path, capsys):
     refuse(capsys, remedy, run_file(tmp_path, rewards=[spec]))
 
 
-REWARDS = {
-    "raises": ("mine.py:good", "def good(completions, **_): return 1 / 0", "ZeroDivisionError"),
-    "wrong length": (
-        "mine.py:good",
-        "def good(completions, **_): return [1.0]",
-        "one float (or None)",
-    ),
-    "NaN": (
-        "mine.py:good",
-        "def good(completions, **_): return [float('nan')] * len(completions)",
-        "return a finite float",
-    ),
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("case", REWARDS)
-def test_reward(case, tmp_path, capsys):
-    spec, source, remedy = REWARDS[case]
-    (tmp_path / "mine.py").write_text(source)
-    refuse(capsys, remedy, run_file(tmp_path, rewards=[spec]))
-
-
-@pytest.mark.long
-def test_reward_that_takes_too_long(tmp_path, capsys):
-    source = """
-import time
-
-calls = []
-
-def slow(completions, **_):
-    calls.append(0)
-    time.sleep(10 if len(calls) == 1 else 0)
-    return [1.0] * len(completions)
-"""
-    (tmp_path / "mine.py").write_text(source)
-    trainer = {**GOOD["trainer"], "reward_timeout_seconds": 0.5}
-    path = run_file(tmp_path, rewards=["mine.py:slow"], trainer=trainer)
-    refuse(capsys, "reward 'slow' took more than 0.5 s (it was at ", path)
+def test_reward_that_fails_in_the_first_step(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def good(completions, **_): return 1 / 0")
+    refuse(capsys, "ZeroDivisionError", run_file(tmp_path, rewards=["mine.py:good"]))
 
 
 MODELS = {

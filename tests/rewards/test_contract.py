@@ -10,8 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import rloo_kit.rewards
@@ -19,6 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rloo_kit.scoring.specs import load_reward
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))
+from servers import Server
 
 BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
@@ -75,36 +77,12 @@ def columns_of(texts, ids, *, conversational=False):
 COLUMNS = columns_of(TEXTS, IDS)
 
 
-class Server(BaseHTTPRequestHandler):
-    """A judge whose grade depends on what it reads, and on nothing else."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        asked = self.rfile.read(int(self.headers["Content-Length"]))
-        grade = {"score": sum(asked) % 11}
-        reply = {"choices": [{"message": {"role": "assistant", "content": json.dumps(grade)}}]}
-        body = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def judge_url():
-    kind = type("Busy", (ThreadingHTTPServer,), {"request_queue_size": 128})
-    server = kind(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    """A judge whose grade depends on what it reads, and on nothing else."""
+    server = Server()
+    yield f"{server.url}/v1"
+    server.kill()
 
 
 def table_of(name, model_folder, judge_url):

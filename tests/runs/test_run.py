@@ -4,9 +4,7 @@ import importlib.metadata
 import json
 import re
 import shutil
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -121,93 +119,26 @@ def test_run_folder_is_complete(capsys):
 
 
 @pytest.mark.long
-def test_same_seed_gives_bit_equal_runs_in_separate_folders():
-    for seed in (42, 42, 1):
-        assert main(["quickstart", *SHORT, "--set", f"seed={seed}"]) == 0
-    names = ("quickstart", "quickstart-2", "quickstart-3")
-    metrics = [
-        [
-            (row.get("reward"), row.get("loss"), row.get("grad_norm"), row.get("entropy"))
-            for row in one
-        ]
-        for one in (rows(f"runs/{name}/metrics.jsonl") for name in names)
-    ]
-    completions = [Path(f"runs/{name}/completions.jsonl").read_bytes() for name in names]
-    adapters = [Path(f"runs/{n}/adapter/adapter_model.safetensors").read_bytes() for n in names]
-    for first, second, third in (metrics, completions, adapters):
-        assert first == second
-        assert first != third
-
-
-@pytest.mark.long
-def test_rewards_are_weighted_and_logged_by_name(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def brief(completions, completion_ids, **_):\n"
-        "    return [-len(ids) / 100 for ids in completion_ids]\n"
-    )
-    content = {
-        "data": {"num_prompts": 16, "held_out": 8},
-        "rewards": ["accuracy", "thinking:0.5", {"name": "mine.py:brief", "weight": 0.1}],
-        "trainer": {"max_steps": 1, "max_completion_length": 32},
-        "model": {"max_seq_length": 128, "load_in_4bit": False},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    assert main(["train", "run.yaml"]) == 0
-    (first, *_) = rows("runs/run/completions.jsonl")
-    assert set(first["rewards"]) == {"accuracy", "thinking", "brief"}
-    metrics = rows("runs/run/metrics.jsonl")[0]
-    total = (
-        metrics["rewards/accuracy/mean"]
-        + 0.5 * metrics["rewards/thinking/mean"]
-        + 0.1 * metrics["rewards/brief/mean"]
-    )
-    assert metrics["reward"] == pytest.approx(total, abs=1e-5)
-
-
-@pytest.mark.long
-def test_failed_run_keeps_its_last_step_and_resumes(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(
-        "def late(completions, trainer_state=None, **_):\n"
-        "    if trainer_state is not None and trainer_state.global_step == 2:\n"
-        "        raise RuntimeError('the judge is gone')\n"
-        "    return [float(len(str(c)) % 3) for c in completions]\n"
-    )
-    assert main(["quickstart", *SHORT, "--set", "rewards=[./mine.py:late]"]) == 2
-    printed = capsys.readouterr()
-    assert "the judge is gone" in printed.err
-    assert "resume with rloo-kit train runs/quickstart --resume" in printed.out
-    assert Path("runs/quickstart/checkpoint-2/adapter_model.safetensors").exists()
-    end = json.loads(Path("runs/quickstart/end.json").read_text())
-    assert (end["how"], end["steps"]) == ("failed", 2)
-    assert "the judge is gone" in end["reason"]
-    assert "the judge is gone" in Path("runs/quickstart/report.html").read_text(encoding="utf-8")
-
-    # with a fixed reward the run resumes, and no step is missing or made twice
-    (tmp_path / "mine.py").write_text(
-        "def late(completions, **_):\n    return [float(len(str(c)) % 3) for c in completions]\n"
-    )
+def test_a_finished_run_goes_on_with_more_steps_alone(capsys):
+    assert main(["quickstart", *SHORT, "--set", "trainer.max_steps=2"]) == 0
     again = ["train", "runs/quickstart", "--resume"]
-    assert main(again) == 0
-    assert "resuming from step 2" in capsys.readouterr().out
-    folder = Path("runs/quickstart")
-    metrics = [row for row in rows(folder / "metrics.jsonl") if "reward" in row]
-    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
-    assert [row["step"] for row in rows(folder / "completions.jsonl")][::16] == [1, 2, 3, 4]
-    end = json.loads((folder / "end.json").read_text())
-    assert (end["how"], end["steps"], end["resumed_at"]) == ("finished", 4, [2])
-    assert set(json.loads((folder / "evaluation.json").read_text())) == {"before", "after"}
-
     assert main(again) == 0
     assert "trainer.max_steps" in capsys.readouterr().out
     assert main([*again, "--set", "lora.r=8"]) == 2
     assert "lora.r is 8" in capsys.readouterr().err
-    assert main([*again, "--set", "trainer.max_steps=5"]) == 0
-    assert json.loads((folder / "end.json").read_text())["resumed_at"] == [2, 4]
+    assert main([*again, "--set", "trainer.max_steps=3"]) == 0
+    assert "resuming from step 2" in capsys.readouterr().out
+    folder = Path("runs/quickstart")
+    metrics = [row for row in rows(folder / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert [row["step"] for row in rows(folder / "completions.jsonl")][::16] == [1, 2, 3]
+    end = json.loads((folder / "end.json").read_text())
+    assert (end["how"], end["steps"], end["resumed_at"]) == ("finished", 3, [2])
+    assert set(json.loads((folder / "evaluation.json").read_text())) == {"before", "after"}
     assert main(["train", "runs", "--resume"]) == 2
     assert "run.yaml" in capsys.readouterr().err
 
 
-@pytest.mark.long
 @pytest.mark.long
 @pytest.mark.parametrize("place", ["optimizer step", "metrics"])
 def test_memory_that_runs_out_elsewhere_is_one_sentence(place, monkeypatch, capsys):
@@ -289,15 +220,13 @@ def test_long_prompts_are_left_out(tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("task", "settings"), [("countdown", {"min_numbers": 2, "max_numbers": 3})]
-)
-def test_reasoning_gym_task_trains_with_its_verifier(tmp_path, task, settings):
+def test_reasoning_gym_task_trains_with_its_verifier(tmp_path):
     reasoning_gym = pytest.importorskip("reasoning_gym")
+    settings = {"min_numbers": 2, "max_numbers": 3}
     content = {
         "model": {"max_seq_length": 512},
         "data": {
-            "prompts": f"reasoning_gym:{task}", "settings": settings, "num_prompts": 8,
+            "prompts": "reasoning_gym:countdown", "settings": settings, "num_prompts": 8,
             "held_out": 2,
         },
         "rewards": ["reasoning_gym"],
@@ -308,76 +237,16 @@ def test_reasoning_gym_task_trains_with_its_verifier(tmp_path, task, settings):
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     assert main(["train", "run.yaml"]) == 0
-    verifier = reasoning_gym.create_dataset(task, size=1, seed=0, **settings)
+    verifier = reasoning_gym.create_dataset("countdown", size=1, seed=0, **settings)
     completions = rows("runs/run/completions.jsonl")
     assert len(completions) == 32
     prompts = {row["prompt"]: row for row in rk.load_prompts(
-        f"reasoning_gym:{task}", settings=settings, num_prompts=8, chat=False)}  # fmt: skip
+        "reasoning_gym:countdown", settings=settings, num_prompts=8, chat=False)}  # fmt: skip
     for row in completions:
         asked = json.loads(prompts[row["prompt"][-1]["content"]]["entry"])
         _, closed, answer = row["completion"][-1]["content"].rpartition("</think>")
         expected = verifier.score_answer(answer.strip(), asked) if closed else 0.0
         assert row["rewards"]["reasoning_gym"] == pytest.approx(expected)
-
-
-class JudgeThatGoes(ThreadingHTTPServer):
-    """Grades requests; after the last one it closes every connection."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, last_request):
-        super().__init__(("127.0.0.1", 0), JudgeHandler)
-        self.left = last_request
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    def handle_error(self, *_):
-        """Ignore clients that went away."""
-
-
-class JudgeHandler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.left -= 1
-        if self.server.left < 0:
-            return
-        content = json.dumps({"score": sum(asked) % 11})
-        body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        """Print nothing."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("on_failure", ["stop", "skip"])
-def test_run_stops_or_skips_when_its_judge_is_gone(on_failure, capsys):
-    server = JudgeThatGoes(last_request=8)
-    judge = (
-        f"{{name: judge, base_url: 'http://127.0.0.1:{server.server_port}/v1', model: any, "
-        f"on_failure: {on_failure}, max_retries: 0}}"
-    )
-    settings = [*SHORT, "--set", "data.held_out=0", "--set", f"rewards=[{judge}, 'accuracy']"]
-    code = main(["quickstart", *settings])
-    server.shutdown()
-    server.server_close()
-    printed = capsys.readouterr()
-    completions = rows("runs/quickstart/completions.jsonl")
-    given = [row["rewards"]["judge"] for row in completions]
-    if on_failure == "stop":
-        assert code == 2
-        assert "or set on_failure: skip" in printed.err
-        assert len(completions) < 64
-        assert None not in given
-    else:
-        assert code == 0
-        assert len(completions) == 64
-        assert None in given
-        assert None not in given[:8]
-        assert all(row["rewards"]["accuracy"] is not None for row in completions)
 
 
 @pytest.mark.parametrize(
