@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import time
-import warnings
 
 import pytest
 import torch
@@ -38,13 +37,9 @@ def trainer_for(policy, tmp_path, rewards, prompts=None, **settings):
         "save_strategy": "no",
         "learning_rate": 1e-3,
     }
-    return rk.LeaveOneOutTrainer(
-        model=policy[0],
-        reward_funcs=rewards,
-        args=rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings}),
-        train_dataset=prompts or rk.load_prompts("arithmetic", num_prompts=64),
-        processing_class=policy[1],
-    )
+    args = rk.LeaveOneOutConfig(str(tmp_path / "out"), **few | settings)
+    prompts = prompts or rk.load_prompts("arithmetic", num_prompts=64)
+    return rk.LeaveOneOutTrainer(policy[0], rewards, args, prompts, policy[1])
 
 
 def texts(completions):
@@ -53,10 +48,6 @@ def texts(completions):
 
 def ones(completions, **_):
     return [float(text.count("1") > 3) for text in texts(completions)]
-
-
-def equal(completions, **_):
-    return [1.0] * len(completions)
 
 
 def first_group_only(completions, **_):
@@ -123,15 +114,6 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     assert row["episode"] == 32
     assert row["val/ratio"] == 1.0
     assert 0.5 < row["passes/real_tokens"] <= 1.0
-
-
-@pytest.mark.long
-def test_moving_normalisation_remembers_earlier_batches(policy, tmp_path):
-    trainer = trainer_for(policy, tmp_path, ones, normalize_reward="moving", max_steps=3)
-    trainer.train()
-    moments = trainer.rloo.moments
-    assert moments.count == 48
-    assert moments.mean == pytest.approx(sum(row["reward"] for row in logs(trainer)) / 3)
 
 
 def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(policy, tmp_path):
@@ -210,57 +192,12 @@ def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_an_unscorable_batch_is_skipped_when_asked(policy, tmp_path):
-    def raises(completions, **_):
-        raise ZeroDivisionError("no")
-
-    trainer = trainer_for(policy, tmp_path, [raises, ones], on_reward_error="skip")
-    with pytest.warns(RuntimeWarning, match="count as unscorable"):
-        trainer.train()
-    assert logs(trainer)[0]["rewards/raises/errors"] == 16
-    with pytest.raises(rk.RewardError, match=r"ZeroDivisionError: no \(test_learning\.py:\d+\)"):
-        trainer_for(policy, tmp_path, [raises, ones]).train()
-
-
-def test_out_of_memory_only_halves_the_budget(policy, tmp_path, monkeypatch):
-    def gradient(fail):
-        torch.manual_seed(0)
-        trainer = trainer_for(
-            policy, tmp_path, ones, tokens_per_micro_batch=400, learning_rate=1e-9, bf16=False
-        )
-        if fail:
-            run = trainer.policy.run
-
-            def too_large(batch, **how):
-                if batch.num_positions > 200:
-                    raise torch.OutOfMemoryError("injected")
-                return run(batch, **how)
-
-            monkeypatch.setattr(trainer.policy, "run", too_large)
-        found = []
-        trainer._clip_grad_norm = lambda model: found.append(
-            torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad])
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
-        return found[0], [w for w in caught if "memory ran out" in str(w.message)]
-
-    expected, none = gradient(fail=False)
-    found, warned = gradient(fail=True)
-    assert not none
-    assert len(warned) == 1
-    assert float((found - expected).norm() / expected.norm()) < 1e-4
-
-
-@pytest.mark.long
 def test_a_continued_adapter_keeps_a_reference_copy(policy, tmp_path):
-    model, tokenizer = policy
     trainer = trainer_for(policy, tmp_path, ones)
-    assert "ref" not in model.peft_config
+    assert "ref" not in policy[0].peft_config
     trainer.train()
-    trainer_for((model, tokenizer), tmp_path, ones)
-    assert "ref" in model.peft_config
+    trainer_for(policy, tmp_path, ones)
+    assert "ref" in policy[0].peft_config
 
 
 @pytest.mark.long
@@ -269,9 +206,3 @@ def test_a_stream_of_prompts_trains_unless_rows_are_picked(policy, tmp_path):
     with pytest.raises(rk.DataError, match="dynamic_sampling needs random access"):
         trainer_for(policy, tmp_path, ones, prompts=stream, dynamic_sampling=True)
     trainer_for(policy, tmp_path, ones, prompts=stream, token_level_kl=True).train()
-
-
-def test_trls_evaluation_during_training_works(policy, tmp_path):
-    trainer = trainer_for(policy, tmp_path, ones, per_device_eval_batch_size=8)
-    metrics = trainer.evaluate(rk.load_prompts("arithmetic", split="held_out", num_prompts=4))
-    assert math.isfinite(metrics["eval_reward"])

