@@ -115,11 +115,6 @@ def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
         parse("--loss_type", "dapo")
 
 
-def test_a_wrong_flag_is_the_kits_sentence():
-    with pytest.raises(rk.ConfigError, match="normalize_reward is 'bath', must be "):
-        parse("--normalize_reward", "bath")
-
-
 @pytest.mark.long
 def test_a_script_in_trls_style_trains(tmp_path):
     rows = [
