@@ -13,7 +13,6 @@ from rloo_kit.config.settings import STOP_ON
 from rloo_kit.diagnosis import watch as watch_module
 from rloo_kit.diagnosis.run_rules import KINDS
 from rloo_kit.diagnosis.watch import BestWeights, RunWatch
-from rloo_kit.errors import ConfigError
 
 GROUPS = 4
 SIZE = 4
@@ -249,48 +248,21 @@ def test_the_run_file_can_stop_on_the_registered_kinds():
     assert set(KINDS) == set(STOP_ON)
 
 
-def test_stopping_on_reward_hacking_needs_held_out_every():
-    with pytest.raises(ConfigError, match=r"set data\.held_out_every, for example to 10"):
-        make_run_config({"trainer": {"stop_on": ["reward_hacking"]}})
-    with pytest.raises(ConfigError, match=r"set data\.held_out above 0"):
-        make_run_config({"data": {"held_out": 0, "held_out_every": 5}})
-    stops = {"data": {"held_out_every": 5}, "trainer": {"stop_on": ["reward_hacking"]}}
-    assert make_run_config(stops).data.held_out_every == 5
-
-
 # --- a real run ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_stopped_run_keeps_its_best_adapter(tmp_path):
-    config = make_run_config(
-        {
-            "model": {"name": "tiny-thinker", "max_seq_length": 256},
-            "data": {"held_out": 32, "held_out_every": 2},
-            "trainer": {
-                "max_steps": 16,
-                "per_device_train_batch_size": 16,
-                "num_generations": 4,
-                "max_completion_length": 48,
-                "learning_rate": 0.5,
-                "stop_on": ["kl_explosion"],
-            },
-            "output_dir": str(tmp_path / "run"),
-        }
-    )
-    lines = []
-    result = rk.train(config, say=lines.append)
+    settings = [
+        f"output_dir={tmp_path / 'run'}", "data.held_out=32", "trainer.max_steps=16",
+        "trainer.per_device_train_batch_size=16", "trainer.num_generations=4",
+        "trainer.learning_rate=0.5", "trainer.stop_on=[kl_explosion]",
+    ]  # fmt: skip
+    result = rk.train("quickstart", settings, say=str)
     assert result.steps < 16
     end = json.loads((result.folder / "end.json").read_text())
-    assert end["how"] == "stopped"
-    assert end["reason"].startswith("kl_explosion")
+    assert (end["how"], end["kept_step"]) == ("stopped", 0)
     assert end["finding"]["kind"] == "kl_explosion"
-    assert end["kept_step"] == 0
-    assert rk.diagnose(result.folder, say=lambda text: None)[0].kind == "kl_explosion"
     found = json.loads((result.folder / "evaluation.json").read_text())
-    assert [part["step"] for part in found["during"]] == list(range(2, result.steps + 1, 2))
-    assert found["during"][0]["rewards"]["accuracy"] < 0.2, "after two steps it was ruined"
     assert found["after"]["rewards"]["accuracy"] > found["before"]["rewards"]["accuracy"] - 0.2
-    assert "<title>" in (result.folder / "report.html").read_text(encoding="utf-8")
-    assert any("the weights after step 0 are kept" in line for line in lines)

@@ -51,7 +51,7 @@ if what == "bare":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     matrix = torch.ones(256, 256, device=device)
     answer["sum"] = float((matrix @ matrix).sum())  # with cuBLAS, as every process has it
-    if what == "bare" and "vllm" in sys.argv[2:]:
+    if "vllm" in sys.argv[2:]:
         import vllm
 
         answer["vllm"] = vllm.__version__

@@ -13,29 +13,12 @@ def policy():
     return rk.attach_lora(model), tokenizer
 
 
-def config(tmp_path, **settings):
-    few = {
-        "max_steps": 2,
-        "max_completion_length": 32,
-        "save_strategy": "no",
-        "learning_rate": 1e-3,
-    }
-    return rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**few, **settings})
-
-
-def odd_characters(completions, **_):
-    return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
-
-
 def sampler_of(policy, tmp_path, **settings):
-    model, tokenizer = policy
-    return rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs=odd_characters,
-        args=config(tmp_path, max_completion_length=4, generation="transformers", **settings),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        processing_class=tokenizer,
-    ).sampler
+    args = rk.LeaveOneOutConfig(
+        str(tmp_path), max_completion_length=4, generation="transformers", **settings
+    )
+    prompts = rk.load_prompts("arithmetic", num_prompts=8)
+    return rk.LeaveOneOutTrainer(policy[0], "length", args, prompts, policy[1]).sampler
 
 
 def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path):
