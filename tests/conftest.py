@@ -92,3 +92,23 @@ def packed_thinker(tmp_path_factory):
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def save_adapter():
+    """Return what saves an adapter of the embedded model that changes its answers."""
+    import torch
+
+    import rloo_kit as rk
+
+    def save(folder, *, std, seed=0, r=8):
+        with rk.session():
+            model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+            model = rk.attach_lora(model, r=r)
+            torch.manual_seed(seed)
+            for name, values in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(values, std=std)
+            return rk.save_adapter(model, tokenizer, folder)
+
+    return save

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 import yaml
 
 import rloo_kit as rk
@@ -150,15 +149,9 @@ def test_table_is_in_the_folder_and_the_report(run, table):
 
 
 @pytest.mark.long
-def test_each_adapter_gives_its_own_answers(run, tmp_path):
+def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    model = rk.attach_lora(model, r=4)
-    torch.manual_seed(0)
-    for name, values in model.named_parameters():
-        if "lora_B" in name:
-            values.data.normal_(0, 0.2)
-    spoiled = rk.save_adapter(model, tokenizer, tmp_path / "spoiled")
+    spoiled = save_adapter(tmp_path / "spoiled", std=0.2)
     names = [str(spoiled), str(run), "tiny-thinker"]
     settings = {"num_samples": 0, "num_prompts": 8, "output": tmp_path / "out", "say": str}
     first = rk.evaluate_models(names, **settings)
@@ -364,19 +357,10 @@ def test_rows_of_two_samplers_are_not_compared(table):
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
+def adapters(tmp_path_factory, save_adapter):
     """Two adapters that differ little from their base, and from each other."""
-    folders = []
-    for seed in (1, 2):
-        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-        model = rk.attach_lora(model, r=8)
-        torch.manual_seed(seed)
-        for name, values in model.named_parameters():
-            if "lora_B" in name:
-                values.data.normal_(0, 0.02)
-        folder = tmp_path_factory.mktemp("adapters") / f"adapter-{seed}"
-        folders.append(rk.save_adapter(model, tokenizer, folder))
-    return folders
+    folder = tmp_path_factory.mktemp("adapters")
+    return [save_adapter(folder / f"adapter-{seed}", std=0.02, seed=seed) for seed in (1, 2)]
 
 
 def test_one_adapter_is_active_at_a_time_or_none(adapters):

@@ -11,7 +11,6 @@ import shutil
 import sys
 
 import pytest
-import torch
 from rich.console import Console
 
 import rloo_kit as rk
@@ -31,16 +30,10 @@ RUN_FILE = "trainer: {temperature: 0.001, max_completion_length: 60}\n"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, save_adapter):
     """The folder of a run whose adapter changes what is said."""
     folder = tmp_path_factory.mktemp("runs") / "polite"
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    model = rk.attach_lora(model, r=8)
-    torch.manual_seed(0)
-    for name, values in model.named_parameters():
-        if "lora_B" in name:
-            values.data.normal_(0, 0.2)
-    rk.save_adapter(model, tokenizer, folder / "adapter")
+    save_adapter(folder / "adapter", std=0.2)
     (folder / "run.yaml").write_text(RUN_FILE)
     (folder / "end.json").write_text("{}")
     return folder

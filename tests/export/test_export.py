@@ -51,18 +51,10 @@ def sampled(right):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, save_adapter):
     """A run's folder whose adapter does something, as ``train`` leaves one."""
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    with rk.session():
-        model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-        model = rk.attach_lora(model, r=4)
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1)
-        folder.mkdir()
-        rk.save_adapter(model, tokenizer, folder / "adapter")
+    save_adapter(folder / "adapter", std=0.1, r=4)
     (folder / "run.yaml").write_text(RUN_FILE)
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     (folder / "evaluation.json").write_text(json.dumps({"before": sampled(3), "after": sampled(7)}))
