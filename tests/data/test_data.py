@@ -374,32 +374,6 @@ def test_images_stay_images_beside_a_text_prompt(pictures):
     assert train[0]["image"].size == held_out[0]["image"].size == (4, 3)
 
 
-@pytest.mark.parametrize("system", [None, "Look."])
-def test_images_in_the_parts_of_a_message_become_a_column(tmp_path, system):
-    pytest.importorskip("PIL")
-    part = {"type": datasets.Value("string"), "text": datasets.Value("string"),
-            "image": datasets.Image()}  # fmt: skip
-    message = {"role": datasets.Value("string"), "content": datasets.List(part)}
-    content = [
-        {"type": "image", "text": None, "image": picture("red")},
-        {"type": "text", "text": "Red?", "image": None},
-    ]
-    dataset = datasets.Dataset.from_dict(
-        {"prompt": [[{"role": "user", "content": content}]], "answer": ["yes"]},
-        features=datasets.Features(
-            {"prompt": datasets.List(message), "answer": datasets.Value("string")}
-        ),
-    )
-    loaded = load_prompts(table_of(tmp_path, dataset), system=system)
-    assert loaded.features["images"] == datasets.List(datasets.Image())
-    assert loaded[0]["images"][0].getpixel((0, 0)) == (255, 0, 0)
-    assert loaded.features["answer"] == dataset.features["answer"]
-    *before, user = loaded[0]["prompt"]
-    assert user["content"][0] == {"type": "image", "text": None}
-    assert user["content"][1]["text"] == "Red?"
-    assert [m["content"][0]["text"] for m in before] == ([system] if system else [])
-
-
 def test_parts_of_a_message_in_jsonl_get_a_system_message_in_parts(tmp_path):
     pytest.importorskip("PIL").Image.new("RGB", (4, 3), "red").save(tmp_path / "red.png")
     content = [{"type": "image"}, {"type": "text", "text": "Red?"}]

@@ -108,7 +108,10 @@ def test_image_parts_of_a_saved_dataset_become_a_column(tmp_path, picture):
     dataset = datasets.Dataset.from_list(rows, features=features)
     assert has_images(dataset)
     dataset.to_parquet(tmp_path / "p.parquet")
-    assert is_red(load_prompts(tmp_path / "p.parquet")[0]["images"][0])
+    loaded = load_prompts(tmp_path / "p.parquet", system="Look.")
+    assert is_red(loaded[0]["images"][0])
+    assert loaded.features["images"] == datasets.List(datasets.Image())
+    assert [m["content"][0].get("text") for m in loaded[0]["prompt"]] == ["Look.", None]
 
 
 def test_a_folder_of_images_with_their_metadata_is_a_dataset(tmp_path, picture, monkeypatch):
