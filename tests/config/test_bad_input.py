@@ -152,7 +152,6 @@ def test_reward_that_fails_in_the_first_step(tmp_path, capsys):
 MODELS = {
     "missing folder": ("./models/mine", "give a model's folder"),
     "folder without a model": ("empty", "holds no config.json, so it is not a model"),
-    "not a GGUF file": ("broken.gguf", "give the path of a .gguf file"),
     "cannot be fetched": ("someone/something-4B", "check the name and the network"),
     "damaged config": ("damaged", "download it again"),
 }
@@ -165,7 +164,6 @@ def test_model(case, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text('{"model_type": "qwen3"')
-    (tmp_path / "broken.gguf").write_bytes(b"<html>")
     refuse(capsys, remedy, run_file(tmp_path, model={**GOOD["model"], "name": name}))
 
 

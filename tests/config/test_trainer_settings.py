@@ -218,20 +218,6 @@ def test_what_would_mean_something_else_is_refused(arguments, says):
     assert says in errors_of(arguments)
 
 
-def test_the_old_names_of_an_older_script_all_at_once():
-    arguments = {
-        "kl_coef": 0.05, "rloo_k": 2, "cliprange": 0.2, "num_ppo_epochs": 1,
-        "num_mini_batches": 2, "response_length": 64, "total_episodes": 160,
-    }  # fmt: skip
-    with pytest.warns(FutureWarning, match=r"is \w+ here") as caught:
-        values = translate_trainer_arguments(arguments)
-    assert values == {
-        "beta": 0.05, "num_generations": 2, "epsilon": 0.2, "num_iterations": 1,
-        "steps_per_generation": 2, "max_completion_length": 64, "max_steps": 20,
-    }  # fmt: skip
-    assert len(caught) == len(arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [

@@ -36,10 +36,8 @@ def make(family, **more):
 
 
 def trainer_of(model, folder, **settings):
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # not the base
+    model = get_peft_model(model, lora)
     return rk.LeaveOneOutTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
