@@ -233,6 +233,14 @@ def test_a_checkpoint_that_lacks_a_newer_setting_had_its_default(tmp_path):
         check_same_run(Checkpoint(tmp_path, 1, None, older), now)
 
 
+@pytest.mark.parametrize("what", ["model", "prompts", "rewards"])
+def test_another_run_is_refused_with_what_differs(tmp_path, what):
+    trainer = new_trainer(tmp_path)
+    now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
+    with pytest.raises(CheckpointError, match=rf"{what}.* back to what was there"):
+        check_same_run(Checkpoint(tmp_path, 1, None, now | {what: "other"}), now)
+
+
 def test_another_value_of_a_setting_names_the_command_that_has_the_old_one(tmp_path):
     trainer = new_trainer(tmp_path)
     now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
