@@ -1,9 +1,9 @@
-"""Running moments, normalised scores and KL estimators where rounding matters."""
+"""Running moments, normalised scores, KL estimators and ratios where rounding matters."""
 
 import pytest
 import torch
 
-from rloo_kit.rloo.objective import RunningMoments, normalise, token_kl
+from rloo_kit.rloo.objective import RunningMoments, normalise, surrogate, token_kl
 
 NAN = float("nan")
 
@@ -50,3 +50,14 @@ def test_k3_is_never_negative_and_keeps_small_divergences(scale):
     assert (found >= 0).all()
     if scale < 1e-3:
         torch.testing.assert_close(found, log_ratio**2 / 2, rtol=1e-2, atol=1e-11)
+
+
+# --- ratios --------------------------------------------------------------------------------------
+
+
+def test_a_ratio_that_would_overflow_has_no_gradient():
+    log_probs = torch.full((1, 1), 200.0, requires_grad=True)
+    mask = torch.ones(1, 1).bool()
+    found = surrogate(log_probs, torch.zeros(1, 1), mask, -torch.ones(1, 1), 0.2, 0.2)
+    found.losses.sum().backward()
+    assert log_probs.grad.item() == 0

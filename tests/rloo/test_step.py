@@ -130,6 +130,18 @@ def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
     assert step.log.tallies[0].rows == 16
 
 
+def test_rows_that_a_step_uses_twice_weigh_twice():
+    found = []
+    for times in (1, 2):
+        torch.manual_seed(1)
+        table = Table()
+        step = step_of(table, num_slices=times, num_iterations=times)
+        step.run([ROWS] * times**2, 1)
+        found.append(table.logits.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
 def test_options_enter_at_three_places():
     seen = []
     table = Table()
