@@ -9,9 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from rloo_kit.checkpoints.store import (
     MANIFEST,
@@ -214,44 +212,6 @@ def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, number, cal
     assert os.strerror(number) in str(caught.value)
     assert contents(tmp_path) == before
     assert hidden(tmp_path) == []
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A disk of three mebibytes, of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if done.returncode:
-        pytest.skip(f"the system mounts no disk for this user: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def too_much_in_python(folder):
-    (folder / "a").write_bytes(bytes(1_000_000))
-    (folder / "b").write_bytes(bytes(4_000_000))
-
-
-def too_much_in_rust(folder):
-    save_file({"a": np.zeros(4_000_000, dtype=np.uint8)}, folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("too_much", [too_much_in_python, too_much_in_rust])
-def test_a_full_disk_keeps_the_older_checkpoints(disk, too_much):
-    write(disk, 10, 20)
-    before = contents(disk)
-    for step in (20, 30):
-        with pytest.raises(DiskError, match=r"No space left.*free some space"):
-            write_checkpoint(disk, step, too_much)
-        assert contents(disk) == before
-    assert hidden(disk) == []
-    assert find_checkpoint(disk).step == 20
-    assert write(disk, 30).is_dir()
 
 
 # --- killed --------------------------------------------------------------------------------------
