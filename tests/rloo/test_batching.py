@@ -57,20 +57,7 @@ def test_a_cut_is_the_cheapest_of_all(seed, budget):
         if all(len(piece) == 1 or positions(lengths, piece) <= budget for piece in cut)
     ]
     assert cost(lengths, pieces) == min(allowed)
-
-
-@pytest.mark.parametrize("budget", [1, 64, 500, 4096])
-@pytest.mark.parametrize("seed", range(4))
-def test_every_row_is_cut_once_within_the_budget(seed, budget):
-    draw = random.Random(seed)
-    lengths = [draw.randint(2, 600) for _ in range(100)]
-    wanted = draw.sample(range(100), 70)
-    pieces = rows_of(lengths).cut(wanted, budget, OVERHEAD)
-    assert sorted(row for piece in pieces for row in piece) == sorted(wanted)
-    for piece in pieces:
-        assert len(piece) == 1 or positions(lengths, piece) <= budget
-    by_length = sorted([lengths[row] for row in piece] for piece in pieces)
-    assert list(chain(*by_length)) == sorted(lengths[row] for row in wanted)
+    assert sorted(chain(*pieces)) == [*range(9)]
 
 
 def shared_positions(tokens, rows):
