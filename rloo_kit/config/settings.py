@@ -47,6 +47,7 @@ _LEARNING: dict[str, Any] = {"resume": "must", "kit_step": True}
 STOP_ON = (
     "stale_sampler",
     "clip_noise",
+    "old_rollouts",
     "kl_explosion",
     "all_truncated",
     "empty_output",
@@ -157,6 +158,26 @@ class KitSettings:
         "Truncate the completion if the thought is still open after this many tokens; null: no "
         "limit but `max_completion_length`.",
         minimum=1,
+        **_LEARNING,
+    )
+    partial_rollouts: bool = setting(
+        False,
+        "Sample until enough groups are complete, and continue the others in later steps "
+        "([when](../how-to/partial_rollouts.md)).",
+        **_LEARNING,
+    )
+    rows_in_flight: int | None = setting(
+        None,
+        "Completions of the groups that `partial_rollouts` has begun; null: twice those of a "
+        "generation batch.",
+        minimum=2,
+        **_LEARNING,
+    )
+    max_rollout_age: int = setting(
+        4,
+        "Most generation batches that a group of `partial_rollouts` waits until it is trained.",
+        minimum=0,
+        maximum=1000,
         **_LEARNING,
     )
     canary: bool = setting(

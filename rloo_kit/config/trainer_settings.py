@@ -37,8 +37,22 @@ SOURCES = (
 ONLY_WITH = {
     "dynamic_sampling_rounds": "dynamic_sampling",
     "kl_estimator": "beta",
+    "max_rollout_age": "partial_rollouts",
     "rollout_correction_cap": "rollout_correction",
+    "rows_in_flight": "partial_rollouts",
     "token_level_kl": "beta",
+}
+# Setting -> its only value with `partial_rollouts`. Some would change the distribution of tokens,
+# whose log-probabilities the loss compares; others are for samplers that cannot end early
+WITH_PARTIAL: dict[str, Any] = {
+    "cache_implementation": None,
+    "generation_kwargs": None,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "use_transformers_continuous_batching": False,
+    "use_transformers_paged": False,
 }
 # Types in TRL's source that a value can be checked against; TRL checks the others
 TYPE_NAMES = {
@@ -149,10 +163,24 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
         ),
         "trainer.rollout_correction needs log-probabilities of another sampler, and "
         "trainer.generation is transformers: leave one of them out": (
-            values["rollout_correction"] and values["generation"] == "transformers"
+            values["rollout_correction"]
+            and values["generation"] == "transformers"
+            and not values["partial_rollouts"]
+        ),
+        "trainer.partial_rollouts is on, and vLLM's server cannot end before all completions have "
+        "ended: set trainer.generation to vllm": (
+            values["partial_rollouts"]
+            and (values["generation"] == "server" or values.get("vllm_mode") == "server")
         ),
     }
     errors = [error for error, wrong in is_wrong.items() if wrong]
+    if values["partial_rollouts"]:
+        errors += [
+            f"trainer.partial_rollouts cannot be used with trainer.{name} "
+            f"{format_value(values[name])}: leave one of them out"
+            for name, fits in WITH_PARTIAL.items()
+            if values.get(name, fits) not in (fits, None)
+        ]
     for name, other in ONLY_WITH.items():
         if values[name] != DEFAULTS[name] and not values[other]:
             errors.append(
@@ -248,6 +276,7 @@ class BatchPlan:
     num_generations: int
     steps_per_generation: int
     accumulation: int  # slices of an optimizer step
+    in_flight: int  # completions that are sampled at the same time
 
     @property
     def step_rows(self) -> int:
@@ -277,7 +306,11 @@ def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
     slices = values.get("steps_per_generation")
     if slices is None:
         slices = size // per_slice if size else accumulation
-    return BatchPlan(size or per_slice * slices, values["num_generations"], slices, accumulation)
+    total = size or per_slice * slices
+    in_flight = total
+    if values["partial_rollouts"]:
+        in_flight = values["rows_in_flight"] or min(2, values["max_rollout_age"] + 1) * total
+    return BatchPlan(total, values["num_generations"], slices, accumulation, in_flight)
 
 
 def check_batch(trainer: Mapping[str, Any]) -> list[str]:
@@ -302,10 +335,22 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
         size = rows
         step = group // math.gcd(group, slices)
     if size % step == 0:
-        return []
+        return _check_in_flight(plan, {**DEFAULTS, **trainer}["max_rollout_age"])
     below = size // step * step
     sizes = " or ".join(str(number) for number in (below, below + step) if number)
     return [
         f"one generation makes {plan.num_completions} completions, which are not whole groups of "
         f"num_generations {group} in passes of {rows}: set trainer.{name} to {sizes}"
+    ]
+
+
+def _check_in_flight(plan: BatchPlan, max_age: int) -> list[str]:
+    """Return the error in ``rows_in_flight``: [] or one sentence."""
+    most = plan.num_completions * (max_age + 1)  # a group must be trained before it is too old
+    if plan.num_completions <= plan.in_flight <= most and not plan.in_flight % plan.num_generations:
+        return []
+    return [
+        f"trainer.rows_in_flight is {plan.in_flight}: set it to whole groups of num_generations "
+        f"{plan.num_generations}, from the {plan.num_completions} completions of a batch to {most} "
+        f"(these times one more than max_rollout_age {max_age})"
     ]

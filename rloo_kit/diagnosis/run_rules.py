@@ -157,6 +157,24 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
 
 
 @RULES.rule(
+    "old_rollouts",
+    "completions are so old that the policy has moved away from them",
+    "carry fewer completions over, for fewer batches, or lower the learning rate",
+    explains="clip_noise reward_collapse high_variance",
+)
+def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
+    sizes = sorted(run.series("effective_sample_size"))
+    worst = mean(sizes[: max(1, len(sizes) // 4)])
+    if run.setting("partial_rollouts") and worst < 0.5:
+        age = run.setting("max_rollout_age")
+        yield Seen(
+            f"in the worst quarter of the steps the effective sample size is {worst:.0%} of the "
+            f"completions, at max_rollout_age {age}",
+            setting=_valid(run, "trainer.max_rollout_age=1", _lower_rate(run)),
+        )
+
+
+@RULES.rule(
     "kl_explosion",
     "this far from the reference the model no longer writes language, and rewards cannot help",
     "begin again with a lower learning rate, with beta 0.1 and max_grad_norm 0.5",

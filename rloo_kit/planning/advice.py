@@ -85,6 +85,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             for budget in _halves(plan_memory(job).budget, job.width)
         ],
         [["trainer.generation=transformers"]] if job.engine in ("vllm", "shared") else [],
+        [[f"trainer.rows_in_flight={job.rows}"]] if job.at_once > job.rows else [],
         # fewer completions at once for the same step: more accumulation
         [
             [

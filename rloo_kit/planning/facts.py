@@ -88,6 +88,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,
         rows=batch.num_completions,
+        in_flight=batch.in_flight,
         step_rows=batch.step_rows,
         group=batch.num_generations,
         prompt=min(facts.longest or config.data.max_prompt_tokens or left, left),

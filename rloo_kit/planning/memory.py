@@ -71,7 +71,8 @@ class Job:
     whole: int = 0  # number of embeddings and LM heads that train as a whole
     optimizer: str = "adamw_torch"  # TRL's `optim`
     checkpointing: str = "none"  # or `plain`, or `unsloth` (layer inputs in main memory)
-    rows: int = 8  # completions that are sampled at once
+    rows: int = 8  # completions of a generation batch
+    in_flight: int | None = None  # completions that are sampled at once; None: `rows`
     step_rows: int = 8  # completions of an optimizer step
     group: int = 4
     prompt: int = 512  # the longest prompt
@@ -91,6 +92,11 @@ class Job:
     def width(self) -> int:
         """Tokens of the longest row: its prompt and its completion."""
         return min(self.prompt + self.completion, self.max_length)
+
+    @property
+    def at_once(self) -> int:
+        """Completions that are sampled at once."""
+        return self.in_flight or self.rows
 
 
 # Phase -> bytes that a part holds in it
@@ -252,7 +258,7 @@ def planned_engine(job: Job) -> EngineMemory:
         job.shape,
         in_4bit=job.in_4bit,
         max_rank=reserved_rank(job.rank),
-        num_sequences=job.rows,
+        num_sequences=job.at_once,
         max_length=job.max_length,
         value_bytes=job.value_bytes,
         batched_tokens=job.batched_tokens,
@@ -271,10 +277,10 @@ def planned_engine(job: Job) -> EngineMemory:
 def _by_transformers(job: Job) -> dict[str, Held]:
     shape = job.shape
     wide = job.value_bytes
-    cache = 2 * shape.num_layers * shape.kv_size * wide * job.rows * job.width
+    cache = 2 * shape.num_layers * shape.kv_size * wide * job.at_once * job.width
     cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
     # Unsloth's models on a GPU have their own decoding loop, which runs a prompt per completion
-    prompts = job.rows if job.on_gpu else -(-job.rows // job.group)
+    prompts = job.at_once if job.on_gpu else -(-job.at_once // job.group)
     read = prompts * min(job.prompt, job.width) * _forward_bytes(job)
     matrices = 0
     if not job.on_gpu:
@@ -283,7 +289,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
         "keys and values": {SAMPLE: cache},
         "prompts, read at once": {SAMPLE: read},
         # for every row: logits, the same in float32, their softmax, and a copy for sampling
-        "logits of the next token": {SAMPLE: job.rows * shape.vocab_size * (wide + 12)},
+        "logits of the next token": {SAMPLE: job.at_once * shape.vocab_size * (wide + 12)},
         "base and adapter as one matrix": {SAMPLE: matrices if 4 * matrices < job.room else 0},
     }
 

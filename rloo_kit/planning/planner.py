@@ -197,7 +197,7 @@ def _picture(made: Plan) -> list[str]:
     lines = [
         made.verdict,
         f"{_count(shape.num_parameters)} parameters, by {shape.source}; "
-        f"{made.job.rows} completions at once, rows up to {made.job.width:,} tokens",
+        f"{made.job.at_once} completions at once, rows up to {made.job.width:,} tokens",
         "",
         f"the peak, {_gib(memory.peak_bytes)}, is when {DOING[memory.phase]}:",
         *(_bar(name, size, size / longest) for name, size in [*large, ("all else", rest)]),

@@ -179,7 +179,7 @@ class Learner:
                 for piece in pieces:
                     batch = self._pad(rollout.sampled.tokens, piece)
                     graphs.append((batch, self.forward(batch)))
-                    if rollout.on_policy:
+                    if rollout.on_policy:  # the old policy is the one that trains: a ratio of 1
                         rollout = rollout.with_old(batch.rows, graphs[-1][1].log_probs)
                 groups = {row // rollout.num_generations for piece in pieces for row in piece}
                 waiting = [number for number in sorted(groups) if not rollout.settled[number]]
@@ -200,9 +200,7 @@ class Learner:
         rows = batch.rows
         mask = batch.completion_mask
         width = mask.size(1)
-        # before any optimizer step the old policy is the one that trains: a ratio of exactly 1
-        stored = rollout.old_log_probs[rows, :width]  # (N, C)
-        old = output.log_probs.detach() if rollout.on_policy else stored
+        old = rollout.old_log_probs[rows, :width]  # (N, C)
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights = weights[rows]
         token_weights = None

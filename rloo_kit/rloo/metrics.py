@@ -48,7 +48,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
         found[f"rewards/{name}/std"] = float(nanstd(sampled.rewards[:, place]))
     if beta and rollout.learnable.any():
         found |= _kl_metrics(rollout)
-    return found | _sampler_metrics(rollout)
+    return found | _sampler_metrics(rollout) | _age_metrics(sampled.token_ages)
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
@@ -97,12 +97,27 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
     """Return the distance of the engine's log-probabilities from the trainer's, nats per token."""
     trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
+    if rollout.from_earlier is not None:  # of these tokens both are the sampler's
+        trained = trained & ~rollout.from_earlier
     if rollout.sampler_log_probs is None or not trained.any():
         return {}
     difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
     return {
         "sampling/logp_difference_mean": float(difference.mean()),
         "sampling/logp_difference_max": float(difference.max()),
+    }
+
+
+def _age_metrics(token_ages: list[list[int]] | None) -> dict[str, float]:
+    """Return the ages of tokens, in batches, and the share of completions carried over."""
+    if token_ages is None:
+        return {}
+    oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
+    all_ages = torch.tensor([age for ages in token_ages for age in ages], dtype=torch.float32)
+    return {
+        "sampling/age_mean": float(all_ages.mean()),
+        "sampling/age_max": float(oldest.max()),
+        "sampling/carried_over": float((oldest > 0).float().mean()),
     }
 
 
@@ -164,6 +179,7 @@ class Tally:
     # Importance weights against the sampler: how many, their sum, and how many were capped
     corrections: int = 0
     correction: float = 0.0
+    squared_correction: float = 0.0
     capped: int = 0
     # `(trained,)` as `Surrogate` has them
     ratios: torch.Tensor = NO_ROWS
@@ -192,6 +208,7 @@ class Tally:
         """Count importance weights."""
         self.corrections += factors.numel()
         self.correction += float(factors.sum())
+        self.squared_correction += float(factors.square().sum())
         self.capped += int((factors >= cap * (1 - 1e-6)).sum())
 
     def metrics(self) -> dict[str, float]:
@@ -227,6 +244,11 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
+        weights = (len(ratios), float(ratios.sum()), float(ratios.square().sum()))
+        if self.corrections:
+            weights = (self.corrections, self.correction, self.squared_correction)
+        number, total, squares = weights
+        found["effective_sample_size"] = total**2 / (number * squares) if squares else 0.0
         if self.corrections:
             found["sampling/correction_mean"] = self.correction / self.corrections
             found["sampling/correction_capped"] = self.capped / self.corrections

@@ -37,6 +37,7 @@ class Shaping:
     mask_truncated_completions: bool = False
     baseline: str = "leave_one_out"  # a name in `advantages.BASELINES`
     combine: str = "sum"  # or `normalize_then_sum`
+    rollout_correction: str | None = None  # `sequence` or `token`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class Completions:
     ended: list[bool]
     # Of the completion tokens, as the engine reported them; None if it does not report them
     sampler_log_probs: list[list[float]] | None = None
+    # Of each completion token: how many batches ago it was sampled; None if all were sampled now
+    token_ages: list[list[int]] | None = None
 
     def unmasked_rows(self, shaping: Shaping) -> list[int]:
         """Return the rows that ``mask_truncated_completions`` does not mask."""
@@ -104,6 +107,10 @@ class ScoredBatch(Completions):
 
         known = self.sampler_log_probs
         more = other.sampler_log_probs
+        ages = self.token_ages
+        if ages is not None:
+            now = [[0] * len(ids) for ids in other.tokens.completion_ids]
+            ages = pick(ages, other.token_ages or now)
         return replace(
             self,
             prompts=pick(self.prompts, other.prompts),
@@ -116,6 +123,7 @@ class ScoredBatch(Completions):
             rewards=torch.cat([self.rewards, other.rewards])[rows],
             scores=torch.cat([self.scores, other.scores])[rows],
             sampler_log_probs=None if known is None or more is None else pick(known, more),
+            token_ages=ages,
         )
 
 
@@ -142,6 +150,9 @@ class Rollout:
     settled: torch.Tensor  # (P,) bool: groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None if it does not report them
     sampler_log_probs: torch.Tensor | None = None
+    # `(B, T)` bool: tokens of an earlier policy, whose old log-probabilities are the sampler's;
+    # None if there are none, or if `rollout_correction` weights them
+    from_earlier: torch.Tensor | None = None
     on_policy: bool = True  # False from the second optimizer step that learns from it
 
     @classmethod
@@ -167,10 +178,13 @@ class Rollout:
         places = torch.arange(int(lengths.max()), device=device)  # (T,)
         mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
         empty = torch.zeros(mask.shape, device=device)
-        sampler_log_probs = None
+        sampler_log_probs = from_earlier = None
+        old = empty
         if sampled.sampler_log_probs is not None:
-            reported = [torch.tensor(values) for values in sampled.sampler_log_probs]
-            sampler_log_probs = pad_sequence(reported, batch_first=True).to(device)  # (B, T)
+            sampler_log_probs = _padded(sampled.sampler_log_probs, device)  # (B, T)
+        if sampler_log_probs is not None and sampled.token_ages and not shaping.rollout_correction:
+            from_earlier = _padded(sampled.token_ages, device) > 0  # (B, T)
+            old = sampler_log_probs * from_earlier
         rollout = cls(
             sampled=sampled,
             num_generations=num_generations,
@@ -178,11 +192,12 @@ class Rollout:
             scores=scores,
             learnable=~masked,
             completion_mask=mask,
-            old_log_probs=empty,
+            old_log_probs=old,
             reference_log_probs=empty,
             advantages=empty if is_token_level(shaping) else empty[:, :1],
             settled=torch.zeros(len(scores) // num_generations, dtype=torch.bool, device=device),
             sampler_log_probs=sampler_log_probs,
+            from_earlier=from_earlier,
         )
         # at beta 0 the gradient of a row is its advantage times that of its log-probability
         has_gradient = (rollout.score_advantages != 0) | (shaping.beta != 0)
@@ -264,12 +279,18 @@ class Rollout:
     def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:
         """Return the rollout with log-probabilities of the policy that sampled, for some rows.
 
+        Tokens of an earlier policy keep those that its sampler reported.
+
         Args:
             rows: ``(N,)`` row numbers.
             log_probs: ``(N, C)`` of their first C completion tokens.
         """
         old = self.old_log_probs.clone()
-        old[rows, : log_probs.size(1)] = log_probs.detach().to(old.dtype)
+        width = log_probs.size(1)
+        new = log_probs.detach().to(old.dtype)
+        if self.from_earlier is not None:
+            new = torch.where(self.from_earlier[rows, :width], old[rows, :width], new)
+        old[rows, :width] = new
         return replace(self, old_log_probs=old)
 
     def with_advantages(self, groups: list[int] | None = None) -> Self:
@@ -323,6 +344,11 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
 def is_token_level(shaping: Shaping) -> bool:
     """Return whether each token has an advantage of its own."""
     return shaping.token_level_kl and shaping.beta != 0
+
+
+def _padded(rows: list[list[Any]], device: torch.device) -> torch.Tensor:
+    """Return B rows of numbers as ``(B, T)``, 0 after the last of a row."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 
 def _on_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,8 @@ Other parts of the algorithm:
 - A loss is a function in ``LOSSES`` of ``rloo.objective``; ``Learner`` calls it.
 - ``training.dynamic_sampling`` is ``after_scoring``. It replaces groups without signal by
   completions of other prompts, if that is asked for.
+- ``training.partial_rollouts`` is ``in_flight``. It carries unfinished completions over to the next
+  step, if that is asked for.
 - ``Sampler.draw`` of ``training.sampler`` puts vLLM to sleep after a batch; the next ``sample``
   wakes it. Until then rewards, the reference pass, the learner's passes and the optimizer can use
   the memory that it freed.
@@ -63,6 +65,11 @@ class Log(Protocol):
         """Log the counts of a step, its time, and the number of steps skipped so far."""
 
 
+def all_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows as they are."""
+    return rows
+
+
 @dataclass(kw_only=True, eq=False)
 class Step:
     """Computes the gradient of one optimizer step after another.
@@ -87,8 +94,10 @@ class Step:
     num_generations: int
     num_slices: int = 1
     num_iterations: int = 1
+    # returns so many completions, and their rows (`partial_rollouts`); None: `sample` does
+    in_flight: Callable[[int], tuple[list[Row], Completions]] | None = None
     # hooks for optional features (docs/how-to/change_the_step.md); groups stay whole
-    which_prompts: Callable[[list[Row]], list[Row]] = lambda rows: rows
+    which_prompts: Callable[[list[Row]], list[Row]] = all_rows
     after_scoring: Callable[[ScoredBatch, Callable[[list[Row]], ScoredBatch]], ScoredBatch] = (
         lambda batch, sample_and_score: batch
     )
@@ -173,7 +182,10 @@ class Step:
         """
         check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
-        completions = self.sample(rows)
+        if self.in_flight is None:
+            completions = self.sample(rows)
+        else:  # other rows: those of the groups that are complete first
+            rows, completions = self.in_flight(len(rows))
         scoring = self.score(rows, completions)
         reference = None
         if self.reference is not None and self.overlap and scoring.in_background:

@@ -5,6 +5,7 @@ from typing import Any
 from rloo_kit.config.engine_settings import ENGINES, check_settings, requested_engine
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
@@ -16,6 +17,7 @@ from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
     Choice,
     Engine,
+    PartialEngine,
     Sampling,
     ThoughtLimit,
     choose,
@@ -115,7 +117,7 @@ def _in_process(model: Model, args: Any) -> Engine:
     engine = VllmEngine(
         model,
         max_length=_max_length(model, args),
-        num_sequences=min(MAX_SEQUENCES, args.generation_batch_size),
+        num_sequences=min(MAX_SEQUENCES, batch_plan(vars(args)).in_flight),
         sleeps=args.vllm_enable_sleep_mode,
         memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
         seed=args.seed,
@@ -181,6 +183,30 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
         check_settings(args, asked if choice.engine != "transformers" else "transformers")
     if asked == "server" and run is not None:
         _check_server(args, run)
+
+
+def check_partial(engine: Engine | None, model: Model) -> None:
+    """Check that the sampler of a training with ``partial_rollouts`` can end early.
+
+    Args:
+        engine: The engine; None if the model itself samples.
+        model: The policy.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    from rloo_kit.sampling.decoding import can_grow
+
+    name = ""
+    if engine is None and not can_grow(model):
+        name = "this model's own sampling"
+    elif engine is not None and not isinstance(engine, PartialEngine):
+        name = engine.name
+    if name:
+        raise ConfigError(
+            f"trainer.partial_rollouts is on, and {name} cannot end before all completions have "
+            "ended: leave it out, or set trainer.generation to vllm"
+        )
 
 
 def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | None:

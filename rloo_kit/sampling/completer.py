@@ -50,20 +50,38 @@ class Completer:
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
+        prompt_ids = self.tokenize(rows)
+        ids, log_probs = self.draw(prompt_ids)
+        return self.completions(rows, TokenRows(prompt_ids, ids), log_probs)
+
+    def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Return the token ids of the rows' prompts.
+
+        Raises:
+            DataError: The chat template cannot render a prompt, or the rows have images.
+        """
         if has_images(rows):
             raise DataError(
                 "the prompts have images, and only TRL's step samples from images: train with "
                 "them, which scores held-out prompts too, or leave the images out"
             )
         prompts = [row["prompt"] for row in rows]
-        prompt_ids = tokenize_prompts(self.processing_class, prompts, self.template_settings)
-        ids, log_probs = self.draw(prompt_ids)
-        texts = completion_texts(self.processing_class, ids)
+        return tokenize_prompts(self.processing_class, prompts, self.template_settings)
+
+    def completions(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tokens: TokenRows,
+        log_probs: list[list[float]] | None,
+    ) -> Completions:
+        """Return B sampled completions with their texts."""
+        prompts = [row["prompt"] for row in rows]
+        texts = completion_texts(self.processing_class, tokens.completion_ids)
         return Completions(
             prompts=prompts,
             completions=as_completions(prompts, texts),
-            tokens=TokenRows(prompt_ids, ids),
-            ended=[completion[-1] in self.ends for completion in ids],
+            tokens=tokens,
+            ended=[ids[-1] in self.ends for ids in tokens.completion_ids],
             sampler_log_probs=log_probs,
         )
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from rloo_kit.errors import DivergedError, MemoryRanOutError
 from rloo_kit.rloo.guards import RESUME, retry_smaller
 from rloo_kit.sampling.dense import dense_layers
-from rloo_kit.sampling.engine import ThoughtLimit
+from rloo_kit.sampling.engine import Begun, Generations, ThoughtLimit
 from rloo_kit.types import Model
 
 Row = TypeVar("Row")
@@ -59,24 +60,61 @@ def complete(
     Raises:
         RuntimeError: The logits hold NaN or Inf; ``finite_logits`` translates it.
     """
+    if thought is not None:
+        width = max(map(len, prompt_ids))
+        how["stopping_criteria"] = StoppingCriteriaList([_LongThought(width, thought)])
+    method = None if _decodes_itself(model) else sample_rows
+    drawn = _generate(model, prompt_ids, pad_token_id, custom_generate=method, **how)
+    if thought is not None:
+        drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+    return [until_end(ids, ends) for ids in drawn]
+
+
+def grow(
+    model: Model,
+    begun: Begun,
+    pad_token_id: int,
+    thought: ThoughtLimit | None = None,
+    *,
+    max_tokens: int,
+    temperature: float,
+    **how: Any,
+) -> Generations:
+    """Continue begun completions until enough of them have ended; return their new tokens.
+
+    Args:
+        model: A causal language model for which ``can_grow`` holds, also in PEFT's wrapper.
+        begun: B completions.
+        pad_token_id: Pads prompts on the left.
+        thought: Limit that ends a completion whose thought is too long.
+        max_tokens: Most tokens of a whole completion.
+        temperature: The temperature of the log-probabilities.
+        **how: Arguments of ``generate``.
+
+    Raises:
+        RuntimeError: The logits hold NaN or Inf; ``finite_logits`` translates it.
+    """
+    growth = _Growth(begun, thought, max_tokens, temperature, model.device)
+    method = partial(sample_rows, growth=growth)
+    drawn = _generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
+    return growth.cut(drawn)
+
+
+def _generate(
+    model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any
+) -> list[list[int]]:
+    """Return what ``generate`` adds to each of B prompts, padding included."""
     width = max(map(len, prompt_ids))
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    decodes_itself = _decodes_itself(model)
-    if thought is not None:
-        how["stopping_criteria"] = StoppingCriteriaList([_LongThought(width, thought)])
     with as_sampled(model):
         rows = model.generate(
             input_ids=torch.tensor(padded, device=device),  # (B, W)
             attention_mask=torch.tensor(mask, device=device),
-            custom_generate=None if decodes_itself else sample_rows,
             **how,
         )
-    drawn = [row[width:].tolist() for row in rows]  # of (B, W + C)
-    if thought is not None:
-        drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-    return [until_end(ids, ends) for ids in drawn]
+    return rows[:, width:].tolist()  # of (B, W + C)
 
 
 def as_sampled(model: Any) -> AbstractContextManager[Any]:
@@ -97,6 +135,85 @@ class _LongThought(StoppingCriteria):
         if input_ids.shape[1] == self.width:
             is_open = list(map(self.limit.marks.is_open, input_ids.tolist()))
         return torch.tensor(is_open, device=input_ids.device)
+
+
+class _Growth:
+    """The rows of ``sample_rows`` that continue begun completions.
+
+    Args:
+        begun: B completions.
+        thought: Limit that ends a completion whose thought is too long.
+        max_tokens: Most tokens of a whole completion.
+        temperature: The temperature of the log-probabilities.
+        device: The model's device.
+    """
+
+    def __init__(
+        self,
+        begun: Begun,
+        thought: ThoughtLimit | None,
+        max_tokens: int,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        self._begun = begun
+        self._thought = thought
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        lengths = [len(ids) for ids in begun.completion_ids]
+        self._lengths = torch.tensor(lengths, device=device)  # (B,) tokens of the completions
+        self._new = torch.zeros_like(self._lengths)  # (B,) those of them that are new
+        self._columns: list[torch.Tensor] = []  # (B,) log-probabilities of each step
+        self._ended: set[int] = set()
+
+    def note(
+        self, live: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, grows: torch.Tensor
+    ) -> torch.Tensor:
+        """Note the newest tokens of some rows; return ``(L,)`` bool, those at a limit.
+
+        Args:
+            live: ``(L,)`` row numbers.
+            ids: ``(L, W)`` prompts and completions.
+            logits: ``(L, vocabulary)`` from which the newest tokens were drawn.
+            grows: ``(L,)`` bool, rows that had not ended before.
+        """
+        scaled = logits / self._temperature
+        drawn = scaled.gather(1, ids[:, -1:]).squeeze(1) - scaled.logsumexp(1)  # (L,)
+        column = torch.zeros_like(self._new, dtype=drawn.dtype)
+        column[live] = drawn
+        self._columns.append(column)
+        self._new[live] += grows
+        self._lengths[live] += grows
+        lengths = self._lengths[live]
+        at_limit = lengths >= self._max_tokens
+        if self._thought is not None:
+            for place in (grows & (lengths == self._thought.tokens)).nonzero().flatten().tolist():
+                new = ids[place, -int(self._new[live[place]]) :].tolist()
+                is_over = self._begun.is_thought_over(int(live[place]), new, self._thought)
+                at_limit[place] |= is_over
+        return at_limit
+
+    def is_enough(self, rows: torch.Tensor) -> bool:
+        """Return whether enough completions have ended, with these rows among them."""
+        self._ended.update(rows.tolist())
+        return self._begun.is_enough(self._ended)
+
+    def cut(self, drawn: list[list[int]]) -> Generations:
+        """Return the new tokens of B rows, without padding, and their log-probabilities."""
+        counts = self._new.tolist()
+        log_probs = torch.stack(self._columns, 1).tolist()  # (B, C)
+        return Generations(
+            [ids[:count] for ids, count in zip(drawn, counts, strict=True)],
+            [values[:count] for values, count in zip(log_probs, counts, strict=True)],
+        )
+
+
+def can_grow(model: Model) -> bool:
+    """Return whether sampling can end early and go on later, with other prompts."""
+    base = _base(model)
+    if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
+        return False
+    return _lets_rows_leave(DynamicCache(config=base.config.get_text_config()))
 
 
 def _base(model: Model) -> Any:
@@ -172,9 +289,12 @@ def sample_rows(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
+    growth: _Growth | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """Return ``(B, W + C)`` prompts and completions; for ``generate(custom_generate=...)``.
+
+    With ``growth`` it ends as soon as enough rows have ended.
 
     ``generate``'s own loop runs if the cache cannot select rows (state-space layers, static and
     quantised caches), or if a logits processor holds a state for each row.
@@ -201,18 +321,28 @@ def sample_rows(
         tokens = tokens.masked_fill(ended, pad)
         input_ids = torch.cat([input_ids, tokens[:, None]], 1)
         all_ids[live, input_ids.shape[1] - 1] = tokens
-        ended = ended | stopping_criteria(input_ids, None)
+        over = stopping_criteria(input_ids, None)
+        if growth is not None:
+            over = over | growth.note(live, input_ids, logits, ~ended)
+        ended = ended | over
         num_ended = int(ended.sum())
-        if num_ended == len(live):
+        if num_ended == len(live) or (growth is not None and growth.is_enough(live[ended])):
             return all_ids[:, : input_ids.shape[1]]
         if num_ended >= max(1, LEAVING_SHARE * len(live)):
             stay = (~ended).nonzero().flatten()
             kwargs = _select(kwargs, stay, len(live))
             input_ids, live, ended = input_ids[stay], live[stay], ended[stay]
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-        outputs = model(**inputs, return_dict=True)
-        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-        logits = outputs.logits[:, -1].float()  # (L, vocabulary)
+        logits, kwargs = _decode(model, input_ids, kwargs)
+
+
+def _decode(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Run the last column of ``(L, W)`` ids; return ``(L, vocabulary)`` logits and arguments."""
+    inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+    outputs = model(**inputs, return_dict=True)
+    kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+    return outputs.logits[:, -1].float(), kwargs
 
 
 def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
@@ -313,10 +443,15 @@ class Pieces:
             while size():
                 found.extend(call(rows[len(found) : len(found) + size()]))
 
-        retry_smaller(attempt, lambda exc: self._halve(exc, size()))
+        retry_smaller(attempt, lambda exc: self.halve(exc, size()))
         return found
 
-    def _halve(self, exc: Exception, tried: int) -> None:
+    def halve(self, exc: Exception, tried: int) -> None:
+        """Halve the rows of a piece after ``exc``, which ``tried`` rows at once have raised.
+
+        Raises:
+            MemoryRanOutError: It was a single row.
+        """
         if tried < 2:
             raise MemoryRanOutError(
                 f"memory ran out while {self.what} a single completion: {self.remedy}"

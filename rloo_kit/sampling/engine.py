@@ -7,9 +7,10 @@ small folder in shared memory. Nothing is merged, so 4-bit weights are not round
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.errors import GenerationError
@@ -73,10 +74,30 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """B completions that have begun, some of them without any token yet."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]  # so far
+    # Called with the numbers of the rows that have ended; True ends the sampling of the others
+    is_enough: Callable[[Collection[int]], bool] = lambda ended: False
+
+    @property
+    def all_ids(self) -> list[list[int]]:
+        """Prompts and completions so far."""
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [prompt + completion for prompt, completion in pairs]
+
+    def is_thought_over(self, row: int, new: list[int], thought: ThoughtLimit) -> bool:
+        """Return whether the thought of a row is open at its limit, with new tokens."""
+        return thought.exceeds(self.prompt_ids[row], self.completion_ids[row] + new)
+
+
+@dataclass(frozen=True)
 class Generations:
     """Completions of B prompts, in their order."""
 
-    completion_ids: list[list[int]]  # the stop token included; never empty
+    completion_ids: list[list[int]]  # the stop token included; not empty but in ``grow``
     log_probs: list[list[float]]  # nats, under the distribution that sampled
 
 
@@ -99,6 +120,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; may be called twice."""
+
+
+@runtime_checkable
+class PartialEngine(Engine, Protocol):
+    """Interface of an engine that can end early, and continue completions later."""
+
+    def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
+        """Continue B completions until enough of them have ended; return their new tokens."""
+        ...
 
 
 def draw_from(

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from rloo_kit.models.shape import shape_of_config
 from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import (
     AdapterFolder,
+    Begun,
     Generations,
     Sampling,
     active_adapter,
@@ -260,6 +262,56 @@ class VllmEngine:
         ]
         return Generations(ids, log_probs)
 
+    def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
+        """Continue completions until enough have ended (see ``PartialEngine``).
+
+        Prompts with their completions so far are the prompts of new requests; those that have not
+        ended are aborted.
+
+        Raises:
+            GenerationError: Unsloth merges the adapter, which it can do for whole completions only.
+            MemoryRanOutError: The GPU has no memory left to wake vLLM.
+            BaseException: Whatever interrupts vLLM; its requests are aborted.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._request is not None and not _is_lora_request(self._request):
+            raise GenerationError(
+                "Unsloth merges the adapter into a 16-bit base while vLLM samples, and cannot end "
+                "early then: leave trainer.partial_rollouts out, or set model.load_in_4bit"
+            )
+        self._wake()
+        engine = self._llm.llm_engine
+        prompts = begun.all_ids
+        found = [_Grown(len(ids)) for ids in begun.completion_ids]
+        limit = sampling.thought
+        ended: set[int] = set()
+        try:
+            for row, one in enumerate(found):
+                parameters = SamplingParams(
+                    **sampling.as_vllm() | {"max_tokens": sampling.max_tokens - one.begun},
+                    seed=(seed + row) % 2**31,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.DELTA,
+                )
+                prompt = {"prompt_token_ids": prompts[row]}
+                engine.add_request(str(row), prompt, parameters, lora_request=self._request)
+            while len(ended) < len(found) and not begun.is_enough(ended):
+                for output in engine.step():
+                    row = int(output.request_id)
+                    one = found[row]
+                    reaches = one.add(output.outputs[0], limit and limit.tokens)
+                    if limit and reaches and begun.is_thought_over(row, one.ids, limit):
+                        one.cut(limit.tokens)
+                        engine.abort_request([output.request_id])
+                        ended.add(row)
+                    elif output.finished:
+                        ended.add(row)
+        finally:  # the next call must not get these requests
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        return Generations([one.ids for one in found], [one.log_probs for one in found])
+
     def sleep(self) -> None:
         """Drop keys and values and move the weights to the host's memory (level 1), on a GPU.
 
@@ -293,6 +345,29 @@ class VllmEngine:
         else:  # also after a start that failed
             leave_process_groups()
         self._folder.close()
+
+
+@dataclass
+class _Grown:
+    """New tokens of a completion that had ``begun`` tokens before."""
+
+    begun: int
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def add(self, output: Any, limit: int | None) -> bool:
+        """Add tokens of vLLM; return whether the completion reaches ``limit`` tokens by them."""
+        before = self.begun + len(self.ids)
+        ids = list(output.token_ids)
+        self.ids += ids
+        places = zip(ids, output.logprobs or (), strict=True)
+        self.log_probs += [place[token].logprob for token, place in places]
+        return limit is not None and before < limit <= before + len(ids)
+
+    def cut(self, tokens: int) -> None:
+        """Cut the completion to this many tokens."""
+        del self.ids[tokens - self.begun :]
+        del self.log_probs[tokens - self.begun :]
 
 
 @contextlib.contextmanager

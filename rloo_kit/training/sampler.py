@@ -7,8 +7,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +23,16 @@ from rloo_kit.rloo.step import Pending, Row
 from rloo_kit.sampling.canary import Canary, Policies
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.completer import Completer
-from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
-from rloo_kit.sampling.engine import Engine, ThoughtLimit, draw_from
+from rloo_kit.sampling.decoding import Pieces, complete, finite_logits, grow
+from rloo_kit.sampling.engine import (
+    Begun,
+    Engine,
+    Generations,
+    PartialEngine,
+    Sampling,
+    ThoughtLimit,
+    draw_from,
+)
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -64,49 +73,66 @@ class Sampler:
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
-        engine = self.engine
-        if engine is None:
-            return self._draw_here(prompt_ids), None
+        if self.engine is not None:
+            drawn = self._draw_from(self.engine, prompt_ids, draw_from)
+            return drawn.completion_ids, drawn.log_probs
+        if not self.args.partial_rollouts:
+            return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
+
+        def whole(prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
+            drawn = self._grow_here(Begun(list(prompts), [[] for _ in prompts]))
+            return list(zip(drawn.completion_ids, drawn.log_probs, strict=True))
+
+        found = self.pieces.run(whole, prompt_ids, len(prompt_ids))
+        return [ids for ids, _ in found], [known for _, known in found]
+
+    def grow(self, begun: Begun) -> Generations:
+        """Continue begun completions until enough have ended; return their new tokens.
+
+        Raises:
+            StalePolicyError: The engine sampled from another policy.
+            Exception: Memory ran out (``is_out_of_memory``).
+        """
+        if self.engine is None:
+            return self._grow_here(begun)
+        grow_by = cast(PartialEngine, self.engine).grow
+        return self._draw_from(
+            self.engine,
+            begun.all_ids,
+            lambda _engine, _ids, sampling, seed: grow_by(begun, sampling, seed),
+        )
+
+    def _draw_from(
+        self,
+        engine: Engine,
+        prompt_ids: list[list[int]],
+        draw: Callable[[Engine, list[list[int]], Sampling, int], Generations],
+    ) -> Generations:
+        """Let an engine sample with the current weights, and check that it did."""
         self._sync(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
-        drawn = draw_from(engine, prompt_ids, sampling, seed)
+        drawn = draw(engine, prompt_ids, sampling, seed)
         self.log.note_used()
         engine.sleep()  # the canary, the rewards and the learning step need its memory
         if self.canary is not None and self.model.training:
-            tokens = TokenRows(prompt_ids, drawn.completion_ids)
-            self.log.note_all(self.canary.check(tokens, drawn.log_probs, engine.name))
-        return drawn.completion_ids, drawn.log_probs
-
-    def _draw_here(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Sample with the model itself, in smaller pieces if memory runs out."""
-
-        def draw(prompts: Sequence[list[int]]) -> list[list[int]]:
-            # TRL turns checkpointing off to sample, and does not turn it on again after an error.
-            off = without_checkpointing(self.model, self.args)
-            training = self.model.training
-            with blame_generation_kwargs(self.args), finite_logits(), off:
-                try:
-                    return self.generate(prompts)
-                finally:  # Unsloth ends in training mode, or after an error in evaluation mode
-                    self.model.train(training)
-
-        return self.pieces.run(draw, prompt_ids, len(prompt_ids))
+            # a row that waited for a place in the engine may have no new token
+            rows = [row for row, ids in enumerate(drawn.completion_ids) if ids]
+            tokens = TokenRows(
+                [prompt_ids[row] for row in rows], [drawn.completion_ids[row] for row in rows]
+            )
+            known = [drawn.log_probs[row] for row in rows]
+            self.log.note_all(self.canary.check(tokens, known, engine.name))
+        return drawn
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
         """Return the model's own completions."""
         if self.args.use_transformers_continuous_batching:
-            with _uncast(self.args):
+            with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
             cut = self.thought.cut if self.thought else lambda _, ids: ids
             return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
-        # Unsloth puts its own function there
-        unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
-            self.model,
-            self.accelerator,
-            generation_kwargs=self.generation_kwargs,
-        )
-        with unwrapped as model, torch.no_grad():
+        with self._samples(), self._unwrapped() as model, torch.no_grad():
             return complete(
                 model,
                 prompt_ids,
@@ -115,6 +141,39 @@ class Sampler:
                 self.thought,
                 generation_config=self.generation_config,
             )
+
+    def _grow_here(self, begun: Begun) -> Generations:
+        """Continue begun completions with the model itself."""
+        with self._samples(), self._unwrapped() as model, torch.no_grad():
+            return grow(
+                model,
+                begun,
+                self.pad_token_id,
+                self.thought,
+                max_tokens=self.args.max_completion_length,
+                temperature=self.args.temperature,
+                generation_config=self.generation_config,
+            )
+
+    def _unwrapped(self) -> AbstractContextManager[Any]:
+        # Unsloth puts its own function there
+        return rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
+            self.model,
+            self.accelerator,
+            generation_kwargs=self.generation_kwargs,
+        )
+
+    @contextlib.contextmanager
+    def _samples(self) -> Iterator[None]:
+        """Set the model up to sample during the body; explain the errors of sampling."""
+        # TRL turns checkpointing off to sample, and does not turn it on again after an error.
+        off = without_checkpointing(self.model, self.args)
+        training = self.model.training
+        with blame_generation_kwargs(self.args), finite_logits(), off:
+            try:
+                yield
+            finally:  # Unsloth ends in training mode, or after an error in evaluation mode
+                self.model.train(training)
 
     def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
         """Send the weights to the engine if they have changed; at first, prove that they arrive.

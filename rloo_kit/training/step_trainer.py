@@ -7,17 +7,20 @@ import copy
 import functools
 import itertools
 import logging
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from trl.trainer.utils import RepeatSampler
 
 from rloo_kit.checkpoints.resume import ResumableTrainer
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.data.lengths import check_lengths
-from rloo_kit.errors import RewardContractError
+from rloo_kit.errors import ConfigError, RewardContractError
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.processes import divided_by_launcher, num_processes
@@ -28,7 +31,7 @@ from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.objective import LOSSES
 from rloo_kit.rloo.rollout import Rollout
-from rloo_kit.rloo.step import Row, Step
+from rloo_kit.rloo.step import Row, Step, all_rows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
@@ -37,6 +40,7 @@ from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.dynamic_sampling import DynamicSampling
+from rloo_kit.training.partial_rollouts import InFlight
 from rloo_kit.training.policy import Policy
 from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
@@ -75,6 +79,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.dynamic_sampling = DynamicSampling(
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
+        self.in_flight = self._make_in_flight() if args.partial_rollouts else None
         self.rloo = Step(
             sample=self.completer.sample,
             score=self.completer.score,
@@ -86,6 +91,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             num_generations=self.num_generations,
             num_slices=args.steps_per_generation,
             num_iterations=self.num_iterations,
+            in_flight=self.in_flight,
             after_scoring=self.dynamic_sampling.after_scoring,
             overlap=not args.dynamic_sampling,
         )
@@ -152,6 +158,42 @@ class StepTrainer(ResumableTrainer, TrlStep):
             generation_config=self.generation_config,
             generation_kwargs=self.generation_kwargs,
             trl_generate=super()._generate_single_turn,
+        )
+
+    def _make_in_flight(self) -> InFlight:
+        args = self.args
+        batch = batch_plan(vars(args))
+        size = batch.num_generations
+        thought = self.sampler.thought
+
+        def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
+            is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
+            return is_over or (thought is not None and thought.exceeds(prompt_ids, ids))
+
+        def order() -> Iterator[int]:
+            each_once = RepeatSampler(
+                self.train_dataset, 1, batch.num_prompts,
+                shuffle=bool(self.shuffle_dataset), seed=args.seed,
+            )  # fmt: skip
+            while True:
+                yield from each_once
+
+        def num_wanted() -> int:
+            steps = self.state.max_steps * batch.accumulation
+            batches = steps / (batch.steps_per_generation * self.num_iterations)
+            return math.ceil(batches) * batch.num_prompts
+
+        return InFlight(
+            completer=self.completer,
+            grow=self.sampler.grow,
+            has_ended=has_ended,
+            order=order,
+            dataset=lambda: self.train_dataset,
+            num_generations=size,
+            num_groups=batch.in_flight // size,
+            max_age=args.max_rollout_age,
+            num_wanted=num_wanted,
+            pieces=self.sampler.pieces,
         )
 
     def _reference_log_probs(self, tokens: TokenRows, rows: list[int]) -> torch.Tensor:
@@ -275,6 +317,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         batches = self.collected
         self.collected = []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
+        if self.in_flight is not None and self.rloo.which_prompts is not all_rows:
+            raise ConfigError(
+                "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, which "
+                "begins prompts ahead of their step: leave one of them out"
+            )
         loss = self.rloo.run(batches, self.state.global_step + 1)
         steps = self.args.torch_empty_cache_steps
         if steps and self.state.global_step % steps == 0:

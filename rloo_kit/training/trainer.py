@@ -35,7 +35,7 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.loading import keep_trainable_layout, set_padding
 from rloo_kit.models.notes import notes_of
-from rloo_kit.sampling.choice import check_engine, start_engine
+from rloo_kit.sampling.choice import check_engine, check_partial, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
@@ -145,11 +145,18 @@ class LeaveOneOutTrainer(StepTrainer):
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit has its own view
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
-        if engine is None and not self.by_trl:
-            self.sampler.engine, choice = start_engine(self.model, asked)
-            if choice.reason and not args.use_cpu:
-                warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=2)
+        if not self.by_trl:
+            self._start_sampler(engine, asked)
         add_to_session(self)
+
+    def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
+        """Start the engine that is asked for, if the caller gave none."""
+        if engine is None:
+            self.sampler.engine, choice = start_engine(self.model, asked)
+            if choice.reason and not asked.use_cpu:
+                warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=3)
+        if asked.partial_rollouts:
+            check_partial(self.engine, self.model)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Choose the kit's step or TRL's; an unset coefficient of a frozen router becomes 0."""
@@ -253,6 +260,8 @@ class LeaveOneOutTrainer(StepTrainer):
             self.sampler.is_synced = False
             self.rloo.rollout = None
             self.rloo.waiting = []
+            if self.in_flight is not None:
+                self.in_flight.restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
@@ -269,6 +278,8 @@ class LeaveOneOutTrainer(StepTrainer):
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
         parts = self.rloo.state_dict() | self.dynamic_sampling.state_dict()
         parts |= self.step_log.state_dict()
+        if self.in_flight is not None:
+            parts["in_flight"] = self.in_flight.state_dict()
         return super().state_dict() | {"trainer": passes | parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,6 +294,8 @@ class LeaveOneOutTrainer(StepTrainer):
         self.sampler.pieces.size = held["at_once"]
         self.rloo.load_state_dict(held)
         self.dynamic_sampling.load_state_dict(held)
+        if self.in_flight is not None:
+            self.in_flight.load_state_dict(held["in_flight"])
 
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
@@ -331,11 +344,12 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
             f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more, "
             f"or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
-    if not has_rows and args.dynamic_sampling:
-        raise DataError(
-            "train_dataset is a stream, and dynamic_sampling needs random access: load it without "
-            "streaming"
-        )
+    for name in ("dynamic_sampling", "partial_rollouts"):
+        if not has_rows and getattr(args, name):
+            raise DataError(
+                f"train_dataset is a stream, and {name} needs random access: load it without "
+                "streaming"
+            )
 
 
 def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:

@@ -140,6 +140,9 @@ SPOILED = {
         {"clip_ratio/region_mean": [0.0, 0.1, 0.6] * 8},
         run_config=config(num_iterations=3),
     ),
+    "old_rollouts": record(
+        {"effective_sample_size": [1.0, 0.8, 0.3] * 8}, run_config=config(partial_rollouts=True)
+    ),
     "clip_noise, at one pass": record({"clip_ratio/region_mean": line(0.0, 0.6)}),
     "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
     "kl_explosion, less far": record(

@@ -165,11 +165,31 @@ IMPOSSIBLE: list[Pair] = [
     (("precision", "4bit"), ("trained", "full")),
     (("rewards", "fails"), ("on_reward_error", "stop")),
 ]
-DEFAULT = {name: values[0] for name, values in VALUES.items()}
+# Settings that have an effect with partial rollouts alone, after the default
+OF_PARTIAL: dict[str, list[Any]] = {
+    "rows_in_flight": [None, "three batches"],
+    "max_rollout_age": [4, 2],
+}
+DEFAULT = {name: values[0] for name, values in {**VALUES, **OF_PARTIAL}.items()}
+DEFAULT["partial_rollouts"] = False
 
 
 APART = [*REFUSED, *IMPOSSIBLE]
 TRAINER = Array("array.txt", VALUES, APART, strength=3)
+
+# --- the same with partial rollouts ---------------------------------------------------------------
+
+NOT_WITH_PARTIAL = ["top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"]
+REFUSED += [
+    *((("partial_rollouts", True), (name, VALUES[name][1])) for name in NOT_WITH_PARTIAL),
+    *((("partial_rollouts", False), (name, values[1])) for name, values in OF_PARTIAL.items()),
+]
+PARTIAL = Array(
+    "partial.txt",
+    {name: v for name, v in VALUES.items() if name not in NOT_WITH_PARTIAL} | OF_PARTIAL,
+    APART,
+    strength=2,
+)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -216,4 +236,5 @@ COMMANDS = Array(
 
 if __name__ == "__main__":
     TRAINER.write()
+    PARTIAL.write()
     COMMANDS.write()

@@ -17,12 +17,18 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback
 
 import rloo_kit as rk
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.sampling.engine import Generations
+from rloo_kit.sampling.engine import Begun, Generations
 
 STEPS = 3
 LONGEST = 8
 EOS = 258
+FIXED = {
+    "use_cpu": True, "max_steps": STEPS, "save_steps": 1, "keep_last": 9, "keep_best": 0,
+    "max_completion_length": LONGEST, "per_device_train_batch_size": 8, "seed": 3,
+    "disable_tqdm": True,
+}  # fmt: skip
 
 
 # --- a training of the kit ------------------------------------------------------------------------
@@ -108,20 +114,31 @@ class RoughEngine:
         self.model = model
 
     def generate(self, prompt_ids, sampling, seed):
-        dice = torch.Generator().manual_seed(seed)
-        found = [self.complete(ids, sampling, dice) for ids in prompt_ids]
-        return Generations([ids for ids, _ in found], [known for _, known in found])
+        return self.grow(Begun(prompt_ids, [[] for _ in prompt_ids]), sampling, seed)
 
     @torch.no_grad()
-    def complete(self, prompt, sampling, dice):
-        ids = []
-        known = []
-        while len(ids) < sampling.max_tokens and not set(ids[-1:]) & {*sampling.stop_token_ids}:
-            logits = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1]
-            log_probs = (logits.bfloat16().float() / sampling.temperature).log_softmax(-1)
-            ids.append(int(torch.multinomial(log_probs.exp(), 1, generator=dice)))
-            known.append(float(log_probs[ids[-1]]))
-        return ids, known
+    def grow(self, begun, sampling, seed):
+        dice = torch.Generator().manual_seed(seed)
+        rows = begun.all_ids
+        found = Generations([[] for _ in rows], [[] for _ in rows])
+        ended = set()
+        while len(ended) < len(rows) and not begun.is_enough(ended):
+            for row in {*range(len(rows))} - ended:
+                logits = self.model(input_ids=torch.tensor([rows[row]])).logits[0, -1]
+                log_probs = (logits.bfloat16().float() / sampling.temperature).log_softmax(-1)
+                token = int(torch.multinomial(log_probs.exp(), 1, generator=dice))
+                rows[row] = [*rows[row], token]
+                new = found.completion_ids[row]
+                new.append(token)
+                found.log_probs[row].append(float(log_probs[token]))
+                limit = sampling.thought
+                if (
+                    token in sampling.stop_token_ids
+                    or len(begun.completion_ids[row] + new) == sampling.max_tokens
+                    or (limit and begun.is_thought_over(row, new, limit))
+                ):
+                    ended.add(row)
+        return found
 
     def sleep(self):
         pass
@@ -173,17 +190,15 @@ def settings_of(case):
         found["reward_weights"] = [1.0, 0.5][: len(REWARDS[case["rewards"]])]
     if case["evaluated"]:
         found |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    if case["rows_in_flight"]:
+        plan = batch_plan(FIXED | {name: value for name, value in found.items() if value})
+        found["rows_in_flight"] = 3 * plan.num_completions
     return {name: value for name, value in found.items() if value is not None}
 
 
 def make_trainer(case, folder, weights, model):
     """Return the kit's trainer of a case; raises ConfigError for settings that cannot meet."""
-    fixed = {
-        "use_cpu": True, "max_steps": STEPS, "save_steps": 1, "keep_last": 9, "keep_best": 0,
-        "max_completion_length": LONGEST, "per_device_train_batch_size": 8, "seed": 3,
-        "disable_tqdm": True,
-    }  # fmt: skip
-    args = rk.LeaveOneOutConfig(str(folder), **fixed | settings_of(case))
+    args = rk.LeaveOneOutConfig(str(folder), **FIXED | settings_of(case))
     prompts = rk.load_prompts("arithmetic", num_prompts=12)
     if case["prompts"] == "text":
         prompts = prompts.map(lambda row: {"prompt": row["prompt"][-1]["content"]})
@@ -299,7 +314,16 @@ class Expected:
             self.load(0)
             start = reference.no_grad_pass(self.policy, batch)
             self.load(step)
-            self.passes[key] = batch, reference.no_grad_pass(self.policy, batch), start
+            old = reference.no_grad_pass(self.policy, batch)
+            ages = sampled.token_ages
+            if ages and not self.trained.args.rollout_correction:
+                # a token that an earlier policy sampled has that policy's probability
+                known = zip(ages, sampled.sampler_log_probs, old, strict=True)
+                old = [
+                    torch.where(torch.tensor(age) > 0, torch.tensor(then), now)
+                    for age, then, now in known
+                ]
+            self.passes[key] = batch, old, start
         return self.passes[key]
 
     def gradients(self, settings):

@@ -10,8 +10,11 @@ import rloo_reference as reference
 import rloo_kit as rk
 from rloo_kit.config.settings import RULES
 
-CASES = cases.TRAINER.cases()
-QUICK = 6  # cases for `make test`
+# each with its name
+CASES = {f"{place}": cases.DEFAULT | case for place, case in enumerate(cases.TRAINER.cases())}
+for place, case in enumerate(cases.PARTIAL.cases()):
+    CASES[f"partial-{place}"] = cases.DEFAULT | {"partial_rollouts": True} | case
+QUICK = {"0", "1", "2", "3", "4", "partial-2"}  # cases for `make test`
 IN_REFERENCE = {field.name for field in fields(reference.Settings)} - {"num_generations"}
 DEFAULTS = reference.Settings(beta=cases.DEFAULT["beta"])
 
@@ -33,8 +36,8 @@ def name_of(case):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[pytest.mark.long] * (place >= QUICK), id=str(place))
-        for place, case in enumerate(CASES)
+        pytest.param(case, marks=() if name in QUICK else pytest.mark.long, id=name)
+        for name, case in CASES.items()
     ],
 )
 def test_every_gradient_is_that_of_the_reference(case, tmp_path, monkeypatch):
@@ -77,13 +80,15 @@ def test_each_value_changed_the_gradient_of_a_case():
 
 def test_each_setting_has_values_or_a_reason():
     not_varied = {name for names in cases.NOT_VARIED for name in names.split()}
-    varied = cases.VALUES.keys() & RULES.keys()
+    varied = cases.DEFAULT.keys() & RULES.keys()
     assert varied | not_varied == RULES.keys()
     assert varied & not_varied == set()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("array", [cases.TRAINER, cases.COMMANDS], ids=["trainer", "commands"])
+@pytest.mark.parametrize(
+    "array", [cases.TRAINER, cases.PARTIAL, cases.COMMANDS], ids=["trainer", "partial", "commands"]
+)
 def test_no_tuple_that_may_meet_is_missing(array):
     assert not array.missing(), "run tests/reference/cases.py after a change of its values"
 

@@ -1,0 +1,194 @@
+"""Partial rollouts: a step samples until enough groups are complete, and the others wait.
+
+A step would otherwise wait for its longest completion, while most of its rows have ended. Here more
+groups are in flight than a step trains. The unfinished ones keep their tokens, and the policy after
+the optimizer step continues them. Each token keeps the log-probability under the policy that
+sampled it. Every prompt that was begun is trained once.
+
+Sources: Kimi k1.5 (arXiv 2501.12599, section 2.6.2, partial rollouts); APRIL (arXiv 2509.18521).
+
+Shapes: G generations per prompt, B completions of a batch.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.guards import retry_smaller
+from rloo_kit.rloo.rollout import Completions
+from rloo_kit.rloo.step import Row
+from rloo_kit.sampling.decoding import Pieces
+from rloo_kit.sampling.engine import Begun, Generations
+from rloo_kit.training.sampler import TrainingCompleter
+
+
+@dataclass(frozen=True)
+class PartialCompletion:
+    """A completion so far."""
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)  # number of the batch that sampled each token
+    has_ended: bool = False
+
+
+@dataclass(eq=False)
+class Group:
+    """The G completions of a prompt that has begun."""
+
+    number: int  # in the order of prompts of the whole training
+    begun: int  # number of the batch in which it began
+    row: Row
+    prompt_ids: list[int]
+    completions: list[PartialCompletion]
+
+
+@dataclass(kw_only=True, eq=False)
+class InFlight:
+    """The groups that have begun and are not trained yet; it is ``in_flight`` of a ``Step``."""
+
+    completer: TrainingCompleter
+    grow: Callable[[Begun], Generations]
+    has_ended: Callable[[list[int], list[int]], bool]  # a completion, by prompt and its ids
+    order: Callable[[], Iterator[int]]  # rows of the dataset, epoch after epoch
+    dataset: Callable[[], Any]  # rows with `prompt`
+    num_generations: int  # G
+    num_groups: int  # most groups in flight
+    max_age: int  # most batches that a group waits
+    num_wanted: Callable[[], int]  # groups that the whole training needs
+    pieces: Pieces
+    # the state
+    groups: list[Group] = field(default_factory=list)  # oldest first
+    num_begun: int = 0  # groups so far
+    batch: int = 0  # number of batches so far
+    coming: Iterator[int] | None = None  # rows of the dataset that begin next
+
+    def __call__(self, num_rows: int) -> tuple[list[Row], Completions]:
+        """Return completions of whole groups, and their rows.
+
+        Raises:
+            StalePolicyError: The engine sampled from another policy.
+            MemoryRanOutError: Not even a single completion fits into memory.
+        """
+        started = time.perf_counter()
+        size = self.num_generations
+        taken = self._sample(num_rows // size)
+        self.groups = [group for group in self.groups if group not in taken]
+        rows = [group.row for group in taken for _ in range(size)]
+        parts = [one for group in taken for one in group.completions]
+        tokens = TokenRows(
+            [group.prompt_ids for group in taken for _ in range(size)], [one.ids for one in parts]
+        )
+        completions = self.completer.completions(rows, tokens, [one.log_probs for one in parts])
+        ages = [[self.batch - batch for batch in one.batches] for one in parts]
+        completions = replace(completions, token_ages=ages)
+        self.batch += 1
+        self.completer.log.note_sampled(completions, time.perf_counter() - started)
+        return rows, completions
+
+    def _sample(self, num: int) -> list[Group]:
+        """Sample until ``num`` groups are complete; return them."""
+        self._begin(num)
+        rows: list[tuple[Group, int]] = []
+
+        def attempt() -> None:
+            nonlocal rows
+            while self._choose(num) is None:
+                rows = self._growing()[: self.pieces.size]
+                self._grow(rows, num)
+
+        retry_smaller(attempt, lambda exc: self.pieces.halve(exc, len(rows)))
+        return self._choose(num) or []
+
+    def _begin(self, num: int) -> None:
+        """Begin groups, at least until ``num`` are in flight."""
+        if self.coming is None:
+            self.coming = self.order()
+        room = min(self.num_groups - len(self.groups), self.num_wanted() - self.num_begun)
+        for place in itertools.islice(self.coming, max(0, room, num - len(self.groups))):
+            parts = [PartialCompletion() for _ in range(self.num_generations)]
+            self._add(Group(self.num_begun, self.batch, self.dataset()[place], [], parts))
+            self.num_begun += 1
+
+    def _add(self, group: Group) -> None:
+        (group.prompt_ids,) = self.completer.tokenize([group.row])
+        self.groups.append(group)
+
+    def _growing(self) -> list[tuple[Group, int]]:
+        """Return the completions that have not ended, by group and place."""
+        return [
+            (group, place)
+            for group in self.groups
+            for place, one in enumerate(group.completions)
+            if not one.has_ended
+        ]
+
+    def _choose(self, num: int, ended: Collection[tuple[Group, int]] = ()) -> list[Group] | None:
+        """Return the ``num`` oldest complete groups; None if more must be complete.
+
+        Args:
+            num: Groups of a batch.
+            ended: Completions that have ended since.
+        """
+        open_groups = {group for group, place in self._growing() if (group, place) not in ended}
+        taken = [group for group in self.groups if group not in open_groups][:num]
+        left = [group for group in self.groups if group not in taken]
+        # the group at a place of the line trains after at least place // num further batches
+        is_late = any(
+            self.batch + 1 + place // num - group.begun > self.max_age
+            for place, group in enumerate(left)
+        )
+        return None if len(taken) < num or (is_late and open_groups) else taken
+
+    def _grow(self, rows: list[tuple[Group, int]], num: int) -> None:
+        """Sample some completions until enough groups are complete."""
+        begun = Begun(
+            [group.prompt_ids for group, _ in rows],
+            [group.completions[place].ids for group, place in rows],
+            lambda ended: self._choose(num, {rows[row] for row in ended}) is not None,
+        )
+        drawn = self.grow(begun)
+        for (group, place), ids, log_probs in zip(
+            rows, drawn.completion_ids, drawn.log_probs, strict=True
+        ):
+            one = group.completions[place]
+            all_ids = one.ids + ids
+            group.completions[place] = PartialCompletion(
+                all_ids,
+                one.log_probs + log_probs,
+                one.batches + [self.batch] * len(ids),
+                self.has_ended(group.prompt_ids, all_ids),
+            )
+
+    def restart(self) -> None:
+        """Forget all groups, for a training that begins."""
+        self.groups = []
+        self.coming = None
+        self.num_begun = self.batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state that is kept from batch to batch."""
+        groups = [
+            {
+                "number": group.number,
+                "begun": group.begun,
+                "completions": [{**vars(one)} for one in group.completions],
+            }
+            for group in self.groups
+        ]
+        return {"groups": groups, "num_begun": self.num_begun, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` returned."""
+        self.restart()
+        self.num_begun = state["num_begun"]
+        self.batch = state["batch"]
+        self.coming = self.order()
+        places = list(itertools.islice(self.coming, self.num_begun))
+        for held in state["groups"]:
+            row = self.dataset()[places[held["number"]]]
+            parts = [PartialCompletion(**one) for one in held["completions"]]
+            self._add(Group(held["number"], held["begun"], row, [], parts))
