@@ -2,6 +2,7 @@
 
     python benchmarks/whole_step.py                          # every cell: hours on two CPU cores
     python benchmarks/whole_step.py --cells embedded --pairs 1
+    python benchmarks/whole_step.py --cells smollm2 --in-flight 3 --steps 10 --skip 3
     .venv-vllm/bin/python benchmarks/whole_step.py --cells smollm2 --sampler vllm --name ...
     python benchmarks/whole_step.py --report                 # tables and picture from the results
 
@@ -26,6 +27,7 @@ from shared import RESULTS, ROOT, in_turn, ratios, start_pyplot, write_part, wri
 
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 
@@ -87,15 +89,14 @@ class Clock:
     rewards: float = 0.0
     tokens: list[int] = field(default_factory=list)
 
-    def sampled(self, draw):
-        """Return ``draw``, timed; it returns completion ids, alone or first of a tuple."""
+    def sampled(self, draw, ids_of=lambda drawn: drawn[0] if isinstance(drawn, tuple) else drawn):
+        """Return ``draw``, timed; ``ids_of`` its result are the ids of the completions."""
 
         def timed(*args, **kwargs):
             start = time.perf_counter()
             drawn = draw(*args, **kwargs)
             self.sampling += time.perf_counter() - start
-            ids = drawn[0] if isinstance(drawn, tuple) else drawn
-            self.tokens += map(len, ids)
+            self.tokens += map(len, ids_of(drawn))
             return drawn
 
         return timed
@@ -107,6 +108,21 @@ class Clock:
         scores = [sum(map(str.isalpha, text)) / (len(text) + 1) for text in texts]
         self.rewards += time.perf_counter() - start
         return scores
+
+
+class Marks(TrainerCallback):
+    """The clock before the first step and after each."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.found: list[tuple[float, float, float, int]] = []
+
+    def on_train_begin(self, *_, **__):
+        self.on_step_end()
+
+    def on_step_end(self, *_, **__):
+        clock = self.clock
+        self.found.append((time.perf_counter(), clock.sampling, clock.rewards, len(clock.tokens)))
 
 
 class Arm:
@@ -125,11 +141,12 @@ class Arm:
             n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
         }
 
-    def trainer(self, clock: Clock):
+    def trainer(self, clock: Clock, marks: Marks):
         """Make the trainer of one turn."""
         cell = self.cell
+        steps = self.options.steps + 2 * self.options.skip
         settings = {
-            "max_steps": self.options.steps,
+            "max_steps": steps,
             "per_device_train_batch_size": cell.groups * cell.generations,
             "num_generations": cell.generations,
             "max_completion_length": cell.longest,
@@ -141,10 +158,17 @@ class Arm:
         }
         if self.name == "kit":
             settings["generation"] = self.options.sampler
+            if self.options.in_flight:
+                rows = self.options.in_flight * cell.groups * cell.generations
+                settings |= {"partial_rollouts": True, "rows_in_flight": rows}
         policy = (self.model, self.tokenizer)
-        prompts = prompts_of(cell, self.options.steps)
-        made = make_trainer(self.name, policy, clock.reward, prompts, **settings)
-        if self.name == "kit":
+        prompts = prompts_of(cell, steps)
+        made = make_trainer(self.name, policy, clock.reward, prompts, [marks], **settings)
+        if self.name == "kit" and self.options.in_flight:
+            made.rloo.in_flight = clock.sampled(
+                made.rloo.in_flight, lambda drawn: drawn[1].tokens.completion_ids
+            )
+        elif self.name == "kit":
             made.completer.draw = clock.sampled(made.completer.draw)
         else:
             made._generate_single_turn = clock.sampled(made._generate_single_turn)
@@ -156,25 +180,28 @@ class Arm:
             if name in self.start:
                 parameter.data = self.start[name].clone()
         clock = Clock()
-        trainer = self.trainer(clock)
+        marks = Marks(clock)
+        trainer = self.trainer(clock, marks)
         torch.manual_seed(SEED + len(self.turns))
         gc.collect()
-        start = time.perf_counter()
         trainer.train()
-        whole = time.perf_counter() - start
         steps = self.options.steps
+        skip = self.options.skip
+        begin, end = marks.found[skip], marks.found[skip + steps]
+        whole, sampling, rewards, _ = (to - since for since, to in zip(begin, end, strict=True))
+        tokens = clock.tokens[begin[-1] : end[-1]]
         if getattr(trainer, "engine", None) is not None:
             trainer.engine.close()
         if "ref" in self.model.peft_config:
             self.model.delete_adapter("ref")
         seconds = {
             "step": whole / steps,
-            "sampling": clock.sampling / steps,
-            "rewards": clock.rewards / steps,
-            "learning": (whole - clock.sampling - clock.rewards) / steps,
-            "tokens": sum(clock.tokens) / steps,
-            "mean_length": statistics.mean(clock.tokens),
-            "longest": max(clock.tokens),
+            "sampling": sampling / steps,
+            "rewards": rewards / steps,
+            "learning": (whole - sampling - rewards) / steps,
+            "tokens": sum(tokens) / steps,
+            "mean_length": statistics.mean(tokens),
+            "longest": max(tokens),
         }
         self.turns.append(seconds)
         return seconds
@@ -195,6 +222,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
 
     counted = in_turn({arm.name: arm.turn for arm in arms}, options.pairs, say)
     row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
+    row["batches in flight"] = options.in_flight or 1
     for arm, turns in counted.items():
         row[arm] = {key: statistics.median(one[key] for one in turns) for key in turns[0]}
     for arm in options.arms[1:]:
@@ -316,6 +344,10 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--sampler", default="transformers", choices=["transformers", "vllm"])
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn")
+    parser.add_argument("--skip", type=int, default=0, help="steps at each end, not counted")
+    parser.add_argument(
+        "--in-flight", type=int, default=0, help="batches in flight of the kit's partial rollouts"
+    )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--name", help="of the file in benchmarks/results")
     parser.add_argument("--report", action="store_true", help="tables and picture from results")

@@ -167,6 +167,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         thought = self.sampler.thought
 
         def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
+            if not ids:  # it waited for a place in the engine
+                return False
             is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
             return is_over or (thought is not None and thought.exceeds(prompt_ids, ids))
 

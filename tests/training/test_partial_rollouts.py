@@ -201,6 +201,7 @@ def test_log_probs_are_those_of_the_policy_that_sampled():
         torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_lengths_have_the_distribution_of_whole_sampling():
     model = random_llama()
     num = 2000
@@ -260,6 +261,7 @@ def test_a_pool_of_one_batch_trains_the_same_adapter_bit_for_bit(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_the_log_has_ages_and_the_effective_sample_size(tmp_path):
     trainer = new_trainer(tmp_path, partial_rollouts=True, max_steps=4)
     trainer.train()
