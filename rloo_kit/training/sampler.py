@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -73,8 +73,11 @@ class Sampler:
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
-        if self.engine is not None:
-            drawn = self._draw_from(self.engine, prompt_ids, draw_from)
+        engine = self.engine
+        if engine is not None:
+            drawn = self._draw_by(
+                engine, prompt_ids, lambda how, seed: draw_from(engine, prompt_ids, how, seed)
+            )
             return drawn.completion_ids, drawn.log_probs
         if not self.args.partial_rollouts:
             return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
@@ -93,26 +96,23 @@ class Sampler:
             StalePolicyError: The engine sampled from another policy.
             Exception: Memory ran out (``is_out_of_memory``).
         """
-        if self.engine is None:
+        engine = self.engine
+        if engine is None:
             return self._grow_here(begun)
-        grow_by = cast(PartialEngine, self.engine).grow
-        return self._draw_from(
-            self.engine,
-            begun.all_ids,
-            lambda _engine, _ids, sampling, seed: grow_by(begun, sampling, seed),
-        )
+        assert isinstance(engine, PartialEngine)  # `check_partial` has refused others
+        return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
 
-    def _draw_from(
+    def _draw_by(
         self,
         engine: Engine,
         prompt_ids: list[list[int]],
-        draw: Callable[[Engine, list[list[int]], Sampling, int], Generations],
+        draw: Callable[[Sampling, int], Generations],
     ) -> Generations:
         """Let an engine sample with the current weights, and check that it did."""
         self._sync(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # of the run's own random state
         sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
-        drawn = draw(engine, prompt_ids, sampling, seed)
+        drawn = draw(sampling, seed)
         self.log.note_used()
         engine.sleep()  # the canary, the rewards and the learning step need its memory
         if self.canary is not None and self.model.training:
