@@ -16,12 +16,12 @@ import datetime
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -65,9 +65,8 @@ PARTS = (
     Part(1, "1.7B in 16 bit on 12 GB, own copy", _cards("qwen3-1.7b-12gb"), 530, 12),
     Part(1, "8B in 4 bit on 24 GB, shared weights", _cards("qwen3-8b-24gb"), 530, 24),
     Part(1, "quickstart as typed", "test_quickstart.py", 400),
-    Part(2, "against TRL and Unsloth, first round", "test_peers.py -k first", 535, alone=True),
+    Part(2, "against TRL and Unsloth", "test_peers.py", 535, alone=True),
     Part(2, "tokens a second without vLLM", "test_without_vllm.py -k speed", 200, alone=True),
-    Part(2, "against TRL and Unsloth, second round", "test_peers.py -k second", 535, alone=True),
     Part(3, "4B on 8 GB, float16, 8-bit Adam, no vLLM", "test_without_vllm.py -k float16", 400, 8),
     Part(3, "several micro-batches give the gradient of one", "test_trainer.py -k several", 240),
     Part(3, "evaluation by both samplers", "test_taking_away.py -k both", 420),
@@ -141,7 +140,8 @@ def _overlay(folder: Path) -> Path:
         place = package / source.name
         if source.name != "__pycache__" and not place.exists():
             place.symlink_to(source)
-    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    source = (ROOT / "rloo_kit" / "__init__.py").read_text()
+    number = re.search(r'^__version__ = "(.+)"', source, re.M)[1]
     facts = folder / f"rloo_kit-{number}.dist-info"
     facts.mkdir(exist_ok=True)
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rloo-kit\nVersion: {number}\n")

@@ -5,6 +5,11 @@
 Each has what its own documentation gives it: the kit and Unsloth a 4-bit base shared with vLLM, TRL
 a 16-bit base and a vLLM with merged weights. Weights are random, so completions have full length.
 The first step compiles and is not counted. On a CPU all sample by transformers.
+
+``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C
+A B C: each one is timed on a quiet card, and what slows the card down slows all of them. The caller
+makes a file ``hold`` in that folder, removes it once every arm has written ``ARM.ready``, and
+writes ``ARM.gone`` for an arm that ended.
 """
 
 import argparse
@@ -17,13 +22,52 @@ from pathlib import Path
 ARMS = {"kit": "auto", "trl-rloo": "transformers", "unsloth-grpo": "auto"}
 
 
-class Steps:
-    """Seconds of every step, and of the sampling in it."""
+class Turns:
+    """The order of the counted steps among arms that run at the same time."""
 
-    def __init__(self, torch):
+    def __init__(self, folder: Path | None, arm: str) -> None:
+        self.folder, self.arm = folder, arm
+
+    def wait(self, step: int) -> None:
+        """Wait for the turn of a counted step, 0 or more; -1 is the step that compiles."""
+        if self.folder is None or step < 0:
+            return
+        (self.folder / f"{self.arm}.ready").touch()
+        while any(self.folder.glob("hold*")):
+            time.sleep(0.1)
+        mine = step * len(ARMS) + list(ARMS).index(self.arm)
+        while self._done() < mine:
+            time.sleep(0.02)
+
+    def give_on(self, step: int) -> None:
+        """Let the next arm take its step."""
+        if self.folder is not None and step >= 0:
+            (self.folder / f"{step}-{self.arm}.done").touch()
+
+    def _done(self) -> int:
+        """Count the turns that were taken or will never be."""
+        done = 0
+        while True:
+            step, place = divmod(done, len(ARMS))
+            arm = list(ARMS)[place]
+            taken = (self.folder / f"{step}-{arm}.done").exists()
+            if not taken and not (self.folder / f"{arm}.gone").exists():
+                return done
+            if arm == self.arm and not taken:
+                return done
+            done += 1
+
+
+class Steps:
+    """Seconds of every step, and of the sampling in it; in ``answer`` after each."""
+
+    def __init__(self, torch, turns: Turns, answer: Path):
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        self.turns = turns
+        self.answer = answer
         self.rows = []
         self.sampling = 0.0
+        self.watch = None
 
     def sampled(self, draw):
         def timed(*arguments, **keywords):
@@ -44,6 +88,7 @@ class Steps:
         class Clock(TrainerCallback):
             def on_step_begin(self, *_, **__):
                 steps.wait()
+                steps.turns.wait(len(steps.rows) - 1)
                 steps.sampling = 0.0
                 steps.started = time.perf_counter()
 
@@ -52,8 +97,16 @@ class Steps:
                 whole = time.perf_counter() - steps.started
                 row = {"step": whole, "sampling": steps.sampling}
                 steps.rows.append(row | {"learning": whole - steps.sampling})
+                steps.turns.give_on(len(steps.rows) - 2)
+                steps.write()
 
         return Clock()
+
+    def write(self):
+        found = {"arm": self.turns.arm, "steps": self.rows}
+        if self.watch is not None:
+            found["peak_gib"] = self.watch.peak / 2**30
+        self.answer.write_text(json.dumps(found))
 
 
 def policy(arm: str, options, on_gpu: bool):
@@ -75,7 +128,7 @@ def policy(arm: str, options, on_gpu: bool):
         return rk.attach_lora(model, r=16, lora_alpha=16), tokenizer
     from unsloth import FastLanguageModel
 
-    engine = {"fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": 0.5}
+    engine = {"fast_inference": True, "max_lora_rank": 16, "gpu_memory_utilization": options.share}
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(folder), max_seq_length=longest, load_in_4bit=True, **(engine if on_gpu else {})
     )
@@ -118,7 +171,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
 
     colocate = {"use_vllm": True, "vllm_mode": "colocate"} if on_gpu else {}
     if arm == "trl-rloo":
-        colocate |= {"vllm_gpu_memory_utilization": 0.3} if on_gpu else {}
+        colocate |= {"vllm_gpu_memory_utilization": options.share} if on_gpu else {}
         made = trl.RLOOTrainer(args=trl.RLOOConfig(**fixed, **colocate), **parts)
     else:
         made = trl.GRPOTrainer(args=trl.GRPOConfig(**fixed, **colocate), **parts)
@@ -136,6 +189,8 @@ def main() -> None:
     add("--rows", type=int, default=64)
     add("--length", type=int, default=512)
     add("--steps", type=int, default=4)
+    add("--share", type=float, default=0.3, help="of the card, for vLLM of TRL and Unsloth")
+    add("--turns", type=Path, help="folder where arms that run at the same time take turns")
     options = parser.parse_args()
     import rloo_kit as rk
 
@@ -149,17 +204,12 @@ def main() -> None:
         patch_trl_rl_trainers()  # on a GPU it does that by itself
         os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # its word for neither bf16 nor fp16
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # read by its GRPO loss
-    watch = None
+    steps = Steps(torch, Turns(options.turns, options.arm), options.answer)
     if on_gpu:
         from small_card import Watch
 
-        watch = Watch()
-    steps = Steps(torch)
+        steps.watch = Watch()
     trainer(options.arm, options, on_gpu, steps).train()
-    found = {"arm": options.arm, "steps": steps.rows}
-    if watch is not None:
-        found["peak_gib"] = watch.take_peak() / 2**30
-    options.answer.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

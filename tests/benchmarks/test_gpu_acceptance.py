@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,6 +92,19 @@ def test_every_part_names_tests_that_exist():
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert {part.call for part in PARTS} == {1, 2, 3}
     assert all(part.limit <= 9 * 60 for part in PARTS)
+
+
+def test_a_clone_that_is_not_installed_is_laid_out_as_an_installation(tmp_path):
+    folder = acceptance._overlay(tmp_path / "kit")
+    source = (
+        "import importlib.metadata, rloo_kit, rloo_kit.rewards\n"
+        "print(rloo_kit.__file__, importlib.metadata.version('rloo-kit') == rloo_kit.__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=os.environ | {"PYTHONPATH": str(folder)}, cwd=tmp_path,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(folder / "rloo_kit" / "__init__.py"), "True"]
 
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch):
