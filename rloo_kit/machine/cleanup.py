@@ -277,7 +277,11 @@ def _notebook() -> Any:
 
 
 def return_to_system() -> None:
-    """Return unused memory to the system, and to a GPU's driver."""
+    """Return unused memory to the system, and to a GPU's driver.
+
+    cuBLAS keeps its workspaces of 8 to 32 MiB: CUDA graphs of an engine that is still alive read
+    them by their address (pytorch issue 193402).
+    """
     import torch
 
     for thread in threading.enumerate():
@@ -289,7 +293,6 @@ def return_to_system() -> None:
     gc.collect()
     if torch.cuda.is_available():
         with contextlib.suppress(AttributeError, RuntimeError):
-            torch._C._cuda_clearCublasWorkspaces()
             torch.accelerator.empty_host_cache()  # unused pinned memory
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()
