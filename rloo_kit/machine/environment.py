@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 # Variables that must be set before vLLM or Unsloth is imported
 VLLM = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    # Its log goes to the handlers of the process. Its own handler would keep the stream that it is
+    # made with, which `quiet` closes, and Unsloth sets its level to INFO.
+    "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused.
     # Unsloth's shared engine turns it on again where it finds nvcc and ninja.
@@ -55,7 +57,7 @@ OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
 # Loggers of libraries whose warnings are known and harmless
-NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao")
+NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao", "vllm")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """The engine that Unsloth shares with the trainer: both kinds of request, sleep, stray files."""
 
+import logging
+
 import pytest
 
+from rloo_kit.machine.environment import quiet
 from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
@@ -81,6 +84,16 @@ def test_it_sleeps_and_wakes_once(policy, share, engine_of, tmp_path, monkeypatc
     assert calls(llm).count("sleep") == 2
     assert calls(llm).count("wake_up") == 2
     assert not llm.llm_engine.is_sleeping()
+
+
+def test_vllm_logs_errors_alone_and_to_no_stream_of_its_own(policy, share, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, _ = policy(four_bit=True)
+    with quiet():  # as the loader starts it
+        share(model, four_bit=True)
+    log = logging.getLogger("vllm")
+    assert log.handlers == []
+    assert not log.isEnabledFor(logging.WARNING)
 
 
 def test_only_the_active_adapter_is_sent_where_the_reference_is_a_copy(
