@@ -148,14 +148,18 @@ def _checked(engine: EngineSettings) -> EngineSettings:
 
 def why_no_start(exc: Exception) -> str:
     """Return one sentence for an error of vLLM at its start."""
-    reason = str(exc).partition("Value error, ")[2]  # in a later line, by pydantic
-    text = first_line(ValueError(reason) if reason else exc)
+    text = str(exc)
+    for mark in ("Value error, ", "Original error: "):  # in a later line, of pydantic and Unsloth
+        text = text.partition(mark)[2] or text
+    text = first_line(ValueError(text) if text else exc)
     low = text.lower()
     remedy = "set trainer.generation: transformers"
     if "expandable" in low:
         remedy = "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF and restart"
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
+    elif "error in memory profiling" in low:
+        remedy = f"end what else uses the card and try again, or {remedy}"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
         remedy = f"lower model.max_seq_length or trainer.per_device_train_batch_size, or {remedy}"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"

@@ -10,7 +10,12 @@ from rloo_kit.models import shared_engine
 from rloo_kit.models.engine_memory import cpu_cache, engine_memory, engine_size
 from rloo_kit.models.notes import ModelNotes, notes_of
 from rloo_kit.models.shape import read_shape
-from rloo_kit.models.shared_engine import EngineSettings, load_shared, why_not_shared
+from rloo_kit.models.shared_engine import (
+    EngineSettings,
+    load_shared,
+    why_no_start,
+    why_not_shared,
+)
 from rloo_kit.planning.memory import CONTEXT
 from rloo_kit.planning.planner import plan
 from rloo_kit.sampling import choice as engines
@@ -222,3 +227,34 @@ def test_auto_samples_unshared_models_with_transformers(on_gpu, monkeypatch):
     assert (engine, choice.reason) == (None, "GPT-NeoX")
     engine, _ = engines.start_engine(on_gpu, arguments_of("vllm"), trains=False)
     assert engine == "its own engine"
+
+
+@pytest.mark.parametrize(
+    ("exc", "said", "remedy"),
+    [
+        (
+            MemoryError(
+                "Unsloth: Your GPU ran out of memory loading vLLM with standby mode enabled.\n"
+                "Try one of these fixes:\nOriginal error: No available memory for the cache blocks."
+            ),
+            "No available memory for the cache blocks.",
+            "lower model.max_seq_length",
+        ),
+        (
+            RuntimeError(
+                "Unsloth: vLLM could not finish memory profiling because another process.\n"
+                "Original error: Error in memory profiling. Initial free memory 122 GiB, current "
+                "free memory 123 GiB."
+            ),
+            "Error in memory profiling.",
+            "end what else uses the card and try again",
+        ),
+        (ValueError("1 validation error\nValue error, no such model"), "no such model", "set"),
+        (RuntimeError(), "RuntimeError", "set trainer.generation: transformers"),
+    ],
+)
+def test_an_error_of_vllms_start_is_told_by_its_reason(exc, said, remedy):
+    text = why_no_start(exc)
+    assert said in text
+    assert remedy in text
+    assert "\n" not in text
