@@ -1,7 +1,7 @@
 """The whole step against TRL's RLOO with vLLM colocate and Unsloth's GRPO: A B C A B C.
 
-On a large card the three run at the same time and take their steps in turn. On a smaller one each
-runs alone, twice.
+On a large card the three start one after another and then take their steps in turn. On a smaller
+one each runs alone, twice.
 """
 
 import json
@@ -35,29 +35,34 @@ def start(arm, answer, log, options):
 
 
 def run(arms, folder, options):
-    """Run arms at the same time, their counted steps in turn; return (steps, peak) and faults."""
+    """Start arms, let them take their counted steps in turn; return the answers and the faults."""
     folder.mkdir()
     hold = folder / "hold"
     hold.touch()
     children = {}
-    for arm in arms:
-        with open(folder / f"{arm}.log", "w") as log:
-            turns = [*options, "--turns", str(folder)]
-            children[arm] = start(arm, folder / f"{arm}.json", log, turns)
     for arm in set(ARMS) - set(arms):
         (folder / f"{arm}.gone").touch()
     faults = []
+
+    def look():
+        time.sleep(0.1)
+        for arm in [name for name, child in children.items() if child.poll() is not None]:
+            (folder / f"{arm}.gone").touch()
+            if children.pop(arm).returncode:
+                text = (folder / f"{arm}.log").read_text()
+                told = [line for line in text.splitlines() if "Error" in line]
+                faults.append(f"{arm}: {told[-1] if told else 'no answer'}")
+
     try:
+        for arm in arms:  # one after another: each engine measures the card while it starts
+            with open(folder / f"{arm}.log", "w") as log:
+                turns = [*options, "--turns", str(folder)]
+                children[arm] = start(arm, folder / f"{arm}.json", log, turns)
+            while arm in children and not (folder / f"{arm}.ready").exists():
+                look()
+        hold.unlink()
         while children:
-            time.sleep(0.1)
-            for arm in [name for name, child in children.items() if child.poll() is not None]:
-                (folder / f"{arm}.gone").touch()
-                if children.pop(arm).returncode:
-                    text = (folder / f"{arm}.log").read_text()
-                    told = [line for line in text.splitlines() if "Error" in line]
-                    faults.append(f"{arm}: {told[-1] if told else 'no answer'}")
-            if all((folder / f"{arm}.ready").exists() for arm in children):
-                hold.unlink(missing_ok=True)
+            look()
     finally:
         for child in children.values():
             child.kill()
