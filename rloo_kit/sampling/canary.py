@@ -85,7 +85,10 @@ class Position:
 
     @property
     def errors(self) -> float:
-        """Standard errors from the middle; negative if it is nearer to the other policy."""
+        """Distance of the sampler from the midpoint of the two policies, in standard errors.
+
+        Negative if the sampler is nearer to the other policy than to the one that trains.
+        """
         return self.evidence / math.sqrt(self.variance)
 
     @property
@@ -180,7 +183,7 @@ class Policies:
         return trained_parameters(self.model)
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
-        """Return ``(N,)`` log-probabilities of all completion tokens, row by row."""
+        """Return one log-probability per completion token, ``(N,)``, the rows one after another."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
             return self.run(batch)[batch.completion_mask].float()  # (B, C) -> (N,)

@@ -61,7 +61,7 @@ class Sampling:
         return top and self.top_k <= 0 and self.temperature > 0 and not self.others
 
     def as_vllm(self) -> dict[str, Any]:
-        """Return the arguments of vLLM's ``SamplingParams``; log-probs of the drawn tokens only."""
+        """Return arguments of vLLM's ``SamplingParams``; they ask for log-probs of drawn tokens."""
         values = {
             **vars(self),
             "stop_token_ids": list(self.stop_token_ids),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from transformers import GenerationConfig
+from transformers.integrations import sdpa_attention
 
 from rloo_kit.sampling.decoding import GrowingLayer, complete, sample_rows
 from rloo_kit.sampling.engine import Generations, Sampling, ThoughtLimit, draw_from
@@ -113,6 +114,15 @@ def test_sampled_completions_have_generates_distribution(more):
     assert len(common) > 5
     # Difference of two counts over its deviation; 4.5 is exceeded once in 100,000
     assert max(abs(ours[k] - others[k]) / (ours[k] + others[k]) ** 0.5 for k in common) < 4.5
+
+
+def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
+    model = make("qwen3")
+    asked = sdpa_attention.use_gqa_in_sdpa
+    expected = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("copied"))
+    assert complete(model, PROMPTS, 0, ENDS, generation_config=settings()) == expected
+    assert sdpa_attention.use_gqa_in_sdpa is asked
 
 
 def test_processors_see_the_rows_that_are_left():
