@@ -296,7 +296,12 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
 
 
 def set_up_tokenizer(model: Model, tokenizer: Tokenizer, name: str) -> None:
-    """Set a pad token, right padding, and one limit that cuts from the left.
+    """Set a pad token, padding on the right, and the longest text; longer ones lose their start.
+
+    Args:
+        model: The reward model, whose config gets the pad token too.
+        tokenizer: Its tokenizer.
+        name: The reward model's name, for the error.
 
     Raises:
         ModelError: The tokenizer has neither a pad nor an eos token.

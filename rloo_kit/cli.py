@@ -232,7 +232,7 @@ def _doctor(run: str | None) -> int:
     ),
     _argument(
         "--cards",
-        "plan N such cards: also show which ways to train on all of them fit",
+        "the number of such cards; above 1, also show which ways to train on several of them fit",
         default=1,
         type=int,
         metavar="N",
@@ -280,7 +280,8 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
     ),
     _argument(
         "--precision",
-        "also load the model in bfloat16 and in float16, and write the better one",
+        "also compare bfloat16 with float16, and write the one in which sampler and trainer agree "
+        "better to the new run file",
         action="store_true",
     ),
     SET,
@@ -461,9 +462,9 @@ def _export(**options: Any) -> None:
 
 @_command(
     "hand-over",
-    "write a folder with which verl trains as a run file says, on more cards",
+    "write a folder from which verl trains with the settings of a run file on several cards",
     RUN_FILE,
-    _argument("--to", "the trainer; verl is the only one", required=True, metavar="TRAINER"),
+    _argument("--to", "the trainer to write for (verl)", required=True, metavar="TRAINER"),
     _argument("--output", "the new folder", required=True, metavar="DIR"),
     SET,
 )

@@ -65,13 +65,14 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[StopRequest]:
-    """Note the first SIGINT or SIGTERM, and raise every further one.
+    """Note the first SIGINT or SIGTERM, and raise an exception in the body at each later one.
 
     Args:
         say: Called with a line for the user, from a thread of its own.
 
     Raises:
-        KeyboardInterrupt: In the body, at a second signal; Terminated if that is SIGTERM.
+        KeyboardInterrupt: A later SIGINT arrived.
+        Terminated: A later SIGTERM arrived.
     """
     request = StopRequest()
 

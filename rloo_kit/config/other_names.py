@@ -76,6 +76,6 @@ OF_SCRIPTS = {*MOVED, "config_file", "dataset_num_proc", "dataset_test_split", "
 
 
 def why_not_needed(name: str, value: object) -> str | None:
-    """Return why another trainer's setting may be left out; None: it may not, or is unknown."""
+    """Return why a setting of another trainer can be left out; None if it cannot, or is unknown."""
     says_no = value is False or value in (None, "none", "eos")
     return NEEDLESS.get(name, "it holds anyway" if says_no and name in {*MOVED, *REFUSED} else None)

@@ -65,8 +65,8 @@ class LoraSection:
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
     lora_dropout: float = setting(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     target_modules: list[str] | str = setting(
-        help="Linear layers that get an adapter: their names, a regular expression of whole names, "
-        "or `all-linear` (all except the LM head).",
+        help="Linear layers that get an adapter: their names, a regular expression for their full "
+        "dotted names, or `all-linear` (all except the LM head).",
         default_factory=lambda: list(PROJECTIONS),
     )
     others: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +185,8 @@ class RunConfig:
         default_factory=lambda: ["accuracy"],
     )
     trainer: dict[str, Any] = setting(
-        help="Fields of LeaveOneOutConfig, under TRL's names.", default_factory=dict
+        help="Settings of the trainer, named as in TRL's RLOOConfig, and the kit's own.",
+        default_factory=dict,
     )
     unsloth: dict[str, Any] = setting(
         help="Further arguments of Unsloth's FastLanguageModel.from_pretrained and of its "
@@ -441,7 +442,7 @@ def _check_together(config: RunConfig) -> list[str]:
         (
             isinstance(targets, str) and re.fullmatch(r"\w*", targets),
             f"lora.target_modules is {format_value(targets)}, must be a list of names such as "
-            "[q_proj], all-linear, or a regular expression of whole names such as .*q_proj",
+            "[q_proj], all-linear, or a regular expression for full dotted names such as .*q_proj",
         ),
         (
             bool(config.thinking.start) != bool(config.thinking.end),

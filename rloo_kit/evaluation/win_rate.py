@@ -201,8 +201,8 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
     judged = [value for value in won if value is not None]
     if not judged:
         raise DataError(
-            "the judge gave no verdict on any prompt: check that it applies to these prompts, and "
-            "that its server can be reached"
+            "the judge gave no verdict on any prompt: check that the prompts have the columns "
+            "that it reads, and that its server can be reached"
         )
     mine, other = rows
     return WinRate(

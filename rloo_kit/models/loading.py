@@ -236,8 +236,9 @@ def attach_lora(
         r: Rank; None: 16.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
         lora_dropout: Dropout on the adapter's input, in [0, 1); None: 0.
-        target_modules: Names of linear layers, or a regular expression of whole names; None: those
-            of the attention and of the MLP; ``all-linear``: all that PEFT finds except the LM head.
+        target_modules: Names of linear layers, or a regular expression for their full dotted names;
+            None: those of the attention and of the MLP; ``all-linear``: all that PEFT finds except
+            the LM head.
         use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
             time and memory is plentiful.
         seed: Seed of a fresh adapter.

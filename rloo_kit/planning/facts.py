@@ -44,7 +44,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
         config: Settings of the run.
         base: Folder that the paths of model and prompts start from.
         card: The card or machine to plan for.
-        room: Bytes that this process may use.
+        room: Memory that this process may use, in bytes: of the GPU, or of a machine without one.
 
     Raises:
         ModelError: The config of a model cannot be read.

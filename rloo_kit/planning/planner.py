@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes that this process may use."""
+        """Memory that this process may use, in bytes: of the GPU, or of a machine without one."""
         return self.facts.room
 
     @cached_property
@@ -159,7 +159,10 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
 
 
 def room_here() -> int:
-    """Return the bytes that this process may use: free memory, and its own."""
+    """Return the memory that this process may use, in bytes: what is free and what it holds.
+
+    It is the GPU's, or on a machine without one the main memory.
+    """
     hardware = detect_hardware()
     if hardware.on_gpu:
         import torch

@@ -35,7 +35,7 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     """Return groups of a run for a page, spread evenly over its steps.
 
     A group is ``{step, group, prompt, completions}``. A completion has ``thought`` (null if it has
-    no closed thought), ``answer``, ``truncated``, ``rewards`` and ``NUMBERS``.
+    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in NUMBERS.
 
     Args:
         folder: Folder of the run.

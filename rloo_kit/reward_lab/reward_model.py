@@ -307,9 +307,10 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"none of the {len(pairs)} pairs differs in the text that the model reads (the last "
-            f"{limit} tokens{'' if job.keep_thought else ', without the thought'}): raise "
-            "max_length, or set keep_thought if only the thoughts differ"
+            f"both answers of each of the {len(pairs)} pairs are the same in the text that the "
+            f"model reads (the last {limit} tokens"
+            f"{'' if job.keep_thought else ', without the thought'}): raise max_length, or set "
+            "keep_thought if only the thoughts differ"
         )
     return different
 

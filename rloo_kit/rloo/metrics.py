@@ -191,7 +191,8 @@ class Tally:
     ) -> None:
         """Add the counts of a micro-batch.
 
-        Every tensor is ``(N, C)``; ``moved`` is the change of the log-probabilities.
+        Every tensor is ``(N, C)``. ``moved`` is how far each log-probability has moved since the
+        tokens were sampled.
         """
         self.completion_tokens += int(mask.sum())
         self.squared_log_ratio += float((moved.square() * mask).sum())

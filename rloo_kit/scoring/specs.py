@@ -143,10 +143,15 @@ def load_reward(
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
-    """Return the rewards, with TRL's ``reward_processing_classes`` in the kit's reward models.
+    """Return the rewards; each reward model of the kit has the tokenizer that is given for it.
+
+    Args:
+        rewards: The rewards.
+        given: TRL's ``reward_processing_classes``: one tokenizer for each reward, or None.
 
     Raises:
-        ConfigError: Their number differs from that of the rewards, or a composed reward gets one.
+        ConfigError: The number of tokenizers differs from that of the rewards, or one is given for
+            a reward that is composed of others.
     """
     if given is None:
         return rewards
