@@ -15,7 +15,7 @@ Option = list[str]
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a run file, and the memory that it saves."""
+    """One or more settings to change in a run file, and the memory that this saves."""
 
     settings: Option
     saves: int  # bytes of the peak, after the changes before it
@@ -25,7 +25,12 @@ class Change:
 
 
 def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
-    """Return the settings with options changed, in their order."""
+    """Return the settings of a run after the changes, of which later ones override earlier ones.
+
+    Args:
+        config: Settings of the run; not changed.
+        options: Each a list of ``section.key=value``.
+    """
     changes = read_overrides(list(chain.from_iterable(options)))
     trainer = config.trainer | changes.pop("trainer", {})
     sections = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
@@ -33,14 +38,14 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
-    """Return the peak memory in bytes if these options were changed."""
+    """Return the peak memory of the run in bytes after the changes (see ``apply``)."""
     return plan_memory(make_job(apply(config, options), facts)).peak_bytes
 
 
 def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
-    """Return the fewest changes that make a run fit into ``room`` bytes, in the order of harm.
+    """Return the changes that make a run fit into ``room`` bytes, the least harmful first.
 
-    [] if it fits already, or if all changes together do not suffice.
+    The list is empty if the run fits already, or if all changes together do not suffice.
     """
     peak = partial(peak_with, config, facts)
     # later families are tried with the changes so far, so that each change is as mild as possible

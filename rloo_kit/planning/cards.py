@@ -16,8 +16,13 @@ class Way:
 def find_ways(job: Job, cards: int) -> list[Way]:
     """Return the ways to train a run on several equal cards, the simplest first.
 
-    Each card that trains has the rows, passes and lengths of the run. FSDP2 or ZeRO-3 divides the
-    base, vLLM divides its copy (tensor parallelism). Unsloth is used if one card trains.
+    Each card that trains has the batch size, micro-batches and lengths of the run. FSDP2 or ZeRO-3
+    divides the base among the cards, and vLLM divides its copy (tensor parallelism). Unsloth is
+    used only if a single card trains.
+
+    Args:
+        job: Facts of the run on one card.
+        cards: Number of cards, at least 2.
     """
     plain = "none" if job.checkpointing == "none" else "plain"
     several = replace(job, engine="transformers", checkpointing=plain)

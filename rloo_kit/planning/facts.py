@@ -44,7 +44,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
         config: Settings of the run.
         base: Folder that the paths of model and prompts start from.
         card: The card or machine to plan for.
-        room: Memory that this process may use, in bytes: of the GPU, or of a machine without one.
+        room: Bytes of GPU memory that this process may use; of main memory without a GPU.
 
     Raises:
         ModelError: The config of a model cannot be read.
@@ -64,7 +64,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
 
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
-    """Return the job of a run, which decides its memory."""
+    """Return the facts of a run that decide its memory."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
     others = config.lora.others

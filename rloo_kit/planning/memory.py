@@ -105,7 +105,7 @@ Held = dict[str, int]
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of a training run, part by part and phase by phase."""
+    """Memory of a training run by phase, and by part, such as weights or activations."""
 
     parts: dict[str, Held]
     budget: int  # positions of a training pass (rows times width)
@@ -113,12 +113,12 @@ class MemoryPlan:
 
     @property
     def phase(self) -> str:
-        """Phase of the peak."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: self.phases[phase])
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the peak, on the device or of the process on a CPU."""
+        """Peak memory in bytes, on the GPU or, on a CPU, of the process."""
         return self.phases[self.phase]
 
     def at(self, phase: str) -> list[tuple[str, int]]:
@@ -252,7 +252,8 @@ def _sampling(job: Job) -> dict[str, Held]:
 def planned_engine(job: Job) -> EngineMemory:
     """Return the memory of vLLM on the card, as the engine will request it.
 
-    If it does not fit, this is the memory for all completions at full length.
+    If vLLM does not fit, ``refusal`` of the result says why, and its memory is that for all
+    completions at full length.
     """
     size = engine_size(
         job.shape,
@@ -298,12 +299,12 @@ def _by_transformers(job: Job) -> dict[str, Held]:
 
 
 def layer_bytes(job: Job) -> int:
-    """Return the bytes that one layer keeps of a position for its backward pass.
+    """Return the bytes of activations that one layer keeps for each position until backward.
 
-    Two norms keep their input in float32, and so do the norms of queries and keys. In 16 bit it
-    keeps five values as wide as the model, three as wide as the queries, two as the keys, four as
-    the MLP, and one of each adapter's rank. It matches torch's profiler to the byte
-    (docs/how-to/plan.md).
+    The two norms, and those of queries and keys, keep their inputs in float32. In 16 bit a layer
+    keeps five vectors as wide as the model, three as wide as the queries, two as wide as the keys,
+    four as wide as the MLP, and one of each adapter's rank. The result equals that of torch's
+    profiler to the byte (docs/how-to/plan.md).
     """
     shape = job.shape
     wide = job.value_bytes

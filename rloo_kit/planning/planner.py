@@ -31,7 +31,7 @@ SMALLEST_PART = 0.01
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Memory plan of a run on a card; its text shows all of it."""
+    """Memory plan of a run on a card; ``print`` shows all of it."""
 
     config: RunConfig
     facts: Facts
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Memory that this process may use, in bytes: of the GPU, or of a machine without one."""
+        """Bytes of GPU memory that this process may use; of main memory without a GPU."""
         return self.facts.room
 
     @cached_property
@@ -50,12 +50,12 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Memory, part by part and phase by phase."""
+        """Memory of the run by phase, and by part, such as weights or activations."""
         return plan_memory(self.job)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the peak, on the card or of the process on a CPU."""
+        """Peak memory in bytes, on the card or, on a CPU, of the process."""
         return self.memory.peak_bytes
 
     @property
@@ -65,23 +65,23 @@ class Plan:
 
     @property
     def vllm_share(self) -> float | None:
-        """Share of the card for vLLM; None if it does not sample in this process."""
+        """Share of the card's memory for vLLM; None if vLLM does not sample in this process."""
         if not self.job.on_gpu or self.job.engine in ("server", "transformers"):
             return None
         return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
 
     @property
     def refusal(self) -> str | None:
-        """Reason why vLLM would not start, even if the peak fits; None if it starts."""
+        """Reason why vLLM would not start, even if the peak fits; None if there is no reason."""
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     def fitting_ways(self, cards: int) -> list[Way]:
-        """Return the ways to train on several such cards that fit, on paper."""
+        """Return the ways to train on ``cards`` cards of this kind whose estimated peak fits."""
         return [way for way in find_ways(self.job, cards) if way.peak_bytes <= self.room]
 
     @property
     def verdict(self) -> str:
-        """Result in one line."""
+        """One line that says whether the run fits, and how much memory is left or missing."""
         what = f"{self.config.model.name} on {self.facts.card.name}"
         left = self.room - self.peak_bytes
         if left < 0:
@@ -159,9 +159,9 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
 
 
 def room_here() -> int:
-    """Return the memory that this process may use, in bytes: what is free and what it holds.
+    """Return the bytes of memory that are free or that this process holds already.
 
-    It is the GPU's, or on a machine without one the main memory.
+    They are the GPU's, or those of main memory on a machine without a GPU.
     """
     hardware = detect_hardware()
     if hardware.on_gpu:
@@ -176,9 +176,10 @@ def room_here() -> int:
 
 
 def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
-    """Return changes after memory ran out, as a part of a sentence; "" if nothing helps.
+    """Return the changes to make after memory ran out, as a clause; "" if no change helps.
 
-    If the plan fits into ``room`` bytes all the same, the changes save a tenth of its peak.
+    The changes make the planned peak fit into ``room`` bytes and lower it by at least a tenth,
+    even if the plan said that the run would fit.
     """
     try:
         facts = read_facts(config, base, detect_hardware(), room)
