@@ -88,12 +88,12 @@ def scored(record: RunRecord, when: str) -> dict[str, Any]:
 
 
 def as_dict(value: object) -> dict[str, Any]:
-    """Return a dict; an empty one for a damaged or missing value."""
+    """Return the value if it is a dict, else an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """Return a list; an empty one for a damaged or missing value."""
+    """Return the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 

@@ -94,7 +94,7 @@ def _page(charts: Sequence[Chart], runs: Sequence[dict[str, Any]]) -> str:
 def page_json(value: object) -> str:
     """Return JSON for the inside of a ``<script type="application/json">``.
 
-    NaN and infinities become null, and values of other types their text.
+    NaN and infinities become null. A value of a type that JSON lacks becomes its ``str``.
     """
     text = json.dumps(
         without_nan(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
