@@ -65,7 +65,7 @@ def check_rewards(  # noqa: PLR0913
         completions: A .jsonl file (or rows) with ``prompt``, ``completion`` and the columns that
             the rewards read, instead of sampling; no model is loaded.
         num_prompts: Prompts to sample.
-        num_generations: Completions of each; None: as in the run file.
+        num_generations: Completions of each prompt; None: as in the run file.
         output_dir: Folder to write the check and the completions to; None: nothing is written.
         say: Called with each line for the user.
 
@@ -186,7 +186,11 @@ def _load(
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
-    """Return the keywords with which the trainer calls a reward."""
+    """Return the keywords with which the trainer would call a reward on these rows.
+
+    Args:
+        rows: Rows with ``prompt``, ``completion`` and, if known, ``completion_ids``.
+    """
     ids: list[Any] = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
     return reward_columns(rows, completions, ids if all(ids) else None)

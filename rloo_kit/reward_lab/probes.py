@@ -33,7 +33,7 @@ REPEATED_SECONDS = 5.0
 def probe(
     reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
-    """Return a reward's scores of B completions and, if it can be called, of altered ones.
+    """Return a reward's scores of B completions, and of altered ones if the first call succeeds.
 
     Args:
         reward: The reward.

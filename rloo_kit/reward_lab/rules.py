@@ -62,12 +62,13 @@ for _kind, _texts in _STOPPING.items():
 
 
 def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
-    """Return the altered completions with which this reward should also be called.
+    """Return the names of the altered completions with which this reward should also be called.
 
-    - ``empty``, and ``unclosed``: cut off in the middle of the thought
-    - ``masked``: every letter replaced, with the same length
-    - ``opened``: with ``<think>`` before it
-    - ``repeated``: one completion, with its beginning repeated 200 times
+    - ``empty``: no text
+    - ``unclosed``: cut off in the middle of the thought
+    - ``masked``: every character except white space replaced, so that the length stays
+    - ``opened``: with ``<think>`` before the text
+    - ``repeated``: a single completion, with its beginning repeated 200 times
     """
     wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
     closed = [text for text in batch.texts if "</think>" in text]
@@ -81,9 +82,12 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
-    """Return the findings on one reward, without those that another one explains.
+    """Return the findings on one reward, without those that another finding explains.
 
-    ``excused``: a fault of the completions explains that scores do not differ.
+    Args:
+        probed: The reward's scores.
+        batch: The completions.
+        excused: True if a fault of the completions explains why scores do not differ.
     """
     if probed.fault:
         return [RULES.finding(probed.fault.kind, probed.fault)]

@@ -44,12 +44,12 @@ class Probed:
 
     @property
     def counts(self) -> bool:
-        """True if it is part of the score; with weight 0 it is only logged."""
+        """True if the reward is part of the total score; with weight 0 it is only logged."""
         return self.weight != 0
 
     @property
     def first(self) -> list[Score]:
-        """Scores of the probed rows, from a separate call if they are not all rows."""
+        """Scores of the probed rows, unaltered; from a call of their own if not all are probed."""
         return self.probes.get("first") or [self.scores[row] for row in self.rows]
 
 
@@ -115,13 +115,13 @@ def rank_correlation(xs: Sequence[Score], ys: Sequence[Score]) -> float | None:
 
 
 def scored_groups(scores: Sequence[Score], batch: Batch) -> list[list[float]]:
-    """Return the scores of each group that has two or more."""
+    """Return the scores of each group in which two or more completions have a score."""
     groups = [known(scores[row] for row in rows) for rows in batch.groups]
     return [group for group in groups if len(group) > 1]
 
 
 def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
-    """Return the row of the table."""
+    """Return the statistics of the scores of one reward."""
     values = known(probed.scores)
     spreads = [stdev(group) for group in scored_groups(probed.scores, batch)]
     return RewardStats(
@@ -150,7 +150,12 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
-    """Return the number of groups whose scores differ, and the mean difference."""
+    """Return how many groups have different scores, and the mean spread within a group.
+
+    Args:
+        totals: B total scores, from ``total_scores``.
+        batch: The completions, with their groups.
+    """
     values = known(totals)
     groups = scored_groups(totals, batch)
     equal = [scores[0] for scores in groups if is_constant(scores)]
