@@ -56,7 +56,12 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return ``(B,)`` sums of ``(B, F)`` rewards times ``(F,)`` weights; NaN if all rewards are."""
+    """Return ``(B,)`` weighted sums of each row's rewards that are not NaN; NaN if all are NaN.
+
+    Args:
+        rewards: ``(B, F)`` floats of F functions.
+        weights: ``(F,)``.
+    """
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
@@ -76,8 +81,8 @@ def normalised_sum(
         num_generations: G, completions of a group.
 
     Returns:
-        ``(B,)`` of the same dtype and device; NaN if all rewards of the row are. A reward that is
-        constant in every group adds nothing.
+        ``(B,)`` of the same dtype and device; NaN if all rewards of the row are NaN. A reward that
+        is constant in every group adds nothing.
     """
     grouped = rewards.T.reshape(-1, num_generations)  # (F * P, G)
     advantages = leave_one_out_advantages(grouped).view_as(rewards.T)  # (F, B)

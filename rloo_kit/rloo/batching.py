@@ -104,7 +104,12 @@ class TokenRows:
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
-        """Return whether it costs less to run each prompt once, in one more pass."""
+        """Return whether it costs less to run each prompt once, in a separate pass.
+
+        Args:
+            rows: Row numbers.
+            overhead: Cost of the separate pass, in positions.
+        """
         extent = SharedExtent(self)
         for row in rows:
             extent.add(row)

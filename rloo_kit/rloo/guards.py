@@ -36,6 +36,11 @@ class StepGuard:
     def check(self, loss: float, parameters: "Sequence[Tensor]", step: int) -> bool:
         """Return whether the optimizer may step; drop the gradients if it may not.
 
+        Args:
+            loss: Loss of the step.
+            parameters: The trained parameters, with the gradients of the step.
+            step: Number of the step, for messages.
+
         Raises:
             DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
         """

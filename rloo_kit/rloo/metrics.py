@@ -206,7 +206,7 @@ class Tally:
         self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
 
     def count_correction(self, factors: torch.Tensor, cap: float) -> None:
-        """Count importance weights."""
+        """Add importance weights of any shape, and count those that reach ``cap``."""
         self.corrections += factors.numel()
         self.correction += float(factors.sum())
         self.squared_correction += float(factors.square().sum())

@@ -71,7 +71,7 @@ class ScoredBatch(Completions):
     def shaped_scores(
         self, shaping: Shaping, num_generations: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(B,)`` scores after missing-EOS penalty and clip, and ``(B,)`` masked rows."""
+        """Return ``(B,)`` scores after penalty and clip, and ``(B,)`` bool, True on masked rows."""
         scores = self.scores
         if shaping.combine == "normalize_then_sum" and self.weights is not None:
             scores = normalised_sum(self.rewards, self.weights, num_generations)
@@ -163,9 +163,15 @@ class Rollout:
         shaping: Shaping,
         moments: RunningMoments | None = None,
     ) -> Self:
-        """Shape the scores: missing-EOS penalty, clip, normalisation (updates ``moments``).
+        """Return a rollout whose scores have the missing-EOS penalty, the clip and normalisation.
 
-        At beta 0 the advantages are final; else they wait for the log-probabilities.
+        At beta 0 its advantages are final. Otherwise they need the log-probabilities.
+
+        Args:
+            sampled: The scored batch.
+            num_generations: G, completions of a group.
+            shaping: Settings of the steps above.
+            moments: Updated and used if ``normalize_reward`` is ``moving``.
         """
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping, num_generations)
@@ -245,7 +251,7 @@ class Rollout:
 
     @property
     def pull(self) -> torch.Tensor:
-        """``(B,)`` difference to leave-one-out advantages, exactly 0 with that baseline."""
+        """``(B,)`` ``score_advantages`` minus leave-one-out advantages; 0 with that baseline."""
         grouped = self.scores.view(-1, self.num_generations)  # (P, G)
         return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
 
@@ -297,11 +303,12 @@ class Rollout:
         """Return the rollout with the advantages of groups whose log-probabilities are known.
 
         At sequence level the KL is subtracted from the scores, before the leave-one-out baseline.
-        Another baseline changes only the part of the scores, so that a group does not need the KL
-        of other groups. At token level the KL is subtracted after the baseline.
+        With another ``shaping.baseline`` the KL still has the leave-one-out baseline and only the
+        scores have the other one, so that a group does not need the KL of other groups. At token
+        level the KL is subtracted after the baseline.
 
         Args:
-            groups: Numbers of these groups; None for all.
+            groups: Numbers of the groups whose log-probabilities are known; None for all.
         """
         shaping = self.shaping
         final = torch.zeros_like(self.settled)  # (P,)
@@ -328,10 +335,16 @@ class Rollout:
 
 
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
-    """Return the rows whose old log-probabilities need a pass of their own.
+    """Return the rows whose old log-probabilities need a separate pass.
 
-    The training forward pass gives them if the row is trained before any optimizer step (it is in
-    ``first_step``) and, with beta above 0, so is every other row that its advantage depends on.
+    The forward pass of the first optimizer step gives those of the rows that it trains. So at
+    beta 0 only learnable rows outside of that step need the separate pass. With beta above 0 an
+    advantage also needs the KL of other rows. Then no row needs the separate pass if that step
+    trains the whole rollout and advantages are not normalised, and otherwise all learnable rows do.
+
+    Args:
+        rollout: The rollout.
+        first_step: Rows that are trained in its first optimizer step.
     """
     rows = rollout.learnable_rows
     if not rollout.shaping.beta:
