@@ -61,7 +61,7 @@ def calibrate(  # noqa: PLR0913
     precision: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Sample prompts of every level, write a run file with the level to train on, and return it.
+    """Sample prompts of every level, write a run file with the level to train on, return its path.
 
     Among the levels that are solved 20 to 80% of the time, the one with the largest share of groups
     whose scores differ is chosen. The judge is the run's reward with the largest weight. For a task
@@ -235,7 +235,7 @@ def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> 
     """Return the scores of every level; the rows of a level must be neighbours."""
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
-        remedy = "set its scaled_by, or raise the weight of another"
+        remedy = "set its scaled_by, or raise the weight of another reward"
         raise ConfigError(
             f"the reward {judge} has the largest weight and is not in [0, 1]: {remedy}"
         )

@@ -136,7 +136,7 @@ def opened_folder(
         environment: Backend and hardware of the run.
         checkpoint: Checkpoint to resume from; without one the run starts from step 0 with an empty
             record.
-        step: The step that trains, in words.
+        step: Name of the step that trains (the kit's or TRL's), for environment.json.
 
     Raises:
         KeyboardInterrupt: A signal arrived while the folder was created.

@@ -35,7 +35,7 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Called once, at the latest when the training begins, after all checks.
+        make_ready: Prepares the folder. Called once, at the latest when the training begins.
     """
 
     def __init__(self, folder: Path, make_ready: Callable[[], None] = lambda: None) -> None:

@@ -35,9 +35,12 @@ class HeldOutScores(TrainerCallback):
     _newest: dict[int, float | None] = field(default_factory=dict, init=False)
 
     def score(self) -> Evaluation | None:
-        """Score now, if there are held-out prompts.
+        """Return the scores of the held-out prompts at this moment of the training.
 
-        Every process must call it, since all of them sample with TRL's step; the first one scores.
+        Every process must call this method, since all of them sample with TRL's step.
+
+        Returns:
+            The scores; None without held-out prompts, and in all processes but the first.
         """
         held_out = self.job.splits[1]
         args = self.job.args
@@ -75,7 +78,7 @@ class HeldOutScores(TrainerCallback):
             self._score_at(0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Score if it is time; ``train`` scores after the last step."""
+        """Score every ``data.held_out_every`` steps; ``train`` scores after the last step."""
         step = state.global_step
         every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
@@ -89,7 +92,7 @@ class HeldOutScores(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Put the score into the checkpoint of the scored step."""
+        """Put the mean of the first reward into the checkpoint of a scored step."""
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 

@@ -62,7 +62,7 @@ def announce_load(
 
 
 def introduce(say: Say, job: PreparedJob) -> None:
-    """Print the model, the device, and the replacements of missing parts."""
+    """Print model and device, and why Unsloth, the kit's own step or further cards are unused."""
     config = job.config
     environment = job.environment
     args = job.args

@@ -228,7 +228,9 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
         DataError: No example fits, or the run's prompts have images.
     """
     if has_images(job.splits[0]):
-        raise DataError("the run's prompts have images, and a warm-up reads text: start without it")
+        raise DataError(
+            "the run's prompts have images, and a warm-up reads only text: train without a warm-up"
+        )
     data = job.config.data
     system = system_message(data)
     rows = [row | {"prompt": as_prompt(row["prompt"], system, chat=data.chat)} for row in rows]
