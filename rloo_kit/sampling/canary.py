@@ -170,7 +170,7 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """The trainer's pass with other adapters than the one that trains, which stays unchanged."""
+    """The trainer's forward pass with other values in the adapter; the trained ones stay as is."""
 
     run: Pass  # with the adapter that the model has at the moment
     model: Model  # with an adapter of PEFT
@@ -201,11 +201,16 @@ class Policies:
                 parameter.data = own[name]
 
     def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of the adapter's values on the CPU, in ``dtype`` or their own."""
+        """Return copies of the adapter's values on the CPU; None for ``dtype`` keeps theirs."""
         return {n: p.detach().to("cpu", dtype, copy=True) for n, p in self.adapter.items()}
 
     def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
-        """Return the adapter with noise that moves log-probabilities by 0.3 to 3 nats."""
+        """Return values of the adapter with noise that moves log-probabilities by 0.3 to 3 nats.
+
+        Args:
+            tokens: Completions whose log-probabilities are compared; the mean difference counts.
+            seed: Seed of the noise.
+        """
         generator = torch.Generator().manual_seed(seed)
         # only B, because it is zero in a new adapter, so that noise in A would change nothing
         noise = {
@@ -253,7 +258,7 @@ class Canary:
             seed: Seed of the shift and of the samples.
 
         Raises:
-            StalePolicyError: The sampler did not use it.
+            StalePolicyError: The sampler did not use the shifted adapter.
         """
         prompts = prompt_ids[:8]
         short = Sampling(

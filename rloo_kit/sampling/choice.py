@@ -193,7 +193,7 @@ def check_partial(engine: Engine | None, model: Model) -> None:
         model: The policy.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The sampler cannot end early.
     """
     from rloo_kit.sampling.decoding import can_grow
 

@@ -84,7 +84,7 @@ def grow(
 
     Args:
         model: A causal language model for which ``can_grow`` holds, also in PEFT's wrapper.
-        begun: B completions.
+        begun: B completions, whose ``is_enough`` decides when to stop.
         pad_token_id: Pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long.
         max_tokens: Most tokens of a whole completion.
@@ -315,7 +315,7 @@ def sample_rows(
 ) -> torch.Tensor:
     """Return ``(B, W + C)`` prompts and completions; for ``generate(custom_generate=...)``.
 
-    With ``growth`` it ends as soon as enough rows have ended.
+    With ``growth`` the loop ends as soon as enough rows have ended.
 
     ``generate``'s own loop runs if the cache cannot select rows (state-space layers, static and
     quantised caches), or if a logits processor holds a state for each row.
@@ -468,10 +468,10 @@ class Pieces:
         return found
 
     def halve(self, exc: Exception, tried: int) -> None:
-        """Halve the rows of a piece after ``exc``, which ``tried`` rows at once have raised.
+        """Halve the rows of a piece after ``tried`` rows at once raised the out-of-memory ``exc``.
 
         Raises:
-            MemoryRanOutError: It was a single row.
+            MemoryRanOutError: ``tried`` is 1.
         """
         if tried < 2:
             raise MemoryRanOutError(

@@ -32,7 +32,7 @@ class ThoughtLimit:
     marks: ThoughtMarks  # a thought is opened in the prompt or in the completion
 
     def exceeds(self, prompt_ids: list[int], ids: list[int]) -> bool:
-        """Return whether the thought is open at the limit."""
+        """Return whether the completion ``ids`` reaches the limit and its thought is open there."""
         return len(ids) >= self.tokens and self.marks.is_open(prompt_ids + ids[: self.tokens])
 
     def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
@@ -89,7 +89,7 @@ class Begun:
         return [prompt + completion for prompt, completion in pairs]
 
     def is_thought_over(self, row: int, new: list[int], thought: ThoughtLimit) -> bool:
-        """Return whether the thought of a row is open at its limit, with new tokens."""
+        """Return whether a row's thought exceeds its limit after ``new`` tokens are added."""
         return thought.exceeds(self.prompt_ids[row], self.completion_ids[row] + new)
 
 
@@ -256,7 +256,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine that samples, and the reason if it is not a faster one."""
+    """The engine that samples, and the reason why a faster engine does not."""
 
     engine: str  # `vllm`, `server` or `transformers`
     reason: str | None = None  # in one line, if `auto` fell back

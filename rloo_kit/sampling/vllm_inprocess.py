@@ -49,7 +49,7 @@ LIVE_IDS = 1_000_000
 
 
 class VllmEngine:
-    """Engine of the kit's own, or Unsloth's if the model carries one.
+    """vLLM in this process, started by the kit, or by Unsloth if it came with the model.
 
     Args:
         model: The policy, with its LoRA adapter.

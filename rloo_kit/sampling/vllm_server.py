@@ -53,7 +53,11 @@ class Needs:
         return shlex.join(words)
 
     def is_other(self, card: dict[str, Any]) -> bool:
-        """Return whether a server names another model of the hub; a folder can hold any."""
+        """Return whether a server names a model other than ``base``; False if either is a folder.
+
+        Args:
+            card: The server's entry for its model, from ``/v1/models``.
+        """
         if Path(self.base).exists() or card["root"].startswith("/"):
             return False  # the canary finds out
         # without owners, and without the suffixes of Unsloth's 4-bit copies
@@ -68,8 +72,8 @@ class VllmServer:
     Args:
         args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
         needs: Requirements of the run.
-        adapter_dtype: Type to which an adapter is rounded; None if the model is not loaded yet, and
-            ``needs`` has its name from the run file.
+        adapter_dtype: Type to which an adapter is rounded. None if the model is not loaded yet;
+            then the server must name the base of ``needs``.
 
     Raises:
         GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not
