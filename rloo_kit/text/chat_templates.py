@@ -8,7 +8,7 @@ ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn in the chat template.
 
-    None: there is no template, or no token of its own closes the turn.
+    None if there is no chat template, or if the template closes a turn without a special token.
     """
     if not tokenizer.chat_template:
         return None

@@ -5,7 +5,7 @@ from statistics import fmean
 
 
 def finite_number(value: object) -> float | None:
-    """Return a finite number, else None."""
+    """Return the value as a float if it is a finite number (and no bool), else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e300 else None

@@ -167,7 +167,7 @@ def _mask_shape(match: re.Match[str]) -> str:
 def redact(text: str) -> str:
     """Return a text with every secret in it replaced by ``[hidden: NAME]`` or ``[hidden]``.
 
-    Known values are also found as JSON or a percent-encoded address spells them. JSON stays valid.
+    Remembered secrets are also found in their JSON or percent-encoded form. JSON stays valid.
     """
     _remember_environment()
     return _redact(text)
@@ -204,7 +204,7 @@ def _redact_tree(value: Any, name: str) -> Any:
 
 
 def without_hidden(settings: Any) -> Any:
-    """Return settings read back without those that were masked.
+    """Return settings that were masked and read back, without the masked values.
 
     A text that is masked in part, such as an address without its password, stays.
     """
@@ -223,7 +223,7 @@ def _is_hidden(value: object) -> bool:
 
 
 def redacting(say: Callable[[str], Any]) -> Callable[[str], None]:
-    """Return ``say`` that masks secrets in its lines."""
+    """Return a function that masks the secrets in a line and passes it to ``say``."""
     return lambda line: say(redact(line))
 
 

@@ -72,7 +72,7 @@ class Mark:
     token: int | None = None  # its id, if it is one token
 
     def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
-        """Return (first token, one after the last token) of each such mark.
+        """Return (first token, one after the last token) of each occurrence of the mark.
 
         A mark of several tokens is looked for in the text. If its ends share a token with their
         neighbours, that token belongs to the mark.
@@ -120,7 +120,7 @@ class ThoughtMarks:
     def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the tokens before the first closing mark, without a leading opening mark.
 
-        None: no thought is closed.
+        None if no thought is closed.
         """
         closed = self.closed(ids)
         if not closed:
@@ -164,8 +164,9 @@ class ThoughtMarks:
 def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
     """Return the marks of a model's thoughts, as given by hand or else by its tokenizer.
 
-    A family is recognised by its closing mark in the vocabulary and in the chat template. None: no
-    family's mark is there. There is no guess, since another family's id is an ordinary word.
+    The tokenizer decides by the family whose closing mark is in its vocabulary, or else in its chat
+    template. None if neither holds the mark of a known family. There is no guess, since the id of
+    another family's mark is an ordinary word.
     """
     given = tokenizer.init_kwargs.get(GIVEN)
     if given:
@@ -189,9 +190,14 @@ def _marks(tokenizer: Tokenizer, family: Family) -> ThoughtMarks:
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
-    """Set the marks of a model's thoughts by hand; with None the tokenizer decides.
+    """Set the marks of a model's thoughts by hand; if one is None, nothing changes.
 
-    The tokenizer keeps them, also when it is saved with an adapter.
+    The tokenizer keeps the marks, also when it is saved with an adapter.
+
+    Args:
+        tokenizer: The tokenizer, which is changed in place.
+        start: Text that opens a thought, such as ``<think>``.
+        end: Text that closes it.
     """
     if start and end:
         tokenizer.init_kwargs[GIVEN] = [start, end]
