@@ -77,7 +77,13 @@ class WorstCase:
     make_optimizer: Callable[[], Any] | None  # None if the run has its optimizer already
 
     def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
-        """Return whether ``args.dry_run`` asks for a dry run; None means on a GPU only."""
+        """Return whether ``args.dry_run`` asks for a dry run.
+
+        If it is None, the answer is yes on a GPU, provided that the length of prompts is bounded.
+
+        Args:
+            max_prompt_tokens: As for ``run``.
+        """
         if self.args.dry_run is not None:
             return self.args.dry_run
         limit = max_prompt_tokens or notes_of(self.model).max_seq_length
@@ -97,7 +103,7 @@ class WorstCase:
         Args:
             max_prompt_tokens: Longest prompt of a stream, whose prompts are not known; None uses
                 the rest of the model's ``max_seq_length``.
-            remedy: Called when memory ran out; returns what to change, as a part of a sentence.
+            remedy: Called when memory ran out; returns what to change, as a clause.
 
         Raises:
             MemoryRanOutError: Not even a single completion of the worst case fits.
@@ -241,10 +247,15 @@ class WorstCase:
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:
-    """Return (rows, width) of the micro-batches that need the most memory.
+    """Return (rows, width) of the one or two micro-batches that need the most memory.
 
-    First, as many of the longest rows as fit into the budget of positions. If they do not fill it,
-    also one row more, with rows just short enough for that.
+    The first one has as many rows of the longest length as fit into the budget, at least one. If
+    they do not fill the budget, the second one has one row more, and shorter rows that fill it.
+
+    Args:
+        at_most: Most rows of a micro-batch.
+        longest: Tokens of the longest row.
+        budget: Most positions of a micro-batch, which is rows times width.
 
     >>> largest_passes(64, 9000, 16_384)
     [(1, 9000), (2, 8192)]

@@ -126,7 +126,7 @@ class Sampler:
         return drawn
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
-        """Return the model's own completions."""
+        """Return one completion of each prompt, sampled by the model itself without an engine."""
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})

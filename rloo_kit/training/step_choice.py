@@ -86,7 +86,7 @@ def _check_fsdp(args: LeaveOneOutConfig) -> None:
 
 
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Set TRL's vLLM arguments: from ``generation`` for its own step, else to off."""
+    """Set TRL's vLLM arguments as ``generation`` says; turn vLLM off in TRL if the kit samples."""
     if choice.by_trl and args.generation in ("vllm", "server"):
         args.use_vllm = True
         args.vllm_mode = "server" if args.generation == "server" else "colocate"
@@ -95,11 +95,16 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
 
 
 def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
-    """Return the coefficient of a mixture of experts' load-balancing loss; 0 for other models.
+    """Return the coefficient of the load-balancing loss of a mixture of experts.
 
-    If it is not set and no router trains, it becomes 0 in ``args``, because the loss would only
-    change the hidden states that the frozen router reads. If the model is a path, all its weights
-    train.
+    The coefficient is ``args.router_aux_loss_coef`` or, if that is unset, the model's own; 0 if
+    neither exists. For a mixture of experts whose router does not train, an unset coefficient
+    becomes 0 in ``args``, because the loss would only change the hidden states that the frozen
+    router reads.
+
+    Args:
+        args: Settings of the training.
+        model: The policy, or its path, in which case all its weights train.
     """
     whole = isinstance(model, str)
     remote = args.trust_remote_code
@@ -124,8 +129,8 @@ def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
     _check_defaults(args, OF_KIT_STEP, why)
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
         raise ConfigError(
-            f"vLLM samples, and on a CPU it cannot take the weights that TRL's step sends, which "
-            f"trains because {choice.reason}: set trainer.generation to transformers"
+            f"TRL's step trains because {choice.reason}, and on a CPU vLLM cannot take the weights "
+            "that TRL's step sends: set trainer.generation to transformers"
         )
     if args.stop_on and args.world_size > 1:
         raise ConfigError(

@@ -50,16 +50,16 @@ class StepLog:
     used: int = 0  # bytes of the GPU at the end of the step's sampling; 0 without a GPU
 
     def note(self, name: str, value: float) -> None:
-        """Add a value; the next line shows the mean of all."""
+        """Add a value of a metric; the next line of the log shows the mean of its values."""
         self.metrics[name].append(value)
 
     def note_all(self, values: dict[str, float]) -> None:
-        """Add several values."""
+        """Add one value to each of several metrics."""
         for name, value in values.items():
             self.note(name, value)
 
     def note_used(self) -> None:
-        """Measure the memory of the GPU, at the end of a phase and before an engine sleeps."""
+        """Measure the GPU memory in use; called when a phase ends and before an engine sleeps."""
         self.used = max(self.used, used_on_gpu())
 
     def take_means(self) -> dict[str, float | None]:
@@ -132,7 +132,7 @@ class StepLog:
         Args:
             tally: Its counts.
             seconds: Its duration.
-            skipped: Steps skipped in the whole training so far.
+            skipped: Steps that were skipped in the whole training so far.
         """
         if self.first_started is None:
             self.first_started = time.perf_counter() - seconds

@@ -45,11 +45,11 @@ def make_arguments(
     Args:
         config_class: Such as TRL's ``SFTConfig``.
         what: The training, for messages.
-        fixed: Settings of the kit.
-        settings: Settings of the user.
+        fixed: Settings of the kit, which the user cannot set.
+        settings: Settings of the user, which replace defaults.
 
     Raises:
-        ConfigError: TRL refuses the settings.
+        ConfigError: TRL refuses the settings, or the user sets a fixed one.
     """
     hardware = setup().hardware
     on_cpu = hardware.device == "cpu"
@@ -85,8 +85,8 @@ def make_trainer(
 
     Args:
         trainer_class: Such as TRL's ``SFTTrainer``.
-        say: Called with a line every few steps.
-        shown: Metrics of these lines.
+        say: Called with a line of metrics every few steps.
+        shown: Names of the metrics in these lines.
         **parts: Arguments of the trainer, ``model`` and ``args`` among them.
     """
     route_trl_lm_head()
@@ -102,7 +102,7 @@ def make_trainer(
 
 @contextlib.contextmanager
 def memory_errors(what: str, remedy: str) -> Iterator[None]:
-    """Translate out of memory in the body into an error with a remedy.
+    """Translate an out-of-memory error of the body into one with a remedy.
 
     Raises:
         MemoryRanOutError: Memory ran out while the body trained ``what``.

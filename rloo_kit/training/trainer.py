@@ -243,7 +243,7 @@ class LeaveOneOutTrainer(StepTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Make the dry run and train, or resume; views are closed at the end.
+        """Train after a dry run, or resume without one; close callbacks with ``close`` at the end.
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
