@@ -25,18 +25,20 @@ def gated(
     at_least: float = 1.0,
     otherwise: float = 0.0,
 ) -> "Composed":
-    """Return the reward for the rows that ``by`` scores with at least ``at_least``.
+    """Return a reward with the scores of ``reward`` where ``by`` scores at least ``at_least``.
 
-    The other rows, also those for which ``by`` is None, score ``otherwise``.
+    All other rows score ``otherwise``, also those for which ``by`` returns None.
     """
     limits = {"at_least": float(at_least), "otherwise": float(otherwise)}
     return Composed((checked(reward), checked(by)), _gated, limits)
 
 
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
-    """Return the reward for the rows whose columns hold the given values; None elsewhere.
+    """Return a reward that scores the rows whose columns hold given values, and None elsewhere.
 
-    ``only_for`` is column -> its value, or a list of allowed values.
+    Args:
+        reward: The reward.
+        **only_for: The allowed value of each dataset column, or a list of allowed values.
 
     Raises:
         ValueError: No column is named.
@@ -83,7 +85,7 @@ class WeightSchedule:
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
-        """Return the schedule of a mapping.
+        """Return the schedule of a mapping from progress, in [0, 1], to the weight there.
 
         Raises:
             ValueError: The mapping holds anything else than progress and weights.
@@ -100,7 +102,7 @@ class WeightSchedule:
         return cls(tuple(pairs))
 
     def at(self, progress: float) -> float:
-        """Return the weight at a share of the training; it is constant outside of the points."""
+        """Return the weight at ``progress`` (0 to 1), constant before and after all points."""
         import numpy as np
 
         places, weights = zip(*self.points, strict=True)

@@ -47,7 +47,7 @@ def reward_columns(
         rows: Rows of the dataset, with ``prompt``; a column that a row lacks is None there.
         completions: Texts or conversations.
         completion_ids: Their tokens; None if unknown.
-        **of_trainer: Values in place of ``OUTSIDE_OF_TRAINING``.
+        **of_trainer: Values of a trainer for ``trainer_state``, ``log_extra`` and ``log_metric``.
     """
     names = sorted({name for row in rows for name in row} - set(RESERVED))
     known = {} if completion_ids is None else {"completion_ids": completion_ids}

@@ -143,7 +143,7 @@ def load_reward(
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
-    """Return the rewards; each reward model of the kit has the tokenizer that is given for it.
+    """Return the rewards after each reward model of the kit has got the tokenizer given for it.
 
     Args:
         rewards: The rewards.
@@ -159,7 +159,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
     if len(listed) != len(rewards):
         raise ConfigError(
             f"reward_processing_classes holds {len(listed)} and must match reward_funcs, which "
-            f"holds {len(rewards)}: give one for each reward, or None"
+            f"holds {len(rewards)}: give a tokenizer or None for each reward"
         )
     return list(map(_with_tokenizer, rewards, listed))
 
@@ -168,8 +168,8 @@ def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
     inner: Any = getattr(reward.func, "reward", None)
     if isinstance(inner, Composed) and tokenizer is not None:
         raise ConfigError(
-            f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed: "
-            "give None there, and give the tokenizer to the reward model in it"
+            f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed "
+            "of other rewards: give None there, and give the tokenizer to the reward model in it"
         )
     if tokenizer is None or not isinstance(inner, RewardModel):
         return reward

@@ -385,7 +385,7 @@ def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
 def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
     (reward,) = load_rewards([{"name": "reward_model", "model": "org/name", "scaled_by": 2}])
     assert with_tokenizers([reward], [None]) == [reward]
-    with pytest.raises(rk.ConfigError, match="reward_model', which is composed: give None there"):
+    with pytest.raises(rk.ConfigError, match="which is composed of other rewards: give None there"):
         with_tokenizers([reward], [object()])
 
 
