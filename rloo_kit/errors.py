@@ -74,7 +74,7 @@ class BackendError(SetupError, RuntimeError):
 
 
 class MemoryRanOutError(SetupError, RuntimeError):
-    """Memory ran out, and no work can be made smaller."""
+    """Memory ran out, and the work cannot be cut into smaller parts."""
 
 
 class ProcessEndedError(SetupError, RuntimeError):
