@@ -74,11 +74,12 @@ def find_source(name: str) -> Source:
 def find_base(source: Source, base: str | None = None) -> str:
     """Return the folder or hub name of the model that an adapter was trained on.
 
-    This is ``base`` if given, else the folder that the training noted relative to the adapter's,
-    else the name that the training was given.
+    The result is ``base`` if given, else the folder that the training recorded by its path relative
+    to the adapter, else the name that the training was given.
 
     Raises:
-        ModelError: The base is missing, or its weights are not those it was trained on.
+        ModelError: The base is missing, or its weights are not those that the adapter was trained
+            on.
     """
     config = read_json(Path(source.place) / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""

@@ -31,7 +31,7 @@ def completion_text(completion: Completion) -> str:
 def thought_text(text: str) -> str | None:
     """Return the text before the first ``</think>``, without a leading ``<think>``.
 
-    None: the text holds no ``</think>``.
+    None if the text holds no ``</think>``.
     """
     thought, close, _ = text.partition(THINK_CLOSE)
     return thought.lstrip().removeprefix(THINK_OPEN) if close else None
@@ -86,7 +86,7 @@ def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[li
     """Return the token ids of B completions.
 
     Raises:
-        RewardContractError: There are none.
+        RewardContractError: ``completion_ids`` is None.
     """
     if completion_ids is None:
         raise RewardContractError(

@@ -23,7 +23,7 @@ class Rouge(TextReward):
     Range: [0.0, 1.0], higher is better. ROUGE-L counts the longest common subsequence of words,
     ROUGE-1 and ROUGE-2 the common words and pairs of words; precision is their share of the
     answer, recall that of the reference, F1 the harmonic mean of both. The answer is the text after
-    the last ``</think>``. 0.0 if it has not begun, None if there is no reference.
+    the last ``</think>``. 0.0 if the answer has not begun, None if there is no reference.
 
     Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", with beta 1 and
     without stemming. Words are runs of letters and digits, lower-cased: on English text the scores
@@ -73,9 +73,9 @@ class Coverage(TemplateAware):
     """Reward an answer made of the words of its source: their share of the answer's words.
 
     Range: [0.0, 1.0], higher is better. A word counts at most as often as the source has it, so
-    that repeating one earns nothing. The answer is the text after the last ``</think>``. 0.0 if it
-    has not begun or has no word, None if there is no source. The reward does not know which words
-    matter, and a single word of the source earns 1.0, so use it with a band of lengths.
+    that repeating one earns nothing. The answer is the text after the last ``</think>``. 0.0 if the
+    answer has not begun or has no word, None if there is no source. The reward does not know which
+    words matter, and a single word of the source earns 1.0, so use it with a band of lengths.
 
     Source: the coverage of Grusky et al. 2018, "Newsroom" (arXiv 1804.11283, section 4.1), with
     counts that are cut as in ROUGE-1.
@@ -105,7 +105,7 @@ def _last_text(prompt: Completion) -> str:
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
-    """Return how many items, in order but not side by side, two sequences share at most.
+    """Return the length of the longest common subsequence of two sequences.
 
     Hyyrö 2004, "Bit-parallel LCS-length computation revisited": a bit for each item of ``first``,
     0 where the row of the usual table rises.

@@ -32,7 +32,7 @@ Part = Literal["completion", "thought", "answer"]
 def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of ``</think>`` in the tokenizer's vocabulary (151668 in Qwen3's).
 
-    None: the vocabulary has no single token for it. There is no guess, since an id of another
+    None if the vocabulary has no single token for it. There is no guess, since the id of another
     family would stand for an ordinary word.
     """
     return token_id(tokenizer, THINK_CLOSE)
@@ -264,9 +264,9 @@ class Thinking(ThoughtTokens, TokenReward):
 class ClosedOnce(ThoughtTokens, TemplateAware):
     """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
-    It is counted by token id: ``</think>`` occurs once among the completion's ids, and ``<think>``
-    at most once, the prompt's included, and not after it. A thought that is never closed, one that
-    is closed again, and a second thought all score 0.0. The decoded text is not read.
+    Token ids are counted, and the decoded text is not read. ``</think>`` must occur once in the
+    completion. ``<think>`` may occur once in prompt and completion together, before ``</think>``. A
+    thought that is never closed, one that is closed again, and a second thought all score 0.0.
 
     >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])
@@ -348,7 +348,7 @@ _SENTENCE_END = re.compile(r"[.!]\s|[\u3002\uff01\n]")
 
 @dataclass(frozen=True)
 class SelfQuestions(ThoughtTokens, TokenReward):
-    """Reward the questions that a thought asks itself: their number, up to ``most``, over ``most``.
+    """Reward the questions in a thought: their number, at most ``most``, divided by ``most``.
 
     Range: [0.0, 1.0], higher is better. A question is a sentence of the thought that ends with a
     question mark and holds a letter. The same words count once, so that repeating a question earns
