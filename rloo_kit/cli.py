@@ -372,7 +372,12 @@ def _eval(**options: Any) -> None:
     "judge",
     "measure how often a judge prefers a model's completions to those of another model",
     MODEL,
-    _argument("--against", "base (default), or another model", default="base", metavar="RUN"),
+    _argument(
+        "--against",
+        "the model to compare with: base (default), or a run, a checkpoint, an adapter or a model",
+        default="base",
+        metavar="RUN",
+    ),
     _argument(
         "--by",
         "the judge: a reward as in a run file, for example 'models/my-reward-model' or "
@@ -432,8 +437,9 @@ def _serve(model: str, more: list[str]) -> None:
     ),
     _argument(
         "--base",
-        "with --to merged or gguf: the 16-bit base to merge into, or dequantized for the run's "
-        "4-bit base; with --to adapter or hub: the name that the adapter gives its base",
+        "with --to merged or gguf: the 16-bit base to merge into (dequantized: the run's 4-bit "
+        "base, written out in 16 bit); with --to adapter or hub: the name of the base to write "
+        "into the adapter's config",
         metavar="NAME",
     ),
     _argument("--repo", "upload the export, of any kind, to this repository", metavar="OWNER/NAME"),
@@ -447,7 +453,7 @@ def _serve(model: str, more: list[str]) -> None:
     ),
     _argument(
         "--prompts",
-        "prompts to compare (default: 16)",
+        "compare the answers to N prompts (default: 16)",
         type=int,
         default=16,
         dest="num_prompts",
@@ -520,7 +526,7 @@ def _rewards_show(name: str) -> None:
     ),
     _argument(
         "--prompts",
-        "prompts to sample (default: 16)",
+        "sample completions of N prompts (default: 16)",
         type=int,
         default=16,
         dest="num_prompts",
