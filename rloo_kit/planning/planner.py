@@ -151,7 +151,11 @@ def make_plan(
 
 
 def find_room(gpu: str | None) -> tuple[Hardware, int]:
-    """Return the card to plan for, and its bytes that this process may use."""
+    """Return the card to plan for, and the bytes of memory there that this process may use.
+
+    Args:
+        gpu: As for ``plan``.
+    """
     if gpu is None or gpu.strip().lower() == "this":
         return detect_hardware(), room_here()
     card = find_card(gpu)

@@ -110,7 +110,7 @@ def _count(tensors: "Sequence[Tensor]") -> int:
 
 
 def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
-    """Call ``attempt`` until memory suffices; call ``halve`` after each out of memory.
+    """Call ``attempt`` until memory suffices; pass each out-of-memory error to ``halve`` first.
 
     Raises:
         Exception: Any other error of ``attempt``, and any error of ``halve``.

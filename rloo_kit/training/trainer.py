@@ -326,8 +326,8 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     """Check the rows and columns of the training set.
 
     Raises:
-        DataError: It has too few rows or no column ``prompt``, or dynamic sampling needs random
-            access and it is a stream.
+        DataError: The training set has too few rows or no column ``prompt``, or it is a stream and
+            a setting needs random access to its rows.
     """
     columns = getattr(dataset, "column_names", None)
     has_rows = hasattr(dataset, "__len__")
