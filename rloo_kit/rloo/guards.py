@@ -110,7 +110,7 @@ def _count(tensors: "Sequence[Tensor]") -> int:
 
 
 def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
-    """Call ``attempt`` until memory suffices; pass each out-of-memory error to ``halve`` first.
+    """Call ``attempt`` until memory suffices; before each retry pass the error to ``halve``.
 
     Raises:
         Exception: Any other error of ``attempt``, and any error of ``halve``.
