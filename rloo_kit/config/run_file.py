@@ -110,12 +110,15 @@ class DataSection:
         None, "Configuration (subset) of a hub dataset; null: the only one."
     )
     num_prompts: int | None = setting(
-        None, "Use only the first N prompts; null: all (1,024 of a built-in task).", minimum=1
+        None,
+        "Use only the first N prompts; null: all (1,024 of a built-in or reasoning-gym task).",
+        minimum=1,
     )
     held_out: int | None = setting(
         None,
         "Number of prompts kept out of training, which are scored before and after it; null: 256 "
-        "of a built-in task, an eighth of a file (at most 256); 0: none.",
+        "if the task has a held-out split of its own, else the last eighth of the prompts (at most "
+        "256); 0: none.",
         minimum=0,
     )
     held_out_every: int | None = setting(
