@@ -165,9 +165,10 @@ def drop_old_reference(model: Model) -> None:
 
 @contextlib.contextmanager
 def without_engine(model: Model) -> Iterator[None]:
-    """Hide the engine of a model from TRL, which would sample with it in Unsloth's class.
+    """Hide the vLLM engine that Unsloth loaded with a model from TRL's trainer, in the body.
 
-    TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
+    The trainer as Unsloth patches it would sample with the engine. TRL's own vLLM layer sets
+    variables of torch.distributed and puts the engine to sleep.
     """
     modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
