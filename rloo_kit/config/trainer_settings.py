@@ -331,7 +331,10 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     """
     total = trainer.get("generation_batch_size")
     if total and trainer.get("steps_per_generation"):
-        return ["generation_batch_size and steps_per_generation set the same: give one of them"]
+        return [
+            "generation_batch_size and steps_per_generation both set the size of a generation "
+            "batch: give one of them"
+        ]
     plan = batch_plan(trainer)
     rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
     group = plan.num_generations
