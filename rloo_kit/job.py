@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
     """Return the run's settings and the folder from which its paths start.
 
-    The folder of a run holds its run file without secrets, which then come from the environment and
-    from .env, which is read here.
+    The run file in the folder of a run lacks the secrets. They come from the environment, into
+    which ``.env`` is read here.
 
     Args:
         source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
@@ -100,7 +100,12 @@ def beside(name: str, base: Path) -> str:
 
 
 def prompts_beside(name: str, base: Path) -> str:
-    """Return the name of prompts, with its path relative to ``base`` if it exists only there."""
+    """Return the name of prompts, its path put after ``base`` if the file exists only there.
+
+    Args:
+        name: As in ``data.prompts``: a task, ``TASK:PATH``, a path or a hub name.
+        base: Folder from which the paths of the run file start.
+    """
     task, path = _path_in(name)
     return task + beside(path, base) if path else name
 
@@ -204,15 +209,15 @@ def held_out_judges(
     load: Callable[[Sequence[Any]], list[LoadedReward]],
     data: DataSection,
 ) -> list[LoadedReward]:
-    """Return the rewards that score held-out prompts: accuracy, further judges, rewards of the run.
+    """Return the rewards that score held-out prompts: ``data.held_out_rewards`` and the run's own.
 
-    If the prompts have answers, the reward of their task (else accuracy) comes first. It is not
-    added to ``math``, which recognises more right answers.
+    If the prompts have answers, the reward of their task (accuracy for other prompts) is added and
+    comes first. It is not added if ``math`` is there, which recognises more right answers.
 
     Args:
         rewards: Rewards of the run.
         held_out: The held-out prompts, or None.
-        load: Makes rewards from their specs.
+        load: Function that makes rewards from their forms in a run file.
         data: Settings of the prompts.
     """
     paid = {reward.name: reward for reward in rewards}
@@ -371,7 +376,12 @@ class PreparedJob:
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
-        """Return a reward under the run's time limit, which the session releases."""
+        """Return a reward with the run's time limit; the open session releases the reward.
+
+        Args:
+            reward: A loaded reward.
+            on_error: ``stop`` or ``skip``, as in ``trainer.on_reward_error``.
+        """
         func = guarded(reward.func, self.args.reward_timeout_seconds, on_error)
         add_to_session(func)
         return replace(reward, func=func)
@@ -421,7 +431,7 @@ class PreparedJob:
 
     @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """Engine that samples, None if the model itself or TRL samples; and the choice."""
+        """(engine, choice): the sampling engine, or None if the model itself or TRL samples."""
         if self.step.by_trl:
             return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)

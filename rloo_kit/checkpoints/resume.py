@@ -334,7 +334,9 @@ class ResumableTrainer(Trainer):
         read_weights(policy, self.resumed_from.folder)
 
     def restore_checkpoint(self) -> None:
-        """Load the rest of the checkpoint after callbacks have begun, before the first step.
+        """Load the checkpoint's state, apart from weights and random states, before the first step.
+
+        It is called when every callback has begun. Without a checkpoint it does nothing.
 
         Raises:
             CheckpointError: The checkpoint has the state of another optimizer.

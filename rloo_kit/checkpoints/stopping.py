@@ -42,8 +42,12 @@ def interrupt_for(received: int) -> KeyboardInterrupt:
 def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
     """Install a handler for some signals, and restore the earlier handlers at the end.
 
-    A signal that this process ignores from its start stays ignored. In other threads than the main
-    one the function does nothing, because Python handles signals only there.
+    A signal that this process ignores already stays ignored. Outside of the main thread nothing is
+    installed, because Python handles signals only there.
+
+    Args:
+        handle: Called with the number of the signal and the interrupted frame.
+        *numbers: Signals, such as ``signal.SIGTERM``.
     """
     is_main = threading.current_thread() is threading.main_thread()
     wanted = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]

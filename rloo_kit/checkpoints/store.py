@@ -178,7 +178,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         run: Folder of the run.
         keep_last: How many of the highest steps stay, at least 1.
         keep_best: How many of the highest scores stay; of equal scores the later step.
-        spare: Name of a checkpoint that stays in any case.
+        spare: A checkpoint that stays in any case, such as ``checkpoint-10``; "": none.
     """
     found = {}
     for step in list_steps(run):

@@ -31,7 +31,7 @@ def read_weights(model: Model, folder: Path) -> None:
     """Load the weights that ``write_weights`` wrote into the model, in place.
 
     Raises:
-        CheckpointError: The model has other layers, or LoRA of another rank.
+        CheckpointError: The checkpoint's layers or its LoRA rank differ from the model's.
     """
     if not hasattr(model, "peft_config"):
         _copy_into(trained_parameters(model), load_file(str(folder / WEIGHTS)), folder.name)

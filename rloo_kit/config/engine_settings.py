@@ -58,9 +58,12 @@ COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
 def requested_engine(args: Any) -> str:
-    """Return ``auto``, ``vllm``, ``server`` or ``transformers``.
+    """Return the engine that the settings ask for: ``auto``, or a key of ``ENGINES``.
 
     ``use_vllm: true`` means ``vllm``, and with ``vllm_mode: server`` it means ``server``.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
 
     Raises:
         ConfigError: ``use_vllm`` and ``generation`` contradict each other.
@@ -71,7 +74,8 @@ def requested_engine(args: Any) -> str:
     if args.generation not in ("auto", "server", by_mode):
         raise ConfigError(
             f"use_vllm: true with vllm_mode {args.vllm_mode!r} asks for {ENGINES[by_mode]}, but "
-            f"generation is {args.generation!r}: keep generation"
+            f"generation is {args.generation!r}: keep generation, and leave use_vllm and vllm_mode "
+            f"out"
         )
     return by_mode if args.generation == "auto" else args.generation
 
@@ -156,7 +160,10 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame_generation_kwargs(args: Any) -> Iterator[None]:
-    """Turn an error of transformers' ``generate`` into one that names ``generation_kwargs``.
+    """Turn an error that ``generate`` raises in the body into one about ``generation_kwargs``.
+
+    Args:
+        args: A ``LeaveOneOutConfig``. Without ``generation_kwargs`` errors are not changed.
 
     Raises:
         ConfigError: ``generate`` refused ``generation_kwargs``.

@@ -68,7 +68,12 @@ TABLES = tuple(SET_ELSEWHERE)
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return the errors in the keys of one of ``TABLES``."""
+    """Return a sentence for each key that a table of a run file may not hold.
+
+    Args:
+        table: ``trainer``, ``unsloth`` or ``vllm``.
+        names: The keys in that table. Names that the library itself does not know are not found.
+    """
     errors = []
     for key in map(str, names):
         if place := SET_ELSEWHERE[table].get(key):

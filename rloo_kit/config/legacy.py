@@ -27,13 +27,13 @@ PLACES |= {"output_dir": "output_dir", "seed": "seed"}
 
 
 def legacy_run_file(words: Sequence[str]) -> str:
-    """Return the checked run file of an older command line; nothing is loaded.
+    """Return a checked run file, as YAML text, for a command line of TRL's older RLOO scripts.
 
     Args:
         words: The flags, with or without the launcher and the script before them.
 
     Raises:
-        ConfigError: A flag is missing, unknown, or has no meaning here.
+        ConfigError: A flag is missing or unknown, or the kit has no setting for it.
     """
     given = DEFAULTS | _flags(words)
     if missing := [f"--{name}" for name in NEEDED if name not in given]:

@@ -72,7 +72,8 @@ class LoraSection:
     others: dict[str, Any] = field(default_factory=dict)
     """Further fields of ``LoraConfig``; a run file lists them with the others."""
     given: ClassVar[frozenset[str]] = frozenset()
-    """Names that were given; the others follow an adapter that is trained further."""
+    """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
+    all other settings are taken from that adapter."""
 
     def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
         """Remember which settings were given."""
@@ -109,12 +110,15 @@ class DataSection:
         None, "Configuration (subset) of a hub dataset; null: the only one."
     )
     num_prompts: int | None = setting(
-        None, "Use only the first N prompts; null: all (1,024 of a built-in task).", minimum=1
+        None,
+        "Use only the first N prompts; null: all (1,024 of a built-in or reasoning-gym task).",
+        minimum=1,
     )
     held_out: int | None = setting(
         None,
         "Number of prompts kept out of training, which are scored before and after it; null: 256 "
-        "of a built-in task, an eighth of a file (at most 256); 0: none.",
+        "if the task has a held-out split of its own, else the last eighth of the prompts (at most "
+        "256); 0: none.",
         minimum=0,
     )
     held_out_every: int | None = setting(
@@ -256,7 +260,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, or one that ships with the kit, and apply ``section.key=value`` overrides.
+    """Read and check a run file.
+
+    Args:
+        path: A YAML file, or the name of one that ships with the kit, such as ``quickstart``.
+        overrides: Settings ``section.key=value`` that replace those of the file.
 
     Raises:
         ConfigError: The file is missing or not YAML, or any setting is wrong; all errors are in the
@@ -291,7 +299,10 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def find_run_file(path: str | Path) -> Path:
-    """Return the file, or the one of that name that ships with the kit."""
+    """Return the path of the run file of this name that ships with the kit, or else ``path``.
+
+    A file at ``path`` comes first. If there is none, ``path`` is returned all the same.
+    """
     shipped = EXAMPLES / f"{Path(path).name}.yaml"
     is_name = not os.path.isfile(path) and str(path) == shipped.stem
     return shipped if is_name and shipped.exists() else Path(path)
@@ -363,7 +374,11 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
 
 
 def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig:
-    """Check a mapping as read from YAML, and return the RunConfig (``read_run_file``).
+    """Check the content of a run file, and return it as a ``RunConfig``.
+
+    Args:
+        content: The table of sections, as YAML gives it.
+        overrides: Settings ``section.key=value`` that replace those of the content.
 
     Raises:
         ConfigError: A setting is wrong; all errors are in the one message.

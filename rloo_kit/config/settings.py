@@ -75,15 +75,17 @@ class KitSettings:
     )
     tokens_per_micro_batch: int | None = setting(
         None,
-        "Positions (rows times width) of a training pass; null: from the free memory. It changes "
-        "speed and memory, not the gradient. `per_device_train_batch_size` keeps its meaning.",
+        "Most positions (rows times padded length) of a training pass; null: computed from the "
+        "free memory. It changes speed and memory, not the gradient. "
+        "`per_device_train_batch_size` keeps its meaning.",
         minimum=1,
         resume="may",
         kit_step=True,
     )
     token_level_kl: bool = setting(
         False,
-        "Subtract from each token the KL from that token on, instead of the whole completion's KL.",
+        "Subtract from the advantage of each token `beta` times the KL from that token on; false: "
+        "subtract `beta` times the KL of the whole completion from its score.",
         **_LEARNING,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
@@ -151,7 +153,8 @@ class KitSettings:
     )
     vllm_adapter_dir: str | None = setting(
         None,
-        "Folder for the adapter that vLLM's server can read; null: in memory, on the same machine.",
+        "Folder for the adapter, which vLLM's server must find under the same path; null: in "
+        "memory, for a server on the same machine.",
     )
     thinking_budget: int | None = setting(
         None,
@@ -168,8 +171,8 @@ class KitSettings:
     )
     rows_in_flight: int | None = setting(
         None,
-        "Completions of the groups that `partial_rollouts` has begun; null: twice those of a "
-        "generation batch.",
+        "Number of completions in the groups that `partial_rollouts` has begun; null: those of two "
+        "generation batches (of one with `max_rollout_age: 0`).",
         minimum=2,
         **_LEARNING,
     )
@@ -186,7 +189,8 @@ class KitSettings:
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,
-        "Weight each `sequence` or `token` by the policy's probability over the sampler's.",
+        "Weight each `sequence` or each `token` by its probability under the policy divided by "
+        "that under the sampler; null: no weights.",
         **_LEARNING,
     )
     rollout_correction_cap: float = setting(

@@ -99,7 +99,7 @@ def _trl_types() -> dict[str, Any]:
 
 
 def trl_defaults() -> dict[str, Any]:
-    """Return name -> default of TRL's fields whose source has it as a plain value."""
+    """Return name -> default of each field of TRL whose default is a literal in TRL's source."""
     found: dict[str, Any] = {}
     for name, node in _trl_fields().items():
         keywords = {key.arg: key.value for key in getattr(node.value, "keywords", ())}  # of field()
@@ -110,7 +110,7 @@ def trl_defaults() -> dict[str, Any]:
 
 @cache
 def grpo_fields() -> frozenset[str]:
-    """Return the name of every field of TRL's ``GRPOConfig`` itself."""
+    """Return the names of the fields that TRL's ``GRPOConfig`` adds to those that it inherits."""
     return frozenset(_fields_of("trl", "trainer/grpo_config.py", "GRPOConfig"))
 
 
@@ -133,10 +133,12 @@ def _type_of(annotation: str) -> Any:
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
-    """Return the errors in trainer settings, under their present names.
+    """Return the errors in trainer settings, a sentence each.
 
-    ``all_types`` also checks fields of TRL without a rule, by the types in its source. It is for
-    run files: Python code may give objects that TRL converts.
+    Args:
+        values: Settings under their present names.
+        all_types: Also check fields of TRL without a rule, by the types in TRL's source. It is for
+            run files, because Python code may give objects that TRL converts.
     """
     errors = []
     hints = {**_trl_types(), **KIT_TYPES}
@@ -196,11 +198,15 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
 def translate_trainer_arguments(
     arguments: Mapping[str, Any], *, all_types: bool = False
 ) -> dict[str, Any]:
-    """Return the arguments under TRL's present names; warn once per name of another trainer.
+    """Return checked settings under TRL's present names; warn of each name of another trainer.
+
+    Args:
+        arguments: Settings under names of this trainer or of another one (``other_names.py``).
+        all_types: As in ``check_values``.
 
     Raises:
         ConfigError: A name is unknown or given twice, a value is out of range, or the batch does
-            not hold whole groups; all at once.
+            not hold whole groups; all errors are in the one message.
     """
     errors: list[str] = []
     notes: list[str] = []
@@ -298,7 +304,11 @@ class BatchPlan:
 
 
 def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
-    """Return completions, group size and training slices of one generation batch."""
+    """Return the counts of one generation batch.
+
+    Args:
+        trainer: Checked trainer settings; those that are missing have their defaults.
+    """
     values = {**DEFAULTS, **trainer}
     per_slice = values["per_device_train_batch_size"]
     accumulation = values["gradient_accumulation_steps"]
@@ -321,7 +331,10 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     """
     total = trainer.get("generation_batch_size")
     if total and trainer.get("steps_per_generation"):
-        return ["generation_batch_size and steps_per_generation set the same: give one of them"]
+        return [
+            "generation_batch_size and steps_per_generation both set the size of a generation "
+            "batch: give one of them"
+        ]
     plan = batch_plan(trainer)
     rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
     group = plan.num_generations

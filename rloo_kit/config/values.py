@@ -15,7 +15,14 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> list[str]:
-    """Return the error in the value of a key such as ``trainer.beta``: [] or one sentence."""
+    """Return the error in a value: [] or one sentence that names its key.
+
+    Args:
+        path: The key, such as ``trainer.beta``.
+        value: The value, as YAML gives it.
+        hint: Type that the value must have; numbers are not converted from text.
+        rule: Range and choices.
+    """
     start = f"{path} is {format_value(value)},"
     bounds = Field(ge=rule.minimum, gt=rule.above, le=rule.maximum, lt=rule.below)
     kind: Any = Annotated[hint, bounds]  # pyright: ignore[reportInvalidTypeForm]  # made here
@@ -37,7 +44,11 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: a similar one, or all if they are few."""
+    """Return the end of a message about an unknown name.
+
+    It names a similar one, or else all known names. If these are more than 20, it asks the user to
+    drop the name.
+    """
     names = sorted(known)
     listed = f"; known are {', '.join(names)}" if len(names) <= 20 else "; drop it"
     return did_you_mean(name, names) or listed

@@ -86,7 +86,10 @@ def read_source(  # noqa: PLR0913
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name is treated as a file: a path, or a name with an ending and no owner."""
+    """Return whether a name means a file, not a hub dataset, even if there is no such file.
+
+    It is a path, ends like a data file, or has a dot and no slash.
+    """
     is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
     return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
 
@@ -97,10 +100,14 @@ def local_path(name: str) -> Path:
 
 
 def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> list[PlacedRow]:
-    """Return every row of a file or of a list, each with its place.
+    """Return (place, row) for every row of a file or list; ``place`` names the row in errors.
+
+    Args:
+        source: A .jsonl, .csv or .parquet file, or rows.
+        columns: Columns that every row must have, as text or chat messages.
 
     Raises:
-        DataError: There are no rows, or one of ``columns`` is neither text nor chat messages.
+        DataError: There are no rows, or a row lacks one of ``columns`` or has another type there.
     """
     if isinstance(source, str | Path):
         rows = list(read_rows(local_path(str(source))))
@@ -118,7 +125,11 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
 
 
 def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Dataset":
-    """Return rows as a Dataset; a column that some rows lack is None there.
+    """Return rows as a Dataset, with None where a row lacks a column.
+
+    Args:
+        rows: The rows.
+        features: Types of the columns; None: by their values.
 
     Raises:
         DataError: A column has values of two types, or values that cannot be stored.
@@ -160,7 +171,7 @@ def _dataset(table: Any, features: "Features | None" = None) -> "Dataset":
 
 
 def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
-    """Yield each stored row with its place; an image is its bytes or path."""
+    """Yield ``NAME, row N`` and the row as stored, in which an image is its bytes or its path."""
     tables = dataset.with_format("arrow").iter(CHUNK)
     rows = (row for table in tables for row in table.to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
     for number, row in enumerate(rows, 1):
@@ -325,7 +336,10 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
                 f"there are only {format_value(sorted(there))}: name one of these"
             )
         if new in there and new not in columns.values():
-            raise DataError(f"columns makes {format_value(new)}, which exists already: rename it")
+            raise DataError(
+                f"columns renames {format_value(old)} to {format_value(new)}, but a column of that "
+                "name exists already: choose another name"
+            )
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
         raise DataError("columns gives the prompts another name: name their column prompt")
@@ -340,10 +354,15 @@ def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
 
 
 def check_messages(messages: object, name: str, place: str) -> None:
-    """Check that a value is a list of chat messages that a chat template can render.
+    """Check that a value is a list of chat messages, with a role and a content in each.
+
+    Args:
+        messages: The value.
+        name: Its column, for the error.
+        place: Its file and line, for the error.
 
     Raises:
-        DataError: It is not; the message has the place and the name of the column.
+        DataError: The value is something else.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(

@@ -29,10 +29,17 @@ def make_gym_rows(
 ) -> list[Row]:
     """Return up to ``num`` different problems of the reasoning-gym task ``reasoning_gym:TASK``.
 
-    A quarter of all questions is held out, by their text. Rows hold ``prompt``, ``task``, ``entry``
-    (the whole entry and the settings as JSON, for the verifier), and ``answer`` if there is one.
-    ``level``, one or several in equal parts and in turn, is a level of the task's curriculum,
-    counted from 1, which rows then hold too; ``settings`` override its settings.
+    Rows hold ``prompt``, ``task``, ``entry`` (the whole entry and the settings as JSON, for the
+    verifier), ``answer`` if there is one, and ``level`` if it is given.
+
+    Args:
+        name: ``reasoning_gym:TASK``.
+        num: Number of problems; fewer come back, with a warning, if the task has no more.
+        split: ``train`` or ``held_out``. A quarter of all questions is held out, by their text.
+        seed: Seed of the problems.
+        settings: Settings of the task, which override those of its level.
+        level: A level of the task's curriculum, counted from 1, or several to alternate between;
+            None: the task's own settings.
     """
     if level is None:
         return _make_rows(name, num, split, seed, settings or {})

@@ -82,7 +82,10 @@ def hub_task(name: str) -> HubTask | None:
 
 
 def has_held_out_split(name: str) -> bool:
-    """Return whether a dataset has two splits, as on the hub or in a folder, not in one file."""
+    """Return whether ``NAME`` or ``NAME:PATH`` has a held-out split of its own.
+
+    A copy that is a single file has none.
+    """
     task = hub_task(name)
     path = name.partition(":")[2]
     has_both = task is not None and None not in (task.train, task.held_out)
@@ -90,10 +93,15 @@ def has_held_out_split(name: str) -> bool:
 
 
 def read_hub_task(name: str, split: str) -> list[Row]:
-    """Return the rows of ``train`` or ``held_out``, or of a whole file, each question once.
+    """Return the rows of a math dataset, each question once.
+
+    Args:
+        name: ``NAME`` or ``NAME:PATH``.
+        split: ``train`` or ``held_out``. With ``train`` a file is read whole, and a dataset that is
+            for evaluation only gives its held-out rows.
 
     Raises:
-        DataError: The dataset cannot be loaded, or a row has other columns.
+        DataError: The dataset cannot be loaded, has no such split, or a row has other columns.
     """
     short, _, path = name.partition(":")
     task = HUB_TASKS[short]

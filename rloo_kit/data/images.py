@@ -77,7 +77,10 @@ def _has_image_part(node: Any) -> bool:
 
 
 def text_as_parts(messages: Any) -> Any:
-    """Return messages with each text as a part if one has parts, since a column has one type."""
+    """Return chat messages whose contents have one type, as a column of a dataset needs.
+
+    If the content of a message is a list of parts, every text becomes a list with one part.
+    """
     if not any(isinstance(message["content"], list) for message in messages):
         return messages
     return [

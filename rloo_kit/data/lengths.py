@@ -63,7 +63,10 @@ def prompt_ids(
 def longer_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> dict[int, int]:
-    """Return row -> number of tokens, without images, for prompts of more than ``limit``."""
+    """Return row number -> tokens for each prompt of more than ``limit`` tokens.
+
+    Tokens of images are not counted. ``settings`` are arguments of the chat template.
+    """
     lengths = (
         (row, len(prompt_ids(tokenizer, prompt, settings)))
         for row, prompt, most in _bounded(dataset, tokenizer, settings)
@@ -75,7 +78,11 @@ def longer_prompts(
 def longest_prompt(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the tokens of the longest prompt among the ``COUNTED`` longest candidates."""
+    """Return the tokens of the longest prompt.
+
+    Only the ``COUNTED`` prompts whose bytes allow the most tokens are tokenized, so in a very large
+    dataset another prompt may be longer.
+    """
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
     return max((prompt_ids(tokenizer, prompt, settings) for _, prompt, _ in candidates), key=len)
@@ -84,7 +91,7 @@ def longest_prompt(
 def quantile_of_lengths(
     dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
 ) -> int:
-    """Return the number of tokens that a share of the prompts, in (0, 1), does not exceed."""
+    """Return a length in tokens that the fraction ``share`` of the prompts does not exceed."""
     prompts = iter_column(dataset, "prompt")
     lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
     return lengths[math.ceil(share * len(lengths)) - 1]

@@ -63,8 +63,8 @@ def load_prompts(  # noqa: PLR0913
         skip_empty: Leave out the empty prompts of a file or dataset; False: they are an error.
 
     Raises:
-        DataError: No such source, no ``prompt``, no rows, a bad line, or an argument without
-            effect.
+        DataError: The source is missing, empty or damaged, it has no column ``prompt``, or an
+            argument has no effect on it.
     """
     name = str(name)
     is_made = name in BUILTIN or name.startswith(PREFIX)
@@ -159,7 +159,12 @@ def _make_task(
 
 
 def as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
-    """Return a prompt as a run uses it: with ``chat`` as messages, the system message first.
+    """Return a prompt as a run uses it, with the system message first.
+
+    Args:
+        prompt: Text, or chat messages. Messages with a system message of their own keep it.
+        system: The system message; None or "": none.
+        chat: Make a text a user message; False: keep it as text.
 
     Raises:
         DataError: There is a system message, but the prompt is plain text.

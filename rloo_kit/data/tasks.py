@@ -58,7 +58,10 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
 
 
 def is_kept_by_hash(text: str, one_in: int) -> bool:
-    """Return whether a problem is held out, by a hash that is the same on every machine."""
+    """Return whether the hash of a text puts its problem into the held-out split (1 in ``one_in``).
+
+    The hash is the same on every machine.
+    """
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
@@ -100,7 +103,7 @@ def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether the sum ``a + b`` is held out (1 in 16); no stage trains on it."""
+    """Return whether the sum ``a + b`` is held out (1 in 16), so that no training uses it."""
     return (a * 1009 + b * 2003) % 16 == 7
 
 

@@ -55,7 +55,10 @@ def examine() -> tuple[list[str], bool]:
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
-    """Return the constraint file for a version of torch, or None, and the tested versions."""
+    """Return pip's constraint file for a version of torch, and package -> tested version with it.
+
+    The file is None if the kit has none for this version.
+    """
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"
     if not path.is_file():
@@ -67,8 +70,11 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
 def install_command(torch: str | None) -> str | None:
     """Return the pip command for this machine's card, or None without a card.
 
-    The command keeps the minor version of torch if a vLLM supports it. For a torch with CUDA 12 it
-    leaves vLLM out, because vLLM's wheels are for CUDA 13.
+    The command keeps the minor version of torch if the kit has tested versions for it. For a torch
+    with CUDA 12 it leaves vLLM out, because vLLM's wheels are for CUDA 13.
+
+    Args:
+        torch: The installed version of torch, such as ``2.13.0+cu130``; None: not installed.
     """
     if shutil.which("nvidia-smi") is None:
         return None

@@ -31,7 +31,7 @@ SIGNIFICANT = 3.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; for no values NaN, for which every comparison is false."""
+    """Return the mean; NaN for no values, so that every comparison with it is false."""
     return fmean(values) if values else math.nan
 
 
@@ -65,7 +65,11 @@ class HeldOut:
 
     @property
     def change(self) -> float:
-        """Rise in standard errors; 0 for a change of less than one percent."""
+        """Rise of the mean score in standard errors, negative for a fall.
+
+        It is 0 if the score changed by less than 0.01, or by less than 1% of an earlier score
+        above 1.
+        """
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):
             return 0.0
@@ -150,7 +154,11 @@ class RunRecord:
         return max(2, min(WINDOW, self.num_steps // 4))
 
     def step(self, place: int) -> int:
-        """Return the number of the step in that row."""
+        """Return the number of the optimizer step in a row.
+
+        Args:
+            place: Index of the row in ``rows``; a negative one counts from the end.
+        """
         given = finite_number(self.rows[place].get("step"))
         return int(given or range(1, self.num_steps + 1)[place])
 
@@ -167,7 +175,7 @@ class RunRecord:
         return mean(self.series(name)[-self.window :])
 
     def setting(self, name: str) -> Any:
-        """Return a trainer setting."""
+        """Return the value of a trainer setting, or else its default; None for an unknown name."""
         given = self.config.trainer if self.config else {}
         return given.get(name, DEFAULTS.get(name))
 
@@ -180,14 +188,17 @@ class RunRecord:
         return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
-        """Return the kept completions of the beginning, or of the end, of two steps or more."""
+        """Return the kept completions of the first ``window`` steps, or of the last ones."""
         num = self.window
         rows = self.completions
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:
-        """Return the mean number of different texts in a group; NaN without completions."""
+        """Return the mean number of different texts in a group, in the steps of ``completions_of``.
+
+        NaN without completions.
+        """
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions_of(at_end=at_end):
             key = (finite_number(row.get("step")), finite_number(row.get("group")))

@@ -92,7 +92,13 @@ def _more_generations(run: RunRecord) -> str:
 
 
 def four_times_longer(limit: int, max_seq_length: int | None) -> str:
-    """Return the settings of a fourfold completion limit; the prompt keeps its share."""
+    """Return settings, as after ``--set``, that allow completions four times as long.
+
+    Args:
+        limit: The present ``max_completion_length``.
+        max_seq_length: The model's ``max_seq_length``, which is raised by as many tokens if the new
+            limit is more than half of it; None: unknown.
+    """
     setting = f"trainer.max_completion_length={limit * 4}"
     if max_seq_length and limit * 4 > max_seq_length / 2:
         setting += f", model.max_seq_length={max_seq_length + 3 * limit}"

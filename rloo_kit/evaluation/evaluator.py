@@ -29,7 +29,7 @@ REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in
 
 @dataclass(frozen=True)
 class Evaluation:
-    """n held-out prompts, ``num_samples`` completions of each, and their scores."""
+    """Scores of ``num_samples`` completions of each held-out prompt."""
 
     rewards: dict[str, float | None]  # means; None if a reward applies to no row
     num_prompts: int
@@ -86,7 +86,10 @@ class Evaluation:
 
     @functools.cached_property
     def correct_by(self) -> str | None:
-        """The first reward whose scores are all 0 or 1; None without one."""
+        """The reward that says right or wrong; None if there is none.
+
+        It is ``judged_by`` if that is set, or else the first reward whose scores are all 0 or 1.
+        """
         if self.judged_by is not None:
             return self.judged_by or None
         return next(filter(self.says_right_or_wrong, self.rewards), None)
@@ -97,7 +100,11 @@ class Evaluation:
 
     @functools.cached_property
     def pass_at(self) -> dict[int, Estimate]:
-        """pass@k over the prompts that ``correct_by`` scores; k is n, or a power of two."""
+        """Table of k -> pass@k by the reward ``correct_by``; {} without such a reward.
+
+        k is ``num_samples``, or a smaller power of two. Prompts with an unscored completion do not
+        count.
+        """
         name = self.correct_by
         scores = [[s["rewards"][name] for s in one] for one in self.by_prompt] if name else []
         rows = [one for one in scores if None not in one]
@@ -111,12 +118,12 @@ class Evaluation:
 
     @property
     def thinking_length(self) -> float | None:
-        """Mean tokens of the closed thoughts; None without one."""
+        """Mean length of the closed thoughts, in tokens; None if there is none."""
         return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
 
     @property
     def cut_off(self) -> float | None:
-        """Share of completions that reached the limit; None if unknown."""
+        """Share of completions that a limit cut off before their end token; None if unknown."""
         return mean_or_none([sample.get("cut_off") for sample in self.samples])
 
 
@@ -154,7 +161,8 @@ def evaluate(
         engine: Engine that samples instead of ``model.generate``; it gets the adapter first.
         num_samples: Completions of each prompt, for pass@k.
         thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
-        sample: Function that samples a completion of each row instead of all of the above.
+        sample: Function that returns a completion of each row that it is called with (n times
+            ``num_samples`` rows); None: sample with ``model`` or ``engine``.
 
     Raises:
         ConfigError: Several greedy completions of a prompt, which would all be the same, or a
@@ -246,7 +254,18 @@ def make_completer(
     engine: "Engine | None",
     rewards: "Sequence[LoadedReward]" = (),
 ) -> "Completer":
-    """Return a completer that samples from a model that is not trained, and scores."""
+    """Return a completer that samples and scores outside of a training.
+
+    Args:
+        model: A causal language model, with or without an adapter.
+        tokenizer: Its tokenizer.
+        how: Sampling, with the longest completion and the tokens that end it.
+        template_settings: Arguments of the chat template.
+        batch_size: Completions at a time with ``model.generate``.
+        seed: Seed of sampling.
+        engine: Engine that samples instead of ``model.generate``.
+        rewards: Rewards that score the completions.
+    """
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 

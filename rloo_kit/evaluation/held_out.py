@@ -53,7 +53,12 @@ class HeldOut:
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return the rewards that score held-out prompts, or those of ``specs``."""
+        """Return the rewards that score the prompts.
+
+        Args:
+            tokenizer: Tokenizer of the models.
+            specs: Rewards as in a run file; None: those that the run scores held-out prompts with.
+        """
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         if specs is None:
@@ -171,9 +176,15 @@ def read_held_out(
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
-    """Set the engine that evaluates in ``args``, by the overrides that are ``given`` for it.
+    """Change the sampling engine in a run's settings from that of training to that of evaluation.
 
-    It may be another engine than in training, unless that was transformers.
+    The engine of ``given`` comes first. A run that trained with transformers is evaluated with it
+    too. For any other run ``generation`` becomes ``auto``. The share of GPU memory is computed
+    anew unless ``given`` has it.
+
+    Args:
+        args: Settings of the run, changed in place.
+        given: Trainer settings that the user gave for the evaluation.
     """
     if {"generation", "use_vllm"} & set(given):
         args.use_vllm = bool(given.get("use_vllm"))

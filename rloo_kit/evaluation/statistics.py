@@ -62,8 +62,8 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """Return the mean of one value per prompt with its bootstrap interval (percentiles).
 
     Efron 1979; Efron and Tibshirani 1993, chapter 13. Values that are all alike, such as 256 right
-    answers, would give an interval without width, so for shares it is widened by the rule of three
-    (1 - 0.05 ** (1 / n)).
+    answers, would give an interval without width. If all are 0, or all are 1, it is widened
+    by the rule of three (1 - 0.05 ** (1 / n)).
 
     Raises:
         ValueError: There is no value.

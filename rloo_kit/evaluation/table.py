@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one reward with that of the first model, prompt by prompt."""
+    """Difference of a model's scores and the first model's by one reward, prompt by prompt."""
 
     model: str
     against: str
@@ -168,9 +168,10 @@ def score_models(
 
 
 def judge_alike(rows: list[Row]) -> list[Row]:
-    """Return the rows with one reward that says right or wrong for all of them.
+    """Return the rows with the same reward as ``judged_by``, so that their pass@k can be compared.
 
-    A reward may have only 0 and 1 for one model, and values between them for another.
+    It is the first reward whose scores are 0 or 1 in every row. A reward may give only 0 and 1 to
+    one model, and values between them to another.
     """
     names = (
         name
@@ -233,7 +234,11 @@ def _line(row: Row) -> str:
 
 
 def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
-    """Return the folder for the results, which is made if missing; None without one.
+    """Return the folder for the results, made if it is missing.
+
+    Args:
+        given: The folder that the user named, if any.
+        run: The folder of the run, used if ``given`` is None. If both are None, so is the result.
 
     Raises:
         ConfigError: It cannot be made or written.
@@ -248,9 +253,14 @@ def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: list[dict[str, Any]], say: Say
 ) -> None:
-    """Add a result to ``{name: [result, ...]}`` in a file, and replace its samples and the report.
+    """Add a result to a JSON file, and replace the file of samples and the run's report.
 
-    The samples of ``eval.json`` are in ``eval_samples.jsonl``.
+    Args:
+        path: The file, such as ``eval.json``, which holds ``{name: [result, ...]}``.
+        name: The key in that file.
+        result: The result, added to the earlier ones.
+        samples: Lines of ``eval_samples.jsonl`` next to it, in place of the earlier ones.
+        say: Called with a line for the user.
     """
     results = [*(read_json(path) or {}).get(name, []), result]
     lines = "".join(json.dumps(redact_tree(sample)) + "\n" for sample in samples)

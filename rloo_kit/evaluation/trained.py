@@ -113,7 +113,10 @@ def _is_on_hub(name: str) -> bool:
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
-    """Return why vLLM cannot sample for all of the models, which must share one engine; or None."""
+    """Return why vLLM cannot sample for all of these models, or None.
+
+    Models on the same base share an engine, which needs a base with at least one adapter.
+    """
     from peft import PeftConfig
 
     for one in models:
@@ -153,7 +156,7 @@ class LoadedBase:
             yield self.model
 
     def load(self, trained: TrainedModel) -> str | None:
-        """Return the name of an adapter in the model, loaded at its first use; None for a base.
+        """Load the adapter of ``trained``, once, and return its name in the model; None for a base.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.

@@ -78,13 +78,14 @@ def judge_models(  # noqa: PLR0913
     output: str | Path | None = None,
     say: Say = print,
 ) -> WinRate:
-    """Let a judge compare a model's completions with others, on held-out prompts.
+    """Let a judge compare a model's completions of held-out prompts with those of another model.
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        against: ``base``, or another model.
-        by: A reward as in a run file, text or table; None: the first held-out reward of the run.
-            ``{name: judge, model: NAME, mode: pairwise}`` asks a server.
+        against: Another model in one of these forms, or ``base`` for the base of ``model``.
+        by: The judge, a reward written as in a run file (text or table); None: the first reward
+            that scores the run's held-out prompts. ``{name: judge, model: NAME, mode: pairwise}``
+            asks a language model on a server.
         overrides: ``section.key=value`` for the run file.
         prompts: A file, task or dataset instead of the run's held-out prompts.
         num_prompts: Use at most this many prompts.
@@ -152,9 +153,10 @@ def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[f
     """Return for each prompt 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict.
 
     Args:
-        judge: A reward, or the reward ``judge`` in its mode ``pairwise``.
-        mine: One completion of each prompt, with its score if the judge scores each alone.
-        other: The same for the other model.
+        judge: A reward, which scores each completion alone, or the reward ``judge`` in its mode
+            ``pairwise``, which is asked here.
+        mine: One completion of each prompt by the model, with its score unless the judge compares.
+        other: One completion of each prompt by the other model.
     """
     if _compares(judge):
         return _compare_texts(judge, mine, other)

@@ -78,18 +78,21 @@ def export_model(  # noqa: PLR0913
         output: The new folder, numbered if it exists; None: ``export-TO`` next to the adapter.
         dtype: For a GGUF file ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or ``q4_k_m``; for merged
             weights ``bf16`` or ``nf4``; None: ``bf16``.
-        base: The base to merge into, a 16-bit name or folder, or ``dequantized`` for the run's
-            4-bit base written out. For an adapter: the name that it gives its base.
+        base: The base to merge into: the name or folder of a 16-bit model, or ``dequantized`` for
+            the run's 4-bit base with its weights written out in 16 bit. For an adapter: the name of
+            the base to write into its config. None: the run's base.
         converter: llama.cpp's folder or its ``convert_hf_to_gguf.py``.
-        check: Load merged weights or a GGUF file back, and compare their answers.
-        num_prompts: Prompts to compare.
+        check: Load merged weights or a GGUF file back, and compare the log-probabilities of answers
+            with those of the trained model.
+        num_prompts: Number of prompts to compare them on.
         repo: ``OWNER/NAME`` on the hub to upload the export to; made if it does not exist.
         public: Make the repository public; False: private.
         say: Called with each line for the user.
 
     Raises:
         ConfigError: The arguments do not fit, or there is no converter or no quantiser.
-        ModelError: It cannot be loaded, merged, converted or uploaded, or answers differently.
+        ModelError: The model cannot be loaded, merged, converted or uploaded, or the export answers
+            differently.
     """
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter)

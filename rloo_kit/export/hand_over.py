@@ -45,8 +45,8 @@ def hand_over(
 
     Args:
         source: The run file, or the folder of a run.
-        to: ``verl``.
-        output: The new folder, numbered if it exists.
+        to: The other trainer; only ``verl`` is known.
+        output: The new folder; a number is added to its name if it exists.
         overrides: ``section.key=value`` settings.
         say: Called with each line for the user.
 

@@ -29,7 +29,8 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
-        more: Further arguments of vLLM's server, such as ``--port 9000``, which override others.
+        more: Further arguments of vLLM's server, such as ``["--port", "9000"]``. They override
+            those that the kit sets.
 
     Raises:
         GenerationError: vLLM cannot be used here.

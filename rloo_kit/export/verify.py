@@ -57,15 +57,17 @@ def ask(
 
 
 def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
-    """Return the mean absolute difference of the log-probability of a token, in nats.
+    """Return how far two models' log-probabilities of a token of an answer differ, in nats.
+
+    Returns the mean of the absolute differences over all tokens of all answers.
 
     Args:
-        first: Answers of another model.
-        model: The model to compare.
-        tokenizer: Its tokenizer.
+        first: Answers of the first model, with their log-probabilities.
+        model: The second model, which computes the log-probabilities of the same tokens.
+        tokenizer: Tokenizer of the second model.
 
     Raises:
-        ModelError: Its tokenizer reads a prompt as other tokens.
+        ModelError: This tokenizer reads a prompt as other tokens, or has lost its chat template.
     """
     for prompt, (ids, _) in zip(first.prompts, first.rows, strict=True):
         try:

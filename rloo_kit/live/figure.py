@@ -13,7 +13,7 @@ DRAWING_SECONDS = 10.0
 
 
 def page_of(progress: Progress) -> dict[str, str]:
-    """Return a run so far as HTML and as plain text."""
+    """Return MIME type -> the run so far, as HTML and as plain text."""
     line = progress.line
     findings = [finding_line(finding) for finding in progress.findings]
     findings = findings or ["the doctor finds nothing"] * bool(progress.metrics.rows)

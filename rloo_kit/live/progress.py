@@ -31,7 +31,14 @@ class Progress:
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
 
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
-        """Add the metrics of a step that sampled, at ``now`` seconds of the clock."""
+        """Add a step that sampled completions.
+
+        Args:
+            step: Optimizer steps so far.
+            total: Optimizer steps of the run.
+            logs: Metrics of the step, as in metrics.jsonl.
+            now: Time of its end on the clock of ``Progress.now``, in seconds.
+        """
         seconds = max(1e-9, now - self.now)
         # after a resume, or with several passes over a batch, some steps were not logged
         self._paces.append(seconds / max(1, step - self.step))

@@ -97,7 +97,7 @@ class Metrics:
     rows: list[dict[str, Any]]
 
     def values(self, names: Iterable[str]) -> Values:
-        """Return the values of the first of these metrics that the run has; else []."""
+        """Return one value per row, of the first of these metrics that the run has; [] if none."""
         for name in names:
             found = [finite_number(row.get(name)) for row in self.rows]
             if any(value is not None for value in found):
@@ -109,7 +109,10 @@ class Metrics:
         return next(iter(self.curve(line)[0][-1:]), None)
 
     def curve(self, line: Line) -> tuple[Values, Values, Values]:
-        """Return a line, and its band from low to high; without a band the line itself."""
+        """Return the values of a line, and the lower and the upper edge of its band.
+
+        Without a band both edges are the line. All are [] if the run has none of its metrics.
+        """
         values = self.values(line.metrics)
         if line.from_one:
             values = [None if value is None else 1.0 - value for value in values]
@@ -133,7 +136,7 @@ class Metrics:
 
 
 def reward_line(name: str) -> Line:
-    """Return the mean of a reward as a line."""
+    """Return the line that draws the mean of the reward of this name."""
     return Line(name, (f"rewards/{name}/mean",))
 
 
@@ -154,6 +157,6 @@ def means(values: Sequence[float | None], cuts: list[slice]) -> Values:
 
 
 def rounded(value: object) -> float | None:
-    """Return a finite number with six digits, enough for a page; else None."""
+    """Return a number rounded to six digits, enough for a page; None if it is not finite."""
     number = finite_number(value)
     return None if number is None else float(f"{number:.6g}")

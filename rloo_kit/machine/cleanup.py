@@ -37,12 +37,12 @@ class Released:
 
     @property
     def freed_resident(self) -> int:
-        """Resident memory given back to the system."""
+        """Resident memory given back to the system, in bytes."""
         return self.before.resident - self.after.resident
 
     @property
     def freed_gpu(self) -> int:
-        """GPU memory given back to the driver, by torch's allocator and outside of it."""
+        """GPU memory given back to the driver, by torch's allocator and outside of it, in bytes."""
         before = self.before
         after = self.after
         return before.gpu_reserved + before.gpu_other - after.gpu_reserved - after.gpu_other
@@ -126,8 +126,9 @@ def used_on_gpu() -> int:
 def take_peak() -> int:
     """Return the peak memory in bytes since the last call, and reset it.
 
-    On a GPU it is the memory that torch allocated; else the resident memory of this process, whose
-    peak only Linux can reset (on other systems it is the current value).
+    With a GPU it is the GPU memory that torch allocated. Without one it is the resident memory of
+    this process, and on systems other than Linux, where that peak cannot be reset, its current
+    value.
     """
     import torch
 

@@ -22,6 +22,10 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
     """Shut a ``vllm.LLM`` down and free its memory; a second call does nothing.
 
     A model that shares its weights with the engine is emptied too. An error becomes a warning.
+
+    Args:
+        llm: A ``vllm.LLM``.
+        on_gpu: The engine runs on a GPU, so its weights, KV cache and CUDA graphs are freed there.
     """
     if not vars(llm):
         return
@@ -69,7 +73,7 @@ def _free_memory() -> int:
 
 
 def sleep_pool_bytes() -> int:
-    """Return the bytes that earlier engines left in vLLM's sleep allocator."""
+    """Return the GPU memory in vLLM's sleep allocator, in bytes; 0 if vLLM has none yet."""
     allocator = _sleep_allocator()
     return 0 if allocator is None else allocator.get_current_usage()
 

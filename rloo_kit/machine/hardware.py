@@ -53,7 +53,7 @@ class Hardware:
 
     @property
     def usable(self) -> int:
-        """Bytes for a process if nothing else runs on the card."""
+        """Memory of the card for a process if nothing else runs on it, in bytes."""
         return int(self.total_memory * USABLE)
 
     @property
@@ -224,7 +224,12 @@ def why_not_vllm() -> str | None:
 
 
 def why_not_together(vllm: str, torch: str) -> str | None:
-    """Return the reason why vLLM's kernels do not load with this torch, or None."""
+    """Return the reason why vLLM's kernels do not load with this torch, or None.
+
+    Args:
+        vllm: Version of vLLM, whose suffix may name a CUDA, as in ``+cu128``.
+        torch: Version of torch.
+    """
     ours, theirs = (re.search(r"\+cu(\d\d)", one) for one in (torch, vllm))
     cuda = theirs[1] if theirs else "13"  # of a wheel without a suffix
     if ours is None or ours[1] == cuda:

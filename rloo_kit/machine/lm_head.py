@@ -34,13 +34,13 @@ def token_log_probs(
         bias: ``(V,)`` or None.
         targets: ``(N,)`` int64 token ids.
         scale: Factor of the logits after the cap, 1 / temperature.
-        softcap: Gemma's ``cap * tanh(logits / cap)``; None for no cap.
-        scale_before_cap: Factor of the architecture.
+        softcap: The cap in Gemma's ``cap * tanh(logits / cap)``; None for no cap.
+        scale_before_cap: Factor of the logits before the cap, which some architectures have.
         with_top: Also return ``(N,)`` bool, True if the target is the most likely token.
 
     Returns:
-        ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats. Gradients flow through
-        the log-probabilities; the entropies are detached.
+        ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats, and the bools of
+        ``with_top``. Gradients flow through the log-probabilities; the entropies are detached.
     """
 
     def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -23,7 +23,7 @@ def is_first() -> bool:
 def from_first(value: T) -> T:
     """Return the first process's value; every process must call it.
 
-    The trainer's settings connect the processes, so they must exist already.
+    Create the trainer's settings (``TrainingArguments``) before, since that connects the processes.
     """
     if num_processes() == 1:
         return value
@@ -33,15 +33,18 @@ def from_first(value: T) -> T:
 
 
 def divided_by_launcher() -> bool:
-    """Return whether ``accelerate launch`` divides the training, by DeepSpeed or FSDP."""
+    """Return whether ``accelerate launch`` started this training with DeepSpeed or FSDP."""
     return uses_fsdp() or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
 def check_launch(trainer: Mapping[str, Any]) -> None:
-    """Reject trainer settings whose launcher or package is missing.
+    """Check that the launcher and the packages that trainer settings need are there.
+
+    Args:
+        trainer: Settings of ``trainer:`` in a run file.
 
     Raises:
-        ConfigError: One is missing; the message has the command that starts or installs it.
+        ConfigError: A launcher or package is missing; the message has the command for it.
     """
     for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
         if trainer.get(name) and "RANK" not in os.environ:
@@ -55,7 +58,7 @@ def check_launch(trainer: Mapping[str, Any]) -> None:
 
 
 def uses_fsdp() -> bool:
-    """Return whether ``accelerate launch`` divides the model by FSDP."""
+    """Return whether ``accelerate launch`` started this training with FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 

@@ -53,7 +53,7 @@ def check_path(name: str, base: Path = Path()) -> None:
 def base_of(adapter: Path) -> str:
     """Return the base of an adapter: ``tiny-thinker``, a folder, or a hub name.
 
-    A relative path starts from the current folder, as in PEFT, or from the adapter's.
+    A relative path starts from the current folder, as in PEFT, or else from the adapter's folder.
 
     Raises:
         ModelError: The adapter does not name its base, or the base is missing.
@@ -73,7 +73,10 @@ def base_of(adapter: Path) -> str:
 
 
 def revision_of(adapter: Path) -> str | None:
-    """Return the revision of an adapter's base on the hub; None: not noted, or not on the hub."""
+    """Return the hub revision of an adapter's base; None if the adapter's config has none.
+
+    It is None too if the base is on this machine.
+    """
     base = base_of(adapter)
     is_here = base == "tiny-thinker" or os.path.exists(base)
     return None if is_here else _config_of(adapter).get("revision")
@@ -89,10 +92,12 @@ def base_name(name: str) -> str:
 
 
 def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return rank, alpha, dropout, layers and other settings of an adapter to train further.
+    """Return the settings of an adapter to train further, as fields of ``LoraSection``.
 
-    ``given`` are the user's settings, None if not given; ``section`` is their section of the run
-    file, such as ``lora.``.
+    Args:
+        adapter: The adapter's folder.
+        given: The user's settings of LoRA, under PEFT's names; None for one that is not given.
+        section: Their section of the run file, such as ``lora.``, for errors.
 
     Raises:
         ConfigError: A given setting differs from the adapter's.
@@ -160,9 +165,10 @@ def drop_old_reference(model: Model) -> None:
 
 @contextlib.contextmanager
 def without_engine(model: Model) -> Iterator[None]:
-    """Hide the engine of a model from TRL, which would sample with it in Unsloth's class.
+    """Hide the vLLM engine that Unsloth loaded with a model from TRL's trainer, in the body.
 
-    TRL's own vLLM layer sets variables of torch.distributed and puts the engine to sleep.
+    The trainer as Unsloth patches it would sample with the engine. TRL's own vLLM layer sets
+    variables of torch.distributed and puts the engine to sleep.
     """
     modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
@@ -210,7 +216,11 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
     bf16 has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost, as nearly all
     are at learning rates of 1e-6 to 1e-5. Whole layers (``modules_to_save``) keep their type, since
-    sampling computes in the base's.
+    sampling computes in the type of the base.
+
+    Args:
+        model: The model after TRL has prepared it.
+        adapter: The result of ``adapter_values`` from before.
     """
     import torch
 
@@ -222,6 +232,10 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
 
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
-    """Return whether a new LoRA adapter adds nothing yet, so that the base equals the policy."""
+    """Return whether an adapter adds nothing to the base yet, so that the base equals the policy.
+
+    Args:
+        adapter: The result of ``adapter_values``.
+    """
     others = {name: values for name, values in adapter.items() if "lora_A" not in name}
     return bool(others) and all("lora_B" in name and not v.any() for name, v in others.items())

@@ -42,7 +42,7 @@ class EngineSize:
 
     @property
     def fixed(self) -> int:
-        """All of it except the KV cache."""
+        """Memory of a running engine without its KV cache, in bytes."""
         return self.weights + self.working + self.graphs + UNMEASURED
 
 
@@ -56,7 +56,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the card."""
+        """Memory of the card that the engine uses, KV cache included, in bytes."""
         return max(self.size.fixed + self.cache, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
@@ -79,13 +79,13 @@ def engine_size(  # noqa: PLR0913
 
     Args:
         shape: The base model.
-        in_4bit: Its weights are NF4.
+        in_4bit: The weights of the base are NF4.
         max_rank: LoRA rank that vLLM reserves buffers for.
-        num_sequences: Completions at a time.
+        num_sequences: Completions at a time; more than ``MAX_SEQUENCES`` wait.
         max_length: Longest prompt plus completion, in tokens.
-        value_bytes: Bytes of an activation.
-        batched_tokens: Prompt tokens that it reads in one pass.
-        draft_tokens: Tokens that it guesses for a completion in one pass.
+        value_bytes: Bytes of an activation, and of a weight that is not in 4 bit.
+        batched_tokens: Prompt tokens that the engine reads in one pass.
+        draft_tokens: Draft tokens of speculative decoding for a completion in one pass.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     weights = weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes)
@@ -159,11 +159,19 @@ def engine_memory(
 
 
 def cpu_cache(size: EngineSize, free: int) -> int:
-    """Return the size of the KV cache on a CPU, in bytes: at most a quarter of the free memory."""
+    """Return the size of the KV cache of an engine on a CPU, in bytes.
+
+    It is at most a quarter of the memory that is free once weights and training have theirs, but
+    never less than ``SMALLEST_CACHE``.
+
+    Args:
+        size: Needs of the engine.
+        free: Free main memory, in bytes.
+    """
     left = (free - size.weights - 16 * size.trained) // 4
     return max(SMALLEST_CACHE, min(math.ceil(1.05 * size.full_cache) + SMALLEST_CACHE, left))
 
 
 def reserved_rank(rank: int) -> int:
-    """Return the smallest of vLLM's LoRA ranks that holds ``rank``."""
+    """Return the smallest LoRA rank that vLLM can reserve for adapters of ``rank``, at most 512."""
     return next((reserved for reserved in LORA_RANKS if reserved >= rank), LORA_RANKS[-1])

@@ -69,18 +69,19 @@ def load_model(
         fast_inference: On a GPU with Unsloth and vLLM, share one copy of the base between training
             and vLLM; ``auto``: load without vLLM if Unsloth cannot share it. Ignored elsewhere.
         images: Load a vision model and its processor, for prompts with images.
-        max_lora_rank: Largest LoRA rank of the shared engine.
-        num_sequences: Completions that the shared engine samples at a time.
+        max_lora_rank: Largest LoRA rank that the engine of ``fast_inference`` must serve.
+        num_sequences: Completions that the engine of ``fast_inference`` samples at a time.
         trust_remote_code: Run code that comes with the model; only for a source you trust.
         revision: Branch, tag or commit of a hub name.
         chat_template: A file with a chat template (Jinja) to use in place of the model's own.
-        vllm: Further ``EngineArgs`` of a vLLM with its own copy of the weights.
-        **kwargs: Arguments of ``from_pretrained`` of Unsloth or transformers, and for the shared
-            engine ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
+        vllm: Further ``EngineArgs`` for a vLLM engine that starts later with its own copy of the
+            weights; an error if ``fast_inference`` shares the weights.
+        **kwargs: Arguments of ``from_pretrained`` of Unsloth or transformers. For the engine of
+            ``fast_inference`` also ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
 
     Raises:
-        ModelError: It is missing, not a model or not a vision model, too large, without
-            safetensors, or needs code of its own.
+        ModelError: The model is missing, not a model or not a vision model, too large, without
+            safetensors, or needs code that is not trusted.
         ConfigError: A setting cannot be obeyed here.
         GenerationError: The shared engine cannot start.
     """
@@ -239,8 +240,9 @@ def attach_lora(
         target_modules: Names of linear layers, or a regular expression for their full dotted names;
             None: those of the attention and of the MLP; ``all-linear``: all that PEFT finds except
             the LM head.
-        use_gradient_checkpointing: None: Unsloth's on a GPU, off on a CPU, where recomputing costs
-            time and memory is plentiful.
+        use_gradient_checkpointing: True, False, or ``unsloth`` for Unsloth's own variant; None:
+            ``unsloth`` on a GPU, and False on a CPU, where recomputing costs time and memory is
+            plentiful. Without Unsloth, ``unsloth`` means True.
         seed: Seed of a fresh adapter.
         **others: Further fields of PEFT's ``LoraConfig``.
 
@@ -272,7 +274,11 @@ def attach_lora(
 
 
 def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
-    """Check that PEFT accepts fields of ``LoraConfig``, and that the kit can follow them.
+    """Check that PEFT accepts settings of LoRA, and that the kit supports them.
+
+    Args:
+        settings: Fields of ``LoraConfig``; None for one that is not given.
+        section: Their section of the run file, such as ``lora.``, for errors.
 
     Raises:
         ConfigError: A field is unknown, or has a value that is refused.
@@ -420,7 +426,7 @@ def save_adapter(
         state: The model's tensors by name, if the model itself holds only a part of them.
 
     Raises:
-        ModelError: The disk refused, or the folder holds something other than an adapter.
+        ModelError: The folder cannot be written, or holds something other than an adapter.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():

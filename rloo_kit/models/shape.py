@@ -208,7 +208,14 @@ def shape_of_config(
     *,
     trust_remote_code: bool = False,
 ) -> ModelShape:
-    """Return the shape of the model that transformers builds from a config; it is not changed."""
+    """Return the shape of the model that transformers builds from a config.
+
+    Args:
+        config: The config, which is not changed.
+        name: Name of the model, which may tell how it is quantised.
+        source: Place of the config, in words.
+        trust_remote_code: Run code that comes with the model.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     settings = config.to_dict().get("quantization_config") or {}
@@ -240,8 +247,8 @@ def shape_of_config(
 def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """Return the class of transformers that loads a model.
 
-    It is AutoModelForImageTextToText with ``images``, and for a model without a class for text
-    alone.
+    It is AutoModelForImageTextToText if ``images`` is true or transformers has no class for the
+    model's text alone, else AutoModelForCausalLM.
     """
     import transformers
 
@@ -302,9 +309,13 @@ def _intermediate(text: Any) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
-    """Return the bytes of a model's weights as they are loaded.
+    """Return the memory of a model's weights when they are loaded, in bytes.
 
-    ``in_4bit`` is NF4 with double quantisation; embeddings, norms and LM head are not packed.
+    Args:
+        shape: The model.
+        in_4bit: Linear layers are loaded as NF4 with double quantisation; embeddings, norms and LM
+            head are not.
+        value_bytes: Bytes of a weight that is not in 4 bit.
     """
     total: float = shape.others * value_bytes
     for linear in shape.linears:
@@ -317,7 +328,7 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
 
 
 def nf4_bytes(rows: int, columns: int) -> int:
-    """Return the bytes that bitsandbytes 0.50 stores for a packed layer, doubly quantised."""
+    """Return the bytes of an NF4 layer of bitsandbytes 0.50 with double quantisation."""
     # two weights in a byte; the largest of 64 weights in 8 bit; the largest of 256 of those in
     # float32; their mean, and two code tables (functional.py: quantize_4bit)
     weights = rows * columns

@@ -45,10 +45,15 @@ class EngineSettings:
     not_shared: tuple[str, ...] = ()  # settings under `vllm:`, which are an error if shared
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
-        """Return Unsloth's ``from_pretrained`` arguments; ``free`` are the bytes before the load.
+        """Return the arguments for the engine of Unsloth's ``from_pretrained``.
+
+        Args:
+            shape: The model.
+            free: Free memory of the card before the model is loaded, in bytes.
+            card: Memory of the whole card, in bytes.
 
         Raises:
-            GenerationError: The card is too small.
+            GenerationError: The free memory is too small.
         """
         size = engine_size(
             shape,
@@ -77,10 +82,16 @@ def load_shared(
     engine: EngineSettings,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
-    """Return (model, tokenizer); the model has the engine if Unsloth can share its weights.
+    """Return (model, tokenizer); if Unsloth can share the weights, the model has a vLLM engine.
 
-    ``load`` is Unsloth's ``from_pretrained`` without the arguments of the engine. If Unsloth cannot
-    share the weights, ``notes_of(model).why_not_shared`` holds the reason in one line.
+    If Unsloth cannot, ``notes_of(model).why_not_shared`` holds the reason in one line.
+
+    Args:
+        load: Unsloth's ``from_pretrained``, which is called with the arguments of the engine, or
+            without any to load the model alone.
+        source: The model's hub name or folder.
+        engine: Settings of the engine.
+        trust_remote_code: Run code that comes with the model; the weights are then not shared.
 
     Raises:
         GenerationError: The engine is required and cannot start.
@@ -147,7 +158,7 @@ def _checked(engine: EngineSettings) -> EngineSettings:
 
 
 def why_no_start(exc: Exception) -> str:
-    """Return one sentence for an error of vLLM at its start."""
+    """Return one sentence with the cause of an error of vLLM at its start, and the remedy."""
     text = str(exc)
     for mark in ("Value error, ", "Original error: "):  # in a later line, of pydantic and Unsloth
         text = text.partition(mark)[2] or text
