@@ -57,7 +57,8 @@ def test_every_gradient_is_that_of_the_reference(case, tmp_path, monkeypatch):
             off = (harness.flat(found) - harness.flat(gradient)).norm()
             assert off < 0.05 or harness.cosine(found, gradient) > 0.999, name_of(case)
         else:
-            assert harness.relative(found, gradient) < 1e-4, f"step {step}: {name_of(case)}"
+            tolerance = 1e-5 if trained.args.partial_rollouts else 1e-4
+            assert harness.relative(found, gradient) < tolerance, f"step {step}: {name_of(case)}"
     TRIED.append(name_of(case))
     for name in IN_REFERENCE & changes(case).keys():
         if (name, str(case[name])) not in CHANGED_THE_GRADIENT:
