@@ -33,11 +33,13 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
     try:
         gc.unfreeze()  # vLLM froze the heap at its start, and frozen objects are not collected
         with quiet():
-            if on_gpu:
-                _empty_engine(llm)
-                free = _free_memory()
-                pool = sleep_pool_bytes()
-            llm.llm_engine.engine_core.shutdown()
+            try:
+                if on_gpu:
+                    _empty_engine(llm)
+                    free = _free_memory()
+                    pool = sleep_pool_bytes()
+            finally:
+                llm.llm_engine.engine_core.shutdown()
     except Exception as exc:  # vLLM's own, of any kind
         warnings.warn(
             f"vLLM did not shut down ({type(exc).__name__}: {first_line(exc)}): the memory that it "
@@ -103,13 +105,21 @@ def _empty_engine(llm: Any) -> None:
     llm.apply_model(empty_model)
     allocator = _sleep_allocator()
     if allocator is not None:
-        _empty_pools([pool for pool, *_ in allocator.allocator_and_pools.values()])
+        _empty_pools(_pools_of(allocator))
 
 
 def _sleep_allocator() -> Any:
     """Return vLLM's sleep allocator of this process, or None."""
     cumem = sys.modules.get("vllm.device_allocator.cumem")
     return None if cumem is None else cumem.CuMemAllocator.instance
+
+
+def _pools_of(allocator: Any) -> list[Any]:
+    """Return the ``torch.cuda.MemPool`` objects of vLLM's sleep allocator."""
+    held = allocator.allocator_and_pools.values()
+    # from vLLM 0.32 on a tag has a list of pairs, earlier one pair
+    pairs = [pair for one in held for pair in (one if isinstance(one, list) else [one])]
+    return [pool for pool, *_ in pairs]
 
 
 def _empty_pools(pools: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """What the end of an engine gives back, without a card: tensors, engines nobody took, the pool."""
 
+import contextlib
 import gc
 import os
 import weakref
@@ -9,6 +10,7 @@ import torch
 
 import rloo_kit as rk
 from rloo_kit.errors import GenerationError, MemoryRanOutError
+from rloo_kit.machine import engines
 from rloo_kit.machine.engines import shut_down_engine, sleep_pool_bytes
 from rloo_kit.machine.tensors import live_tensors
 from rloo_kit.sampling.engine import Sampling
@@ -94,6 +96,32 @@ def test_quantisation_states_and_plain_tensors_of_vllm_s_model_go(policy, vllm_s
     assert [layer.weight.numel(), layer.lora_buffer.numel(), layer.kv_cache[0].numel()] == [0] * 3
 
 
+def test_every_pool_that_vllm_makes_is_emptied(pool, monkeypatch):
+    from vllm.device_allocator import cumem
+
+    looked = []
+
+    class Pool:
+        def snapshot(self, *args, **kwargs):
+            looked.append(self)
+            return []
+
+    @contextlib.contextmanager
+    def make(*callbacks):
+        yield Pool(), None
+
+    monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", make)
+    allocator = cumem.CuMemAllocator.instance
+    allocator.current_tag = "default"
+    allocator.python_malloc_callback = allocator.python_free_callback = None
+    for tag in ("weights", "kv_cache"):
+        with allocator.use_memory_pool(tag=tag):  # vLLM's own code keeps the pool
+            pass
+    looked.clear()
+    engines._empty_pools(engines._pools_of(allocator))
+    assert len(set(map(id, looked))) == 2
+
+
 def test_a_released_model_ends_the_engine_that_no_trainer_took(policy, share):
     model, _ = policy(four_bit=True)
     llm = share(model, four_bit=True)
@@ -175,6 +203,21 @@ def test_an_engine_that_fails_to_shut_down_is_one_sentence(policy, vllm_starts, 
     assert "the pool is not empty)" in str(said[0].message)
     assert not vars(llm)
     shut_down_engine(llm, on_gpu=True)
+
+
+def test_an_engine_that_cannot_be_emptied_is_shut_down(policy, vllm_starts, engine_of, monkeypatch):
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    executor = engine._llm.llm_engine.model_executor
+
+    def fails(llm):
+        raise AttributeError("a library has changed")
+
+    monkeypatch.setattr(engines, "_empty_engine", fails)
+    with pytest.warns(UserWarning, match="a library has changed"):
+        engine.close()
+    assert [method for method, _ in executor.calls][-1] == "shutdown"
 
 
 def test_no_memory_to_wake_is_one_sentence(policy, vllm_starts, engine_of):
