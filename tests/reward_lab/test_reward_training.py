@@ -274,7 +274,9 @@ def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
         {"prompt": f"{n}?", "chosen": "a\n</think>\n\n1", "rejected": "b\n</think>\n\n1"}
         for n in range(4)
     ]
-    with pytest.raises(DataError, match=r"both answers of each of the 3 pairs are the same .*set keep_thought"):
+    with pytest.raises(
+        DataError, match=r"both answers of each of the 3 pairs are the same .*set keep_thought"
+    ):
         train_reward_model(rows, output_dir=tmp_path / "taste", held_out=1)
     assert list(tmp_path.iterdir()) == []
 
