@@ -33,10 +33,10 @@ class Turns:
         if self.folder is None or step < 0:
             return
         (self.folder / f"{self.arm}.ready").touch()
-        while any(self.folder.glob("hold*")):
+        while (self.folder / "hold").exists():
             time.sleep(0.1)
         mine = step * len(ARMS) + list(ARMS).index(self.arm)
-        while self._done() < mine:
+        while not all(map(self._is_over, range(mine))):
             time.sleep(0.02)
 
     def give_on(self, step: int) -> None:
@@ -44,18 +44,12 @@ class Turns:
         if self.folder is not None and step >= 0:
             (self.folder / f"{step}-{self.arm}.done").touch()
 
-    def _done(self) -> int:
-        """Count the turns that were taken or will never be."""
-        done = 0
-        while True:
-            step, place = divmod(done, len(ARMS))
-            arm = list(ARMS)[place]
-            taken = (self.folder / f"{step}-{arm}.done").exists()
-            if not taken and not (self.folder / f"{arm}.gone").exists():
-                return done
-            if arm == self.arm and not taken:
-                return done
-            done += 1
+    def _is_over(self, turn: int) -> bool:
+        """Return whether a turn was taken, or never will be."""
+        step, place = divmod(turn, len(ARMS))
+        arm = list(ARMS)[place]
+        names = (f"{step}-{arm}.done", f"{arm}.gone")
+        return any((self.folder / name).exists() for name in names)
 
 
 class Steps:
