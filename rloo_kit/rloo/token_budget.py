@@ -1,6 +1,6 @@
 """The size of a training pass, by memory and by time; torch is not imported."""
 
-MIB = 1024**2
+GIB = 1024**3
 # A pass without gradient keeps no activations, so its micro-batches may be this much larger
 NO_GRAD_FACTOR = 4
 
@@ -18,13 +18,13 @@ def default_token_budget(  # noqa: PLR0913
     """Return how many positions a training pass may have: between 512 and 16,384.
 
     Half of the free memory (bytes, after the model is loaded) is for activations. On a CPU it is at
-    most 512 MiB, since larger passes are not faster there.
+    most 4 GiB: enough for a group to train in one bundle, and larger passes are not faster there.
     """
     # values that a layer keeps per position: inputs of its matrices, norms, attention, gated MLP
     layer = 12 * hidden_size + 5 * intermediate_size
     # with gradient checkpointing one layer at a time keeps these, and each layer keeps its input
     values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
-    room = min(free_memory // 2, 512 * MIB) if on_cpu else free_memory // 2
+    room = min(free_memory // 2, 4 * GIB) if on_cpu else free_memory // 2
     return max(512, min(room // (values * bytes_per_value), 16_384))
 
 

@@ -174,6 +174,12 @@ def test_the_budget_grows_with_memory_between_its_bounds(checkpointing):
     assert len(set(found)) > 3
 
 
+def test_on_a_cpu_activations_take_at_most_4_gib():
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(1000, on_cpu=True) == 4 * GIB // keeps
+    assert budget(2, on_cpu=True) == GIB // keeps
+
+
 def test_a_pass_costs_more_positions_where_a_position_costs_little():
     assert pass_overhead(6, 10_000_000, on_cpu=True) > pass_overhead(6, 20_000_000, on_cpu=True)
     assert pass_overhead(36, 4 * 10**9, on_cpu=False) > pass_overhead(36, 4 * 10**9, on_cpu=True)
