@@ -2,30 +2,33 @@
 
     python benchmarks/whole_step.py                          # every cell: hours on two CPU cores
     python benchmarks/whole_step.py --cells embedded --pairs 1
-    python benchmarks/whole_step.py --cells smollm2 --in-flight 3 --steps 10 --skip 3
+    python benchmarks/whole_step.py --cells smollm2 --in-flight 3 --steps 10
     .venv-vllm/bin/python benchmarks/whole_step.py --cells smollm2 --sampler vllm --name ...
     python benchmarks/whole_step.py --report                 # tables and picture from the results
 
-Arms (kit, trl-rloo, trl-grpo) take turns in one process, from the same adapter, with the same
-prompts, reward, seed and settings. TRL's classes are those that Unsloth patches, where it is
-installed. Completions differ from arm to arm, since each draws its own, so tokens are printed too.
-Each step is timed whole, and sampling, rewards and learning (the rest) apart. The first turn of
-each arm warms up and is not counted. SmolLM2 is fetched by scripts/fetch_smollm2.py.
+Arms (kit, trl-rloo, trl-grpo) train in one process and take their steps in turn, A B C A B C, so
+what slows the machine down slows all of them. They have the same adapter at the start, prompts,
+reward, seed and settings. TRL's classes are those that Unsloth patches, where it is installed.
+Completions differ from arm to arm, since each draws its own, so tokens are printed too. Each step
+is timed whole, and sampling, rewards and learning (the rest) apart. The first steps of each arm
+warm up and are not counted: with partial rollouts until the groups in flight have their usual
+ages. Counted steps are summed up in pairs of ``--steps`` steps of each arm. SmolLM2 is fetched by
+scripts/fetch_smollm2.py.
 """
 
 import argparse
-import gc
 import json
 import statistics
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, ROOT, in_turn, ratios, start_pyplot, write_part, write_result
+from shared import RESULTS, ROOT, ratios, start_pyplot, write_part, write_result
 
 # isort: split
 
-import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -83,7 +86,7 @@ def prompts_of(cell: Cell, steps: int) -> Dataset:
 
 @dataclass
 class Clock:
-    """Seconds and tokens of one turn."""
+    """Seconds and tokens so far."""
 
     sampling: float = 0.0
     rewards: float = 0.0
@@ -110,41 +113,60 @@ class Clock:
         return scores
 
 
-class Marks(TrainerCallback):
-    """The clock before the first step and after each."""
+class Turns:
+    """The order in which arms take their steps, each in a thread of its own."""
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.found: list[tuple[float, float, float, int]] = []
+    def __init__(self, order: Sequence[str]) -> None:
+        self.order = order
+        self.place = 0
+        self.changed = threading.Condition()
+        self.failed: BaseException | None = None
 
-    def on_train_begin(self, *_, **__):
-        self.on_step_end()
+    def wait(self, arm: str) -> None:
+        """Wait until it is the arm's turn, or another arm failed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failed or self.order[self.place] == arm)
+            if self.failed:
+                raise RuntimeError("another arm failed")
 
-    def on_step_end(self, *_, **__):
-        clock = self.clock
-        self.found.append((time.perf_counter(), clock.sampling, clock.rewards, len(clock.tokens)))
+    def give_on(self, arm: str) -> bool:
+        """Let the next arm take its step; return whether this one has another."""
+        with self.changed:
+            self.place += 1
+            self.changed.notify_all()
+            return arm in self.order[self.place :]
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error, and let every arm end."""
+        with self.changed:
+            self.failed = self.failed or error
+            self.changed.notify_all()
 
 
-class Arm:
-    """One trainer class on a model of its own."""
+class Arm(TrainerCallback):
+    """One trainer class on a model of its own; ``steps`` has the seconds and tokens of each."""
 
     def __init__(self, name: str, cell: Cell, options: argparse.Namespace) -> None:
         self.name = name
         self.cell = cell
         self.options = options
-        self.turns: list[dict[str, float]] = []
+        self.clock = Clock()
+        self.steps: list[dict[str, float]] = []
         model, self.tokenizer = rk.load_model(
             cell.model, max_seq_length=1024, load_in_4bit=cell.load_in_4bit
         )
         self.model = rk.attach_lora(model, r=16, seed=SEED)
-        self.start = {
-            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
-        }
 
-    def trainer(self, clock: Clock, marks: Marks):
-        """Make the trainer of one turn."""
-        cell = self.cell
-        steps = self.options.steps + 2 * self.options.skip
+    @property
+    def warm_up(self) -> int:
+        """Steps that are not counted."""
+        return max(1, 2 * self.options.in_flight if self.name == "kit" else 1)
+
+    def trainer(self):
+        """Make the trainer."""
+        cell, clock = self.cell, self.clock
+        # partial rollouts begin no prompts towards the end of a training, so it is longer
+        steps = 2 * self.warm_up + self.options.steps * self.options.pairs
         settings = {
             "max_steps": steps,
             "per_device_train_batch_size": cell.groups * cell.generations,
@@ -163,7 +185,7 @@ class Arm:
                 settings |= {"partial_rollouts": True, "rows_in_flight": rows}
         policy = (self.model, self.tokenizer)
         prompts = prompts_of(cell, steps)
-        made = make_trainer(self.name, policy, clock.reward, prompts, [marks], **settings)
+        made = make_trainer(self.name, policy, clock.reward, prompts, [self], **settings)
         if self.name == "kit" and self.options.in_flight:
             made.rloo.in_flight = clock.sampled(
                 made.rloo.in_flight, lambda drawn: drawn[1].tokens.completion_ids
@@ -174,57 +196,73 @@ class Arm:
             made._generate_single_turn = clock.sampled(made._generate_single_turn)
         return made
 
-    def turn(self) -> dict[str, float]:
-        """Train from the first adapter; return seconds a step."""
-        for name, parameter in self.model.named_parameters():
-            if name in self.start:
-                parameter.data = self.start[name].clone()
-        clock = Clock()
-        marks = Marks(clock)
-        trainer = self.trainer(clock, marks)
-        torch.manual_seed(SEED + len(self.turns))
-        gc.collect()
-        trainer.train()
-        steps = self.options.steps
-        skip = self.options.skip
-        begin, end = marks.found[skip], marks.found[skip + steps]
-        whole, sampling, rewards, _ = (to - since for since, to in zip(begin, end, strict=True))
-        tokens = clock.tokens[begin[-1] : end[-1]]
-        if getattr(trainer, "engine", None) is not None:
-            trainer.engine.close()
-        if "ref" in self.model.peft_config:
-            self.model.delete_adapter("ref")
-        seconds = {
-            "step": whole / steps,
-            "sampling": sampling / steps,
-            "rewards": rewards / steps,
-            "learning": (whole - sampling - rewards) / steps,
-            "tokens": sum(tokens) / steps,
-            "mean_length": statistics.mean(tokens),
-            "longest": max(tokens),
-        }
-        self.turns.append(seconds)
-        return seconds
+    def train(self, turns: Turns) -> None:
+        """Train, one step at each of the arm's turns."""
+        self.turns = turns
+        try:
+            turns.wait(self.name)  # one arm at a time sets up and draws its prompts
+            trainer = self.trainer()
+            trainer.train()
+            if getattr(trainer, "engine", None) is not None:
+                trainer.engine.close()
+        except BaseException as exc:
+            turns.fail(exc)
+            raise
+
+    def on_step_begin(self, *_, **__):
+        self.turns.wait(self.name)
+        self.before = (time.perf_counter(), self.clock.sampling, self.clock.rewards)
+        self.clock.tokens.clear()
+
+    def on_step_end(self, args, state, control, **__):
+        now = (time.perf_counter(), self.clock.sampling, self.clock.rewards)
+        whole, sampling, rewards = (to - since for since, to in zip(self.before, now, strict=True))
+        tokens = self.clock.tokens
+        self.steps.append(
+            {
+                "step": whole,
+                "sampling": sampling,
+                "rewards": rewards,
+                "learning": whole - sampling - rewards,
+                "tokens": sum(tokens),
+                "mean_length": statistics.mean(tokens),
+                "longest": max(tokens),
+            }
+        )
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items())
+        print(f"{self.cell.model[-40:]:<12} {self.name:<9} {parts}", flush=True)
+        control.should_training_stop = not self.turns.give_on(self.name)
+
+    def pairs(self) -> list[dict[str, float]]:
+        """Return the means of the counted steps, one for each pair."""
+        size = self.options.steps
+        counted = self.steps[self.warm_up :]
+        return [
+            {
+                key: statistics.fmean(one[key] for one in counted[start : start + size])
+                for key in counted[0]
+            }
+            for start in range(0, len(counted), size)
+        ]
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
-    """Let the arms take turns; return medians and the ratios pair by pair."""
+    """Let the arms take steps in turn; return medians and the ratios pair by pair."""
     arms = [Arm(one, CELLS[name], options) for one in options.arms]
-
-    def say(arm: str, seconds: dict[str, float]) -> None:
-        print(
-            f"{name:<12} {arm:<9} {seconds['step']:8.2f} s a step: sampling "
-            f"{seconds['sampling']:.2f}, rewards {seconds['rewards']:.2f}, learning "
-            f"{seconds['learning']:.2f}; {seconds['tokens']:.0f} tokens, mean "
-            f"{seconds['mean_length']:.0f}, longest {seconds['longest']:.0f}",
-            flush=True,
-        )
-
-    counted = in_turn({arm.name: arm.turn for arm in arms}, options.pairs, say)
+    order = [arm.name for arm in arms for _ in range(arm.warm_up)]
+    turns = Turns(order + options.arms * (options.steps * options.pairs))
+    threads = [threading.Thread(target=arm.train, args=(turns,)) for arm in arms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if turns.failed:
+        raise turns.failed
+    counted = {arm.name: arm.pairs() for arm in arms}
     row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
     row["batches in flight"] = options.in_flight or 1
-    for arm, turns in counted.items():
-        row[arm] = {key: statistics.median(one[key] for one in turns) for key in turns[0]}
+    for arm, found in counted.items():
+        row[arm] = {key: statistics.median(one[key] for one in found) for key in found[0]}
     for arm in options.arms[1:]:
         steps = {one: [t["step"] for t in counted[one]] for one in (arm, "kit")}
         speeds = {one: [t["tokens"] / t["sampling"] for t in counted[one]] for one in (arm, "kit")}
@@ -343,8 +381,7 @@ def main() -> None:
         "--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first",
     )  # fmt: skip
     parser.add_argument("--sampler", default="transformers", choices=["transformers", "vllm"])
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn")
-    parser.add_argument("--skip", type=int, default=0, help="steps at each end, not counted")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a pair")
     parser.add_argument(
         "--in-flight", type=int, default=0, help="batches in flight of the kit's partial rollouts"
     )
