@@ -68,11 +68,13 @@ TABLES = tuple(SET_ELSEWHERE)
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return a sentence for each key that a table of a run file may not hold.
+    """Return a sentence for each key that must not be in a table of a run file.
+
+    A key that TRL, Unsloth or vLLM does not know gets none: that library refuses it.
 
     Args:
         table: ``trainer``, ``unsloth`` or ``vllm``.
-        names: The keys in that table. Names that the library itself does not know are not found.
+        names: The keys in that table.
     """
     errors = []
     for key in map(str, names):

@@ -342,7 +342,10 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
             )
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
-        raise DataError("columns gives the prompts another name: name their column prompt")
+        raise DataError(
+            "columns leaves no column 'prompt': write the column that holds the prompts as "
+            "{prompt: COLUMN}"
+        )
     return renamed
 
 

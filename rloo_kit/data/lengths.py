@@ -56,7 +56,7 @@ def tokenize_prompts(
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the tokens of one prompt: T ints (``tokenize_prompts``)."""
+    """Return the T token ids of one prompt; the arguments are those of ``tokenize_prompts``."""
     return tokenize_prompts(tokenizer, [prompt], settings)[0]  # pyright: ignore[reportArgumentType]
 
 
@@ -91,7 +91,7 @@ def longest_prompt(
 def quantile_of_lengths(
     dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
 ) -> int:
-    """Return a length in tokens that the fraction ``share`` of the prompts does not exceed."""
+    """Return the least length in tokens that the fraction ``share`` of prompts does not exceed."""
     prompts = iter_column(dataset, "prompt")
     lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
     return lengths[math.ceil(share * len(lengths)) - 1]

@@ -242,7 +242,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def precision_as_asked(args: "TrainingArguments") -> Iterator[None]:
-    """Prevent Unsloth's patched class from turning bf16 or fp16 on if ``args`` turns both off."""
+    """Keep bf16 and fp16 off during the body if both are off in ``args``.
+
+    The trainer that Unsloth patches would turn one of them on.
+    """
     from accelerate.utils import patch_environment
 
     # with "bfloat16" Unsloth leaves both off

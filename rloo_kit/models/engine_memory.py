@@ -120,16 +120,17 @@ def engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine on a GPU that also trains.
 
-    The KV cache holds all completions at full length if they fit. An engine that sleeps while the
-    model learns may use nine tenths of the free memory, one that stays awake half of it. Both leave
-    room for the memory that an engine holds only while it starts.
+    If ``share`` is None, the KV cache holds all completions at full length if they fit. Weights and
+    the needs of starting and training come first. Of what is left, the cache takes at most nine
+    tenths if the engine sleeps while the model learns, and at most half if it stays awake.
 
     Args:
         size: Needs of the engine.
-        free: Free bytes before the engine starts, or before weights that it shares are loaded.
+        free: Free bytes before the engine starts. If it shares the model's weights, free bytes
+            before these are loaded.
         sleeps: The engine sleeps while the model learns.
         card: Bytes of the card.
-        share: Share of the card as the user set it; None: computed.
+        share: Share of the card that the engine takes, as the user set it; None: computed.
 
     Raises:
         GenerationError: The keys and values of one completion do not fit.

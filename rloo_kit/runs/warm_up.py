@@ -130,10 +130,14 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
 
 
 def read_examples(source: str | Path) -> list[Row]:
-    """Return rows with ``prompt`` and the text of ``completion``; of sampled rows only the best.
+    """Return rows with ``prompt`` and the text of ``completion``.
+
+    If rows have a ``score``, as in the folder of a run, only the completions with the best score of
+    their prompt are returned, and only if that score is above the prompt's mean.
 
     Raises:
-        DataError: The file is missing or has no rows, or a row lacks one of the columns.
+        DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
+            completion scores above the mean of its prompt.
     """
     path = local_path(str(source))
     placed = placed_rows(path / "completions.jsonl" if path.is_dir() else path, ())
