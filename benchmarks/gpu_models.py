@@ -133,7 +133,7 @@ def _quantised(path: str, values) -> dict:
 def _write_config(folder: Path, name: str, load_in_4bit: bool) -> None:
     from transformers import AutoTokenizer
 
-    from rloo_kit.models.loading import TINY_THINKER
+    from rloo_kit.models.shape import TINY_THINKER
 
     config = _meta_model(name).config.to_dict() | {
         "architectures": ["Qwen3ForCausalLM"],

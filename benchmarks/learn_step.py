@@ -46,7 +46,7 @@ from trl import RLOOConfig, RLOOTrainer
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.live.view import LiveView
 from rloo_kit.machine.cleanup import take_peak
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.training.trl_step import route_trl_lm_head
 
 TABLE = RESULTS / "learn_step_cpu.json"

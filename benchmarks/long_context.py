@@ -279,7 +279,7 @@ def step_of_random(arm: Arm, length: int, folder: str) -> None:
     from transformers import AutoTokenizer
 
     import rloo_kit as rk
-    from rloo_kit.models.loading import TINY_THINKER
+    from rloo_kit.models.shape import TINY_THINKER
 
     args = rk.LeaveOneOutConfig(
         folder,

@@ -29,6 +29,7 @@ from .thinking import (
     ThinkingFormat,
     end_of_thinking_id,
 )
+from .tool_use import ToolUse
 
 __all__ = [
     "BUILTIN",
@@ -54,6 +55,7 @@ __all__ = [
     "Thinking",
     "ThinkingBudget",
     "ThinkingFormat",
+    "ToolUse",
     "end_of_thinking_id",
 ]
 
@@ -78,5 +80,6 @@ BUILTIN: dict[str, Callable[..., Callable]] = {
     "thinking_budget": ThinkingBudget,
     "thinking_closed_once": ClosedOnce,
     "thinking_format": ThinkingFormat,
+    "tool_use": ToolUse,
     "thinking_questions": SelfQuestions,
 }

@@ -34,7 +34,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
 from rloo_kit.machine.processes import check_launch
-from rloo_kit.models.adapters import adapter_in, lora_settings
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, lora_settings
 from rloo_kit.models.loading import (
     attach_lora,
     check_lora_config,
@@ -47,8 +47,10 @@ from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.thoughts import give_marks
+from rloo_kit.tools.specs import load_environment, load_tools
 
 if TYPE_CHECKING:
+    from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
     from rloo_kit.training.step_choice import StepChoice
 
@@ -127,7 +129,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     prompts = prompts_beside(config.data.prompts, base)
     model = config.model
     data = config.data
-    if Path(name).exists() and name != "tiny-thinker":
+    if Path(name).exists() and name not in EMBEDDED:
         model = replace(model, name=str(Path(name).resolve()))
     if model.chat_template is not None:
         template = Path(beside(model.chat_template, base)).resolve()
@@ -136,8 +138,9 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     if path and Path(path).exists():
         data = replace(data, prompts=f"{task}{Path(path).resolve()}")
     data = replace(data, held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base))
-    rewards = _with_whole_paths(config.rewards, rewards_base)
-    return replace(config, model=model, data=data, rewards=rewards)
+    names = ("rewards", "tools", "environment")
+    listed = {name: _with_whole_paths(getattr(config, name), rewards_base) for name in names}
+    return replace(config, model=model, data=data, **listed)
 
 
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
@@ -280,8 +283,9 @@ class PreparedJob:
             if dataset is None:  # no prompts are held out
                 continue
             for reward in rewards:
-                reward.func.check_columns(dataset.column_names)
-        for part in ("environment", "splits", "rewards", "judges"):
+                given = ["environments"] if self.config.environment else []
+                reward.func.check_columns([*dataset.column_names, *given])
+        for part in ("tools", "environment", "tool_loop", "splits", "rewards", "judges"):
             getattr(self, part)
 
     @cached_property
@@ -332,7 +336,8 @@ class PreparedJob:
             GenerationError: The engine was requested by name and is not installed.
         """
         args = self.args
-        from rloo_kit.training.step_choice import choose_step
+        loop = self.tool_loop  # first, since prompts are counted with their tools
+        from rloo_kit.training.step_choice import check_tools, choose_step
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
@@ -340,7 +345,12 @@ class PreparedJob:
         prompts, held_out = self.prompts
         tokenizer = self.tokenizer
         settings = args.chat_template_kwargs
-        choose_step(args, images=has_images(prompts))
+        choice = choose_step(args, images=has_images(prompts))
+        if loop is not None:
+            check_tools(choice)
+            for dataset in (prompts, held_out):
+                if loop.environments is not None and dataset is not None:
+                    loop.environments.check_names(dataset)
         thought_limit(tokenizer, args.thinking_budget)
         limit = self.config.data.max_prompt_tokens
         if share := self.config.data.max_prompt_quantile:
@@ -360,8 +370,14 @@ class PreparedJob:
 
     @cached_property
     def rewards(self) -> list[LoadedReward]:
-        """Rewards of the run, for its tokenizer."""
-        return self.load_rewards(self.config.rewards)
+        """Rewards of the run, for its tokenizer, and those of its environments."""
+        return self.load_rewards([*self.config.rewards, *self.of_environments])
+
+    @property
+    def of_environments(self) -> list[Any]:
+        """The rewards of environments that have ``get_reward``."""
+        loop = self.tool_loop
+        return [] if loop is None or loop.environments is None else loop.environments.rewards
 
     def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
         """Return rewards of a run file, for the run's tokenizer."""
@@ -385,6 +401,21 @@ class PreparedJob:
         func = guarded(reward.func, self.args.reward_timeout_seconds, on_error)
         add_to_session(func)
         return replace(reward, func=func)
+
+    @cached_property
+    def tools(self) -> tuple[list[Any], Any]:
+        """Tools, and the environment class or a table of classes; torch is not loaded."""
+        config, base = self.config, self.rewards_base
+        return load_tools(config.tools, base), load_environment(config.environment, base)
+
+    @cached_property
+    def tool_loop(self) -> "ToolLoop | None":
+        """The loop of the run's tools, for sampling outside of a training."""
+        from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
+
+        longest = self.config.model.max_seq_length
+        tokenizer = self.tokenizer if any(self.tools) else None
+        return make_tool_loop(*self.tools, tokenizer, self.args, longest)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:

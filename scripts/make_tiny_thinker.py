@@ -15,6 +15,8 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -142,10 +144,13 @@ def batch(
 
 
 def train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, size: int
+    model: Qwen3ForCausalLM,
+    make_batch: Callable[[random.Random], dict[str, torch.Tensor]],
+    steps: int,
+    seed: int,
 ) -> None:
     """Train with AdamW, a short warm-up and a linear decay."""
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     peak = 3e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01, betas=(0.9, 0.98))
     warmup = 50
@@ -154,7 +159,7 @@ def train(
     )
     start = time.perf_counter()
     for step in range(steps):
-        loss = model(**batch(rng, tokenizer, size)).loss
+        loss = model(**make_batch(rng)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -217,7 +222,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
-    train(model, tokenizer, args.steps, args.batch)
+    train(model, partial(batch, tokenizer=tokenizer, size=args.batch), args.steps, SEED)
     model = model.to(torch.bfloat16).eval()
     model.generation_config = GenerationConfig(
         do_sample=True,

@@ -25,6 +25,7 @@ LAYERS = [
     {"models"},
     {"data"},
     {"rloo"},
+    {"tools"},
     {"sampling"},
     {"diagnosis"},
     {"checkpoints"},

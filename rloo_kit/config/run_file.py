@@ -39,7 +39,7 @@ class ModelSection:
     name: str = setting(
         "tiny-thinker",
         "A hub name, a model's folder, an adapter's folder (to train it further), a .gguf file, or "
-        "tiny-thinker (embedded).",
+        "tiny-thinker or tiny-caller (embedded).",
     )
     max_seq_length: int = setting(1024, "Longest prompt plus completion, in tokens.", minimum=2)
     load_in_4bit: bool = setting(True, "Load the base in 4 bit (NF4).")
@@ -188,6 +188,17 @@ class RunConfig:
         "optional :WEIGHT; or a table with name, weight and the reward's own parameters.",
         default_factory=lambda: ["accuracy"],
     )
+    tools: list[str] = setting(
+        help="Tools that the model may call: `calculator`, `python`, FILE.py:FUNCTION or "
+        "package.module:FUNCTION ([how](../how-to/tools.md)).",
+        default_factory=list,
+    )
+    environment: str | dict[str, str] | None = setting(
+        None,
+        "Class whose methods are tools: `guess_number`, `maze`, FILE.py:CLASS or "
+        "package.module:CLASS; or a table of classes by name, which a column `environment` of the "
+        "prompts gives.",
+    )
     trainer: dict[str, Any] = setting(
         help="Settings of the trainer, named as in TRL's RLOOConfig, and the kit's own.",
         default_factory=dict,
@@ -299,9 +310,10 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def find_run_file(path: str | Path) -> Path:
-    """Return the path of the run file of this name that ships with the kit, or else ``path``.
+    """Return the path of a run file: ``path``, or that of an example of the kit.
 
-    A file at ``path`` comes first. If there is none, ``path`` is returned all the same.
+    If no file exists at ``path``, and ``path`` is the name of an example (without ``.yaml``), the
+    example is returned. In all other cases ``path`` is returned, also if nothing exists there.
     """
     shipped = EXAMPLES / f"{Path(path).name}.yaml"
     is_name = not os.path.isfile(path) and str(path) == shipped.stem
@@ -464,7 +476,11 @@ def _check_together(config: RunConfig) -> list[str]:
             "thinking: needs both start and end: add the missing one",
         ),
         (
-            not config.rewards,
+            config.environment == {},
+            "environment: is empty: name a class, or leave it out",
+        ),
+        (
+            not (config.rewards or config.environment),
             "rewards: is empty: give at least one reward",
         ),
         (

@@ -61,6 +61,8 @@ STOP_ON = (
     "no_signal",
     "learning_rate_too_low",
     "high_variance",
+    "tools_never_called",
+    "tool_calls_fail",
 )
 
 
@@ -84,8 +86,8 @@ class KitSettings:
     )
     token_level_kl: bool = setting(
         False,
-        "Subtract from the advantage of each token `beta` times the KL from that token on; false: "
-        "subtract `beta` times the KL of the whole completion from its score.",
+        "true: the advantage of each token is reduced by `beta` times the KL of that token and all "
+        "later ones; false: the score of a completion is reduced by `beta` times its whole KL.",
         **_LEARNING,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
@@ -182,6 +184,22 @@ class KitSettings:
         minimum=0,
         maximum=1000,
         **_LEARNING,
+    )
+    max_tool_calling_iterations: int | None = setting(
+        None,
+        "Most rounds of tool calls in a completion; null: no limit but `max_completion_length`.",
+        minimum=0,
+        **_LEARNING,
+    )
+    tool_timeout_seconds: float | None = setting(
+        None,
+        "Time limit of a call of a tool, in seconds (a plain function: on Unix); null: no limit.",
+        above=0,
+    )
+    on_tool_error: Literal["tell", "stop"] = setting(
+        "tell",
+        "If a tool raises: `tell` the model, which reads the error, or `stop` the run. Calls that "
+        "are malformed or name no tool are always told.",
     )
     canary: bool = setting(
         True,

@@ -30,8 +30,8 @@ def make_rows(
 ) -> list[Row]:
     """Return ``num`` problems of a built-in task, alternating between levels (None: the first).
 
-    No prompt is in both splits, whatever the seeds. Rows hold ``prompt``, ``task``, ``level``, and
-    ``answer`` if there is one correct text.
+    No prompt is in both splits, whatever the seeds, except the small sums of ``sums``. Rows hold
+    ``prompt``, ``task``, ``level``, and ``answer`` if there is one correct text.
     """
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(stream) for stream in cycle(streams)), num))
@@ -160,5 +160,22 @@ def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[i
     return left[0][0], left[0][1][1:-1]
 
 
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def _sums(rng: random.Random, level: int) -> tuple[Row, bool]:
+    """Make a sum: half of them of one-digit numbers, half of numbers with level + 2 digits.
+
+    There are so few small sums that they are in both splits.
+    """
+    size = rng.choice(("small", "large"))
+    low, high = (1, 9) if size == "small" else (10 ** (level + 1), 10 ** (level + 2) - 1)
+    a = rng.randint(low, high)
+    b = rng.randint(low, high)
+    row = {"prompt": arithmetic_prompt(a, b), "answer": str(a + b), "size": size}
+    kept = rng.random() < 1 / HELD_OUT_ONE_IN if size == "small" else _is_kept("sums", a, b)
+    return row, kept
+
+
 # Name -> built-in task
-TASKS: dict[str, Maker] = {"arithmetic": _arithmetic, "countdown": _countdown}
+TASKS: dict[str, Maker] = {"arithmetic": _arithmetic, "countdown": _countdown, "sums": _sums}

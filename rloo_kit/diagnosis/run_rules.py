@@ -24,7 +24,7 @@ from rloo_kit.diagnosis.registry import (
     findings_text,
 )
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.adapters import base_name
+from rloo_kit.models.adapters import EMBEDDED, base_name
 from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import text_of
 
@@ -65,7 +65,7 @@ def _rate(run: RunRecord) -> float:
 
 def _usual_rate(run: RunRecord) -> float:
     config = run.config
-    return TINY_RATE if config and base_name(config.model.name) == "tiny-thinker" else USUAL_RATE
+    return TINY_RATE if config and base_name(config.model.name) in EMBEDDED else USUAL_RATE
 
 
 def _lower_rate(run: RunRecord) -> str:
@@ -472,6 +472,28 @@ def _high_variance(run: RunRecord) -> Iterator[Seen]:
             "error" if run.worse or run.fell else "warning",
             setting=_more_generations(run) if size < 8 else _valid(run, _calmer(run)),
         )
+
+
+@RULES.rule(
+    "tools_never_called",
+    "what the model never does cannot be rewarded, so it does not learn to use its tools",
+    "ask for calls in data.system, or take a model that was trained to call tools",
+)
+def _tools_never_called(run: RunRecord) -> Iterator[Seen]:
+    calls = run.series("tools/call_frequency")
+    if len(calls) >= 5 and not max(calls):
+        yield Seen(f"no completion of {len(calls)} steps calls a tool", "warning")
+
+
+@RULES.rule(
+    "tool_calls_fail",
+    "the model reads errors instead of results",
+    "read the errors in the report, then correct the tool or the description of its parameters",
+)
+def _tool_calls_fail(run: RunRecord) -> Iterator[Seen]:
+    failed = run.last("tools/failure_frequency")
+    if run.last("tools/call_frequency") > 0 and failed >= 0.5:
+        yield Seen(f"{failed:.0%} of the last calls failed", "error" if failed > 0.9 else "warning")
 
 
 # --- all findings, and the verdict ---------------------------------------------------------------

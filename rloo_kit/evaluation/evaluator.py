@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
@@ -13,7 +14,7 @@ from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
 from rloo_kit.text.numbers import mean_or_none
-from rloo_kit.text.thoughts import find_thought, thought_marks
+from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Model, Score, Tokenizer
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rloo_kit.sampling.completer import Completer
     from rloo_kit.sampling.engine import Engine
     from rloo_kit.scoring.specs import LoadedReward
+    from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
 REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in_4bit"
@@ -143,6 +145,7 @@ def evaluate(
     num_samples: int = 1,
     thinking_budget: int | None = None,
     sample: "Callable[[list[Any]], Completions] | None" = None,
+    tool_loop: "ToolLoop | None" = None,
 ) -> Evaluation:
     """Sample a completion of every prompt and score it; random states are restored.
 
@@ -163,6 +166,7 @@ def evaluate(
         thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
         sample: Function that returns a completion of each row that it is called with (n times
             ``num_samples`` rows); None: sample with ``model`` or ``engine``.
+        tool_loop: Runs the tools that completions call; None without tools.
 
     Raises:
         ConfigError: Several greedy completions of a prompt, which would all be the same, or a
@@ -180,12 +184,13 @@ def evaluate(
     completer = make_completer(
         model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, rewards
     )
+    completer.tool_loop = tool_loop
     completions = (sample or completer.sample)(rows)
     found = completer.score(rows, completions).result()
     scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
     samples = _samples(tokenizer, completions, scores)
     means = {name: mean_or_none(own) for name, own in scores.items()}
-    length = fmean(map(len, completions.tokens.completion_ids))
+    length = fmean(map(len, completions.tokens.sampled_ids))
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
@@ -210,7 +215,7 @@ def _samples(
     rows = zip(
         completions.prompts,
         map(text_of, completions.completions),
-        completions.tokens.completion_ids,
+        completions.tokens.turns,
         completions.ended,
         strict=True,
     )
@@ -219,11 +224,11 @@ def _samples(
             "prompt": prompt,
             "completion": text,
             "rewards": {name: own[i] for name, own in scores.items()},
-            "tokens": len(ids),
-            "thought_tokens": find_thought(marks, ids, text)["thought_tokens"],
+            "tokens": sum(map(len, turns)),
+            "thought_tokens": find_thoughts(marks, turns, text)["thought_tokens"],
             "cut_off": not ended,
         }
-        for i, (prompt, text, ids, ended) in enumerate(rows)
+        for i, (prompt, text, turns, ended) in enumerate(rows)
     ]
 
 
@@ -289,14 +294,17 @@ def make_completer(
         **(of_samples if how.temperature > 0 else {}),
     )
 
+    turns = itertools.count(seed)  # with tools each turn has random numbers of its own
+
     def draw(prompt_ids: list[list[int]]) -> tuple[list[list[int]], None]:
+        of_turn = next(turns)
         check_finite(p for p in model.parameters() if p.requires_grad)
         if engine is not None:
             engine.sync(model)
-            drawn = draw_from(engine, prompt_ids, how, seed)
+            drawn = draw_from(engine, prompt_ids, how, of_turn)
             engine.sleep()  # rewards on the GPU need the memory
             return drawn.completion_ids, None
-        with _inference(model, seed), finite_logits():
+        with _inference(model, of_turn), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
     return Completer(

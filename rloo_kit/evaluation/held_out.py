@@ -26,6 +26,7 @@ from rloo_kit.text.wording import format_value
 from rloo_kit.types import Say, Tokenizer
 
 if TYPE_CHECKING:
+    from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
 # Tokens of prompts and completions that are sampled together on a CPU; on a GPU only the run's
@@ -64,7 +65,8 @@ class HeldOut:
         if specs is None:
             config = self.job.config
             data = replace(config.data, prompts=self.source)
-            found = held_out_judges(load(config.rewards), self.prompts, load, data)
+            specs = [*config.rewards, *self.job.of_environments]
+            found = held_out_judges(load(specs), self.prompts, load, data)
         else:
             found = load(specs)
         for reward in found:
@@ -85,6 +87,8 @@ class HeldOut:
         template = self.args.chat_template_kwargs
         longest = max(map(len, tokenize_prompts(base.tokenizer, prompts, template)))
         length = longest + self.args.max_completion_length
+        if self.job.tool_loop is not None:  # environments make prompts longer
+            length = max(length, self.job.config.model.max_seq_length)
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise DataError(
@@ -104,6 +108,15 @@ class HeldOut:
                 say(f"completions by transformers: {choice.reason}")
             yield engine
 
+    def _tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
+        """Return the loop of the run's tools for the tokenizer of a model."""
+        from rloo_kit.training.tools import make_tool_loop
+
+        args = copy.copy(self.args)
+        return make_tool_loop(
+            *self.job.tools, tokenizer, args, self.job.config.model.max_seq_length
+        )
+
     def evaluate(
         self,
         base: LoadedBase,
@@ -117,7 +130,8 @@ class HeldOut:
         # without gradients a CPU holds more rows than the run's batch
         if self.batch_size is None and base.model.device.type == "cpu":
             size = max(size, BATCH_TOKENS // self.job.config.model.max_seq_length)
-        settings = settings_of(self.args) | {"batch_size": size, "engine": engine} | how
+        settings = settings_of(self.args) | {"batch_size": size, "engine": engine}
+        settings |= {"tool_loop": self._tool_loop(base.tokenizer)} | how
         with base.using(trained) as model:
             return evaluate(model, base.tokenizer, self.prompts, rewards, **settings)
 
@@ -162,6 +176,7 @@ def read_held_out(
     check_engine(args, trains=False)
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
     found = _prompts(config, prompts, num_prompts, given.get("data") or {})
+    _ = job.tool_loop  # prompts are counted with their tools
     limit = config.data.max_prompt_tokens
     if limit is not None:
         first = models[0].model

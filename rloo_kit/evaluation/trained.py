@@ -26,7 +26,7 @@ class TrainedModel:
     """A base and, if something was trained, the adapter on it; nothing is loaded yet."""
 
     name: str  # the name that the user gave, or ``base of`` it
-    base: str  # a hub name, a folder, a .gguf file, or ``tiny-thinker``
+    base: str  # a hub name, a folder, a .gguf file, or an embedded model
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained it
     config: RunConfig | None = None  # of that run

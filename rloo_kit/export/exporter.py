@@ -25,8 +25,9 @@ from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.gguf import convert
-from rloo_kit.models.shape import TINY_THINKER, read_shape, weight_bytes
+from rloo_kit.models.shape import read_shape, weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
@@ -172,7 +173,7 @@ def _check_arguments(
         raise ConfigError("the converter is only for GGUF files: leave --converter out")
     check_quantiser(dtype or "")
     if num_prompts < 1:
-        raise ConfigError(f"num_prompts is {num_prompts}: set it to 1 or more, or pass --no-check")
+        raise ConfigError(f"prompts is {num_prompts}: set it to 1 or more")
 
 
 @contextlib.contextmanager
@@ -389,7 +390,7 @@ def licence_of(base: str) -> str:
     from huggingface_hub import ModelCard
 
     with contextlib.suppress(Exception):  # no card, no network, no metadata
-        place = TINY_THINKER if base == "tiny-thinker" else Path(base)
+        place = EMBEDDED.get(base, Path(base))
         card = ModelCard.load(place / "README.md" if place.is_dir() else base)
         return card.data.get("license") or "unknown"
     return "unknown"

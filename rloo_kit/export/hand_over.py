@@ -51,13 +51,18 @@ def hand_over(
         say: Called with each line for the user.
 
     Raises:
-        ConfigError: The trainer is unknown, or a setting is wrong.
+        ConfigError: The trainer is unknown, the run has tools, or a setting is wrong.
         DataError: The prompts are plain texts, or cannot be read.
         RewardLoadError: A reward cannot be found or imported.
     """
     if to != "verl":
         raise ConfigError(f"--to {format_value(to)} is unknown: give verl")
     config, base = read_config(source, overrides)
+    if config.tools or config.environment:
+        raise ConfigError(
+            "verl has its own settings for tools, which the kit does not write: train with tools "
+            "here, or leave tools and environment out"
+        )
     job = PreparedJob(config, base, redacting(say))
     job.config, job.base = with_whole_paths(config, base, job.rewards_base), Path()
     job.prepare()

@@ -7,6 +7,7 @@ from typing import Any
 from rloo_kit.config.settings import RULES
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.text.redaction import redact, redact_tree
 
 # Code that loads an adapter
@@ -64,7 +65,7 @@ def model_card(
         f"licence of the base {known}; it holds for this model too.\n"
     )
     if kind == "adapter":
-        loader = "rloo_kit" if base == "tiny-thinker" or base.endswith(".gguf") else "peft"
+        loader = "rloo_kit" if base in EMBEDDED or base.endswith(".gguf") else "peft"
         code = (ASSETS / f"{loader}.py.txt").read_text(encoding="utf-8")
         text += f"\n## How to load it\n\n```python\n{code}```\n"
     rewards = redact_tree(config.rewards) if config else []

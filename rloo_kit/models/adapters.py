@@ -20,8 +20,9 @@ TO_GIVE = "give a model's folder, a .gguf file or a hub name"
 FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# End of the embedded model's path in any installation
-EMBEDDED = ("rloo_kit", "assets", "tiny-thinker")
+ASSETS = Path(__file__).parents[1] / "assets"
+# Names of the embedded models -> their folders
+EMBEDDED = {name: ASSETS / name for name in ("tiny-thinker", "tiny-caller")}
 
 
 def adapter_in(name: str | Path) -> Path | None:
@@ -51,7 +52,7 @@ def check_path(name: str, base: Path = Path()) -> None:
 
 
 def base_of(adapter: Path) -> str:
-    """Return the base of an adapter: ``tiny-thinker``, a folder, or a hub name.
+    """Return the base of an adapter: an embedded model, a folder, or a hub name.
 
     A relative path starts from the current folder, as in PEFT, or else from the adapter's folder.
 
@@ -60,8 +61,8 @@ def base_of(adapter: Path) -> str:
     """
     base = str(_config_of(adapter).get("base_model_name_or_path") or "")
     path = Path(base)
-    if path.parts[-3:] == EMBEDDED:
-        return "tiny-thinker"
+    if path.parts[-3:-1] == ("rloo_kit", "assets") and path.name in EMBEDDED:
+        return path.name  # in any installation
     found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
     if not base or (found is None and is_path(base)):
         raise ModelError(
@@ -78,7 +79,7 @@ def revision_of(adapter: Path) -> str | None:
     It is None too if the base is on this machine.
     """
     base = base_of(adapter)
-    is_here = base == "tiny-thinker" or os.path.exists(base)
+    is_here = base in EMBEDDED or os.path.exists(base)
     return None if is_here else _config_of(adapter).get("revision")
 
 
@@ -117,8 +118,8 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     names = [layers] if isinstance(layers, str) else layers
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(
-            f"target_modules of the adapter in {where} is {format_value(layers)}, must be a text "
-            "or a list of names: use the file that was saved with the adapter"
+            f"target_modules in {CONFIG} of {where} is {format_value(layers)}, must be a text or a "
+            f"list of names: restore the {CONFIG} that was saved with the adapter"
         )
     found = {
         "r": config.get("r"),

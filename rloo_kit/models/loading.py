@@ -20,6 +20,7 @@ from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.models.adapters import (
+    EMBEDDED,
     TO_GIVE,
     WEIGHTS,
     adapter_in,
@@ -30,7 +31,7 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
-from rloo_kit.models.shape import TINY_THINKER, auto_class
+from rloo_kit.models.shape import auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_errors, format_value
@@ -61,7 +62,8 @@ def load_model(
     """Load a model and its tokenizer, or with ``images`` its processor, for ``attach_lora``.
 
     Args:
-        name: A hub name, a folder, a .gguf file, ``tiny-thinker``, or an adapter to train further.
+        name: A hub name, a folder, a .gguf file, an embedded model
+            (``tiny-thinker``, ``tiny-caller``), or an adapter to train further.
         max_seq_length: Longest prompt plus completion, in tokens.
         load_in_4bit: Load NF4 weights (bitsandbytes) with double quantisation.
         backend: ``auto`` (Unsloth if it can start), ``unsloth`` or ``transformers``.
@@ -489,15 +491,13 @@ def find_model(name: str | Path, revision: str | None = None) -> str:
         ModelError: There is no such model.
         ConfigError: A revision is given for a model that is not on the hub.
     """
-    if revision is not None and (
-        name == "tiny-thinker" or os.path.exists(os.path.expanduser(name))
-    ):
+    if revision is not None and (name in EMBEDDED or os.path.exists(os.path.expanduser(name))):
         raise ConfigError(
             f"revision is {format_value(revision)}, but {format_value(str(name))} is on this "
             "machine: leave it out, or give a hub name"
         )
-    if name == "tiny-thinker":
-        return str(TINY_THINKER)
+    if name in EMBEDDED:
+        return str(EMBEDDED[str(name)])
     check_path(str(name))
     path = Path(os.path.expanduser(name))
     name = str(name)

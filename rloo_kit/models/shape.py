@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.adapters import adapter_in, base_of, check_path
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, base_of, check_path
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-TINY_THINKER = Path(__file__).parents[1] / "assets" / "tiny-thinker"
+TINY_THINKER = EMBEDDED["tiny-thinker"]
 
 # From the config.json that Qwen publishes with each model: hidden and intermediate size, layers,
 # heads, and whether the LM head is the embedding
@@ -131,7 +131,7 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     """Return transformers' config of a model, and its place in words."""
-    path = TINY_THINKER if name == "tiny-thinker" else Path(name).expanduser()
+    path = EMBEDDED.get(name, Path(name).expanduser())
     source = "the hub's copy"
     if not path.exists() and not _is_here(name):
         from huggingface_hub import get_hf_file_metadata, hf_hub_url

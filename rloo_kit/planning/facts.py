@@ -14,9 +14,9 @@ from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import KitError
 from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
-from rloo_kit.models.adapters import adapter_in
+from rloo_kit.models.adapters import EMBEDDED, adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
-from rloo_kit.models.shape import TINY_THINKER, ModelShape, read_shape
+from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
@@ -146,7 +146,7 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
-    folder = TINY_THINKER if name == "tiny-thinker" else Path(name)
+    folder = EMBEDDED.get(name, Path(name))
     if not (folder / "tokenizer_config.json").is_file():
         return None
     from transformers import AutoTokenizer

@@ -35,7 +35,8 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     """Return groups of a run for a page, spread evenly over its steps.
 
     A group is ``{step, group, prompt, completions}``. A completion has ``thought`` (null if it has
-    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in NUMBERS.
+    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in NUMBERS. With tools
+    it has ``turns`` too, those before the last.
 
     Args:
         folder: Folder of the run.
@@ -86,8 +87,11 @@ def _group(place: Place, rows: list[dict[str, Any]], limit: int) -> dict[str, An
 
 
 def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
+    turns = row.get("completion")
+    earlier = turns[:-1] if isinstance(turns, list) else []
     return {
         **completion_parts(row, limit),
+        **({"turns": messages_of(earlier, limit)} if earlier else {}),
         "truncated": row.get("truncated") is True,
         "rewards": {name: rounded(value) for name, value in as_dict(row.get("rewards")).items()},
         **{name: rounded(row.get(name)) for name in NUMBERS},
@@ -150,7 +154,12 @@ def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str
 
 
 def _content(message: object) -> str:
-    return text_of([message] if isinstance(message, dict) else message)
+    """Return the text of a message, with its tool calls as ``name({arguments})``."""
+    if not isinstance(message, dict):
+        return text_of(message)
+    calls = [as_dict(as_dict(call).get("function")) for call in message.get("tool_calls") or ()]
+    shown = [f"{one.get('name')}({json.dumps(one.get('arguments'))})" for one in calls]
+    return "\n".join([text_of([message]), *shown]).strip("\n") if shown else text_of([message])
 
 
 def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
@@ -163,7 +172,8 @@ def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
     >>> completion_parts({"completion": "<think>4+5=9</think> 9"}, 100)
     {'thought': '4+5=9', 'answer': ' 9'}
     """
-    text = text_of(row.get("completion"))
+    turns = row.get("completion")
+    text = _content(turns[-1] if isinstance(turns, list) and turns else turns)
     at = row.get("answer_at")
     if type(at) is int and 0 < at <= len(text):
         thought = text[:at].removesuffix(THOUGHT_ENDS)

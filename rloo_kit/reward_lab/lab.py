@@ -119,7 +119,15 @@ def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> 
     """Return completions of the run's model; on a GPU a process of its own samples them.
 
     Its end frees all of a card's memory for the training that may follow.
+
+    Raises:
+        ConfigError: The run has environments.
     """
+    if job.config.environment:
+        raise ConfigError(
+            "a check plays no environments: train for a few steps, and read the scores in the "
+            "report"
+        )
     asked = (job.config, job.base, num_prompts, num_generations)
     if job.environment.hardware.device == "cpu":
         return _sampled(*asked, job.say)
@@ -154,8 +162,9 @@ def _sampled(
     completer = make_completer(
         model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine
     )
+    completer.tool_loop = job.tool_loop
     drawn = completer.sample(list(repeated))
-    columns = (repeated, drawn.completions, drawn.tokens.completion_ids, drawn.ended)
+    columns = (repeated, drawn.completions, drawn.tokens.sampled_ids, drawn.ended)
     return [
         {
             **row,

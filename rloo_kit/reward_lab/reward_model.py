@@ -21,7 +21,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.rewards._classifier import (
     fingerprint,
@@ -92,7 +92,7 @@ class _Job:
 
     @property
     def place(self) -> str:
-        return str(TINY_THINKER) if self.model == "tiny-thinker" else self.model
+        return str(EMBEDDED.get(self.model, self.model))
 
 
 def train_reward_model(  # noqa: PLR0913
@@ -392,7 +392,7 @@ def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
     place = Path(job.place)
     if place.is_dir():
         facts["base_fingerprint"] = fingerprint(place)
-        if job.model != "tiny-thinker":
+        if job.model not in EMBEDDED:
             with contextlib.suppress(ValueError):
                 # On Windows no relative path leads to another drive
                 relative = os.path.relpath(place.resolve(), result.folder.resolve())

@@ -12,6 +12,8 @@ attend to its keys and values, and the gradient is the same.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress, groupby
+from operator import itemgetter
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -41,7 +43,7 @@ class MicroBatch:
     labels: torch.Tensor  # (N, W) int64: ids of completion tokens, else `IGNORED`
     # `(N, C)` int64: the column of each completion token; any column after the last token
     places: torch.Tensor
-    completion_mask: torch.Tensor  # (N, C) bool, True on completion tokens
+    completion_mask: torch.Tensor  # (N, C) bool, True on sampled completion tokens
     num_tokens: int  # positions that hold a token
     shared: SharedPrompts | None = None
 
@@ -83,6 +85,9 @@ class TokenRows:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
+    # Of each completion token: whether the policy sampled it, or it came from a tool; None: all
+    # were sampled
+    is_sampled: list[list[bool]] | None = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -92,6 +97,28 @@ class TokenRows:
         """Tokens of each row, its prompt included."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
+
+    @property
+    def sampled_ids(self) -> list[list[int]]:
+        """The sampled tokens of each completion."""
+        if self.is_sampled is None:
+            return self.completion_ids
+        pairs = zip(self.completion_ids, self.is_sampled, strict=True)
+        return [list(compress(*pair)) for pair in pairs]
+
+    @cached_property
+    def turns(self) -> list[list[list[int]]]:
+        """The sampled tokens of each completion, turn by turn."""
+        if self.is_sampled is None:
+            return [[ids] for ids in self.completion_ids]
+        return [
+            [
+                [token for token, _ in run]
+                for sampled, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+                if sampled
+            ]
+            for ids, mask in zip(self.completion_ids, self.is_sampled, strict=True)
+        ]
 
     def num_tokens(self, rows: Sequence[int]) -> int:
         """Return the tokens of some rows, prompts included."""
@@ -199,12 +226,15 @@ class TokenRows:
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
         length = torch.tensor([len(completion) for completion in completions]).unsqueeze(1)
         columns = torch.arange(int(length.max()))
+        mask = columns < length
+        if self.is_sampled is not None:
+            mask &= _padded([[*map(int, self.is_sampled[row])] for row in rows], 0).bool()
         return MicroBatch(
             rows=torch.tensor(list(rows), dtype=torch.long, device=device),
             input_ids=ids.to(device),
             labels=_padded(labels, IGNORED, multiple_of).to(device),
             places=(begin + columns).clamp(max=ids.size(1) - 1).to(device),
-            completion_mask=(columns < length).to(device),
+            completion_mask=mask.to(device),
             num_tokens=sum(map(len, labels)) + (0 if shared is None else int(shared.lengths.sum())),
             shared=shared,
         )

@@ -7,7 +7,7 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -118,6 +118,8 @@ class ScoredBatch(Completions):
             tokens=TokenRows(
                 pick(self.tokens.prompt_ids, other.tokens.prompt_ids),
                 pick(self.tokens.completion_ids, other.tokens.completion_ids),
+                self.tokens.is_sampled
+                and pick(self.tokens.is_sampled, other.tokens.is_sampled or []),
             ),
             ended=pick(self.ended, other.ended),
             rewards=torch.cat([self.rewards, other.rewards])[rows],
@@ -140,7 +142,7 @@ class Rollout:
     scores: torch.Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
     # `(B,)` bool: rows whose advantage can be other than 0; the others get no pass
     learnable: torch.Tensor
-    # `(B, T)` bool, True on tokens; nowhere on a masked (truncated) row
+    # `(B, T)` bool, True on sampled tokens; nowhere on a masked (truncated) row
     completion_mask: torch.Tensor
     # `(B, T)` float32 of the policy that sampled; filled when a pass has been run
     old_log_probs: torch.Tensor
@@ -183,6 +185,8 @@ class Rollout:
         lengths = torch.tensor([len(ids) for ids in sampled.tokens.completion_ids], device=device)
         places = torch.arange(int(lengths.max()), device=device)  # (T,)
         mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
+        if sampled.tokens.is_sampled is not None:
+            mask &= _padded(sampled.tokens.is_sampled, device).bool()
         empty = torch.zeros(mask.shape, device=device)
         sampler_log_probs = from_earlier = None
         old = empty
@@ -213,7 +217,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return all fields as dicts, lists and tensors, for a checkpoint."""
         tokens = self.sampled.tokens
-        ids = {"prompt_ids": tokens.prompt_ids, "completion_ids": tokens.completion_ids}
+        ids = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
         sampled = vars(self.sampled) | {"tokens": ids}
         return vars(self) | {"sampled": sampled, "shaping": asdict(self.shaping)}
 

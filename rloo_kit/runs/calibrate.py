@@ -205,7 +205,15 @@ def _tried(
     engine, _ = job.engine
     job.say(f"sampling {len(rows)} prompts x {size} completions of {job.config.model.name}")
     how = settings_of(job.args)
-    found = evaluate(*job.policy, rows, [judge], engine=engine, num_samples=size, **how)
+    found = evaluate(
+        *job.policy,
+        rows,
+        [judge],
+        engine=engine,
+        num_samples=size,
+        tool_loop=job.tool_loop,
+        **how,
+    )
     scores = [[one["rewards"][judge.name] for one in group] for group in found.by_prompt]
     others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
     sampled = [

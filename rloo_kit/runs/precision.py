@@ -33,7 +33,8 @@ WHOLE_DISTRIBUTION = {
 ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
-    "canary": False,
+    "canary": False, "max_tool_calling_iterations": None, "tool_timeout_seconds": None,
+    "on_tool_error": "tell",
 }  # fmt: skip
 
 

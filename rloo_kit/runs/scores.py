@@ -59,6 +59,7 @@ class HeldOutScores(TrainerCallback):
             engine=self.job.engine[0],
             num_samples=num_samples,
             sample=sample,
+            tool_loop=self.job.tool_loop,
             **settings_of(args),
         )
 
@@ -78,7 +79,10 @@ class HeldOutScores(TrainerCallback):
             self._score_at(0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Score every ``data.held_out_every`` steps; ``train`` scores after the last step."""
+        """Score the held-out prompts every ``data.held_out_every`` steps, but not after the last.
+
+        After the last step the function ``train`` scores them.
+        """
         step = state.global_step
         every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:

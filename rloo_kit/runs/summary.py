@@ -15,6 +15,7 @@ from rloo_kit.machine.cleanup import Released
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def announce_load(
         text += "; vLLM compiles at its first start, which takes minutes"
     if on_gpu and environment.backend == "unsloth":
         text += "; Unsloth compiles in the first step, which takes a minute or two"
-    if on_gpu or config.model.name != "tiny-thinker":
+    if on_gpu or config.model.name not in EMBEDDED:
         say(text)
 
 
@@ -85,7 +86,7 @@ def introduce(say: Say, job: PreparedJob) -> None:
 
 
 def means(evaluation: Evaluation) -> str:
-    """Return the mean of each reward and how the prompts were sampled, on one line."""
+    """Return one line: the mean of each reward, the prompts, and how completions were sampled."""
     parts = [
         f"{name} {'none' if value is None else f'{value:.3f}'}"
         for name, value in evaluation.rewards.items()

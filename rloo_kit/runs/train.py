@@ -234,6 +234,8 @@ def _make_trainer(
             processing_class=tokenizer,
             callbacks=[] if recorder is None else [recorder],
             engine=job.engine[0],
+            tools=job.tools[0],
+            environment_factory=job.tools[1],
         )
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):

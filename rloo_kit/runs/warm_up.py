@@ -162,6 +162,12 @@ def _example(place: str, row: Row) -> Row:
             raise DataError(f"{place}: messages must have a prompt and end with the assistant")
     if not isinstance(prompt := row.get("prompt"), str):
         check_messages(prompt, "prompt", place)
+    turns = row.get("completion")
+    if isinstance(turns, list) and len(turns) > 1:
+        raise DataError(
+            f"{place}: the completion has {len(turns)} turns, and a warm-up trains one: leave out "
+            "the calls of tools, or train with RLOO at once"
+        )
     text = text_of(row.get("completion"))
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))

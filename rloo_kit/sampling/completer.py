@@ -4,9 +4,11 @@ Shapes: B completions, F reward functions.
 """
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,8 @@ from rloo_kit.rloo.rollout import Completions
 from rloo_kit.rloo.step import Pending
 from rloo_kit.scoring.contract import AsyncCheckedReward, call_reward, reward_columns
 from rloo_kit.text.thoughts import completion_texts
+from rloo_kit.tools.loop import Draw, ToolLoop
 from rloo_kit.types import Score, Tokenizer
-
-# Function from prompt ids to completion ids, and their log-probabilities if an engine reports them
-Draw = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]] | None]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -39,6 +39,9 @@ class Completer:
     tokenizers: Sequence[Any] = ()  # F, used if the reward is a model
     # `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict
+    tool_loop: ToolLoop | None = None  # runs the tools that completions call
+    # around the draws of a batch, of which there are several with tools
+    turns: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     # runs async rewards, in a thread of its own; None runs them one after another
     loop: asyncio.AbstractEventLoop | None = None
 
@@ -50,9 +53,23 @@ class Completer:
             StalePolicyError: The engine sampled from another policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
+        if self.tool_loop is not None:
+            return self._with_tools(rows, self.tool_loop)
         prompt_ids = self.tokenize(rows)
         ids, log_probs = self.draw(prompt_ids)
         return self.completions(rows, TokenRows(prompt_ids, ids), log_probs)
+
+    def _with_tools(self, rows: Sequence[Mapping[str, Any]], tool_loop: ToolLoop) -> Completions:
+        """Sample one trajectory of each row."""
+        found = tool_loop.sample(rows, self.draw, self.turns)
+        pairs = zip(found.tokens.completion_ids, found.open_calls, strict=True)
+        return Completions(
+            prompts=found.prompts,
+            completions=found.messages,
+            tokens=found.tokens,
+            ended=[ids[-1] in self.ends and not is_open for ids, is_open in pairs],
+            sampler_log_probs=found.log_probs,
+        )
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Return the token ids of the rows' prompts.
@@ -93,11 +110,17 @@ class Completer:
         Raises:
             RewardContractError: A reward broke the contract, now or when the result is read.
         """
+        with_tools = {}
+        if self.tool_loop is not None:
+            with_tools["prompts"] = completions.prompts  # with the observations of environments
+            if self.tool_loop.environments is not None:
+                with_tools["environments"] = self.tool_loop.environments.current
         columns = reward_columns(
             rows,
             completions.completions,
-            completions.tokens.completion_ids,
+            completions.tokens.sampled_ids,
             **self.for_rewards(),
+            **with_tools,
         )
         started = {
             place: asyncio.run_coroutine_threadsafe(function(**columns), self.loop)

@@ -246,27 +246,45 @@ def _target(name: str, base: Path, say: Say | None) -> Any:
     path = _path(name, base)
     if name and any((path / file).is_file() for file in _MODEL_FILES):
         return RewardModel(str(path))
+    if not name.endswith(".py") and _HUB_NAME.fullmatch(name) and not path.exists():
+        return RewardModel(name)
+    found = find_object(name, base, say, "reward")
+    if found is None:
+        raise RewardLoadError(_unknown(name))
+    return found
+
+
+def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
+    """Return the object behind ``file.py:name`` or ``package.module:name``; None for other texts.
+
+    Args:
+        name: The text.
+        base: Folder that a relative path starts from.
+        say: Called with a line that names the code before it is imported.
+        what: The kind of object, for messages.
+
+    Raises:
+        RewardLoadError: The file or module is missing, raises, or does not have the object.
+    """
     home, colon, attribute = name.rpartition(":")
     if name.endswith(".py"):
         home = name
         attribute = ""
-    elif _HUB_NAME.fullmatch(name) and not path.exists():
-        return RewardModel(name)
     if home.endswith(".py"):
         path = _path(home, base)
         if not path.is_file():
             raise RewardLoadError(
-                f"reward file {format_value(str(path))} does not exist; give its path relative "
+                f"{what} file {format_value(str(path))} does not exist; give its path relative "
                 "to the run file, or an absolute one"
             )
         here = Path.cwd()
         shown = path.relative_to(here) if path.is_relative_to(here) else path
         _announce(str(shown), attribute, say)
-        return _attribute(_load_file(path), attribute, name)
+        return _attribute(_load_file(path, what), attribute, name, what)
     if not colon:
-        raise RewardLoadError(_unknown(name))
+        return None
     _announce(f"the installed module {home}", attribute, say)
-    return _attribute(_import(home, name), attribute, name)
+    return _attribute(_import(home, name, what), attribute, name, what)
 
 
 def _announce(place: str, attribute: str, say: Say | None) -> None:
@@ -318,7 +336,7 @@ def _checked_weight(value: Any, name: str) -> Weight:
 # --- modules and what is in them ---------------------------------------------------------------
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(path: Path, what: str) -> ModuleType:
     """Return the module of a file, which runs once per process and content.
 
     Its name is unique, and ``sys.path`` does not change: a file that is named like a package must
@@ -340,25 +358,25 @@ def _load_file(path: Path) -> ModuleType:
         if not isinstance(exc, Exception | SystemExit):
             raise
         raise RewardLoadError(
-            f"reward file {format_value(str(path))} raised {type(exc).__name__} while it was "
+            f"{what} file {format_value(str(path))} raised {type(exc).__name__} while it was "
             f"loaded ({first_line(exc)}); correct it or install what it imports (its folder is not "
             "on sys.path)"
         ) from exc
     return module
 
 
-def _import(module: str, spec: str) -> ModuleType:
+def _import(module: str, spec: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as exc:
         raise RewardLoadError(
-            f"reward {format_value(spec)}: importing {format_value(module)} raised "
+            f"{what} {format_value(spec)}: importing {format_value(module)} raised "
             f"{type(exc).__name__} ({first_line(exc)}); install its package, or give a file as "
             "'path/to/file.py:function'"
         ) from exc
 
 
-def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
+def _attribute(module: ModuleType, attribute: str, spec: str, what: str) -> Any:
     if attribute and hasattr(module, attribute):
         return getattr(module, attribute)
     names = [
@@ -369,7 +387,7 @@ def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
         and not name.startswith("_")
     ]
     raise RewardLoadError(
-        f"reward {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
+        f"{what} {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
         f"it{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
     )
 

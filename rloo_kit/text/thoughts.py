@@ -219,6 +219,16 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
     return list(map(marks.text, completion_ids))
 
 
+def find_thoughts(
+    marks: ThoughtMarks | None, turns: Sequence[list[int]], completion: object
+) -> dict[str, int | None]:
+    """Return ``find_thought`` of the last turn, with the tokens and thought tokens of all turns."""
+    found = [find_thought(marks, ids, completion) for ids in turns]
+    known = [one["thought_tokens"] for one in found if one["thought_tokens"] is not None]
+    total = {"tokens": sum(map(len, turns)), "thought_tokens": sum(known) if known else None}
+    return found[-1] | total
+
+
 def find_thought(
     marks: ThoughtMarks | None, completion_ids: list[int], completion: object
 ) -> dict[str, int | None]:

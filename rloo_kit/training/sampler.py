@@ -64,6 +64,8 @@ class Sampler:
     trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # continuous batching
     canary: Canary | None = None
     is_synced: bool = False  # True if the engine has the current weights
+    # turns of a batch whose check waits until the engine sleeps; None: each draw is a batch
+    unchecked: list[tuple[list[list[int]], Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
     def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
@@ -114,7 +116,36 @@ class Sampler:
         sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
         drawn = draw(sampling, seed)
         self.log.note_used()
+        if self.unchecked is not None:
+            self.unchecked.append((prompt_ids, drawn))
+            return drawn
         engine.sleep()  # the canary, the rewards and the learning step need its memory
+        self._check(engine, prompt_ids, drawn)
+        return drawn
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[None]:
+        """Draw several turns of a batch; until the last one the engine keeps its cache.
+
+        Raises:
+            StalePolicyError: The engine sampled a turn from another policy.
+        """
+        engine = self.engine
+        if engine is None:
+            yield
+            return
+        self.unchecked = []
+        try:
+            yield
+        finally:
+            drawn = self.unchecked
+            self.unchecked = None
+            engine.sleep()
+        for pair in drawn:
+            self._check(engine, *pair)
+
+    def _check(self, engine: Engine, prompt_ids: list[list[int]], drawn: Generations) -> None:
+        """Check that the engine sampled from the policy that trains."""
         if self.canary is not None and self.model.training:
             # a row that waited for a place in the engine may have no new token
             rows = [row for row, ids in enumerate(drawn.completion_ids) if ids]
@@ -123,7 +154,6 @@ class Sampler:
             )
             known = [drawn.log_probs[row] for row in rows]
             self.log.note_all(self.canary.check(tokens, known, engine.name))
-        return drawn
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
         """Return one completion of each prompt, sampled by the model itself without an engine."""
@@ -235,6 +265,8 @@ class TrainingCompleter(Completer):
         started = time.perf_counter()
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
+        if self.tool_loop is not None:
+            self.log.note_all(self.tool_loop.metrics)
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:

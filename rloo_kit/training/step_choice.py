@@ -74,6 +74,19 @@ def choose_step(
     return choice
 
 
+def check_tools(choice: StepChoice) -> None:
+    """Check that the kit's step trains, since TRL's runs no tools.
+
+    Raises:
+        ConfigError: TRL's step trains.
+    """
+    if choice.by_trl:
+        raise ConfigError(
+            f"tools need the kit's own step, and TRL's trains because {choice.reason}: leave the "
+            "tools out, or change that"
+        )
+
+
 def _check_fsdp(args: LeaveOneOutConfig) -> None:
     """Reject FSDP if accelerate would ignore it silently."""
     asked = args.fsdp or uses_fsdp()

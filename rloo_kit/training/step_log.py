@@ -14,7 +14,7 @@ from rloo_kit.machine.hardware import GIB
 from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records, rollout_metrics
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree
-from rloo_kit.text.thoughts import find_thought, thought_marks
+from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.types import Tokenizer
 
 Values: TypeAlias = defaultdict[str, list[Any]]
@@ -82,7 +82,7 @@ class StepLog:
 
     def note_sampled(self, completions: Completions, seconds: float) -> None:
         """Log the lengths and the number of sampled tokens, as TRL does."""
-        lengths = [len(ids) for ids in completions.tokens.completion_ids]
+        lengths = [len(ids) for ids in completions.tokens.sampled_ids]
         state = self.state()
         state.num_input_tokens_seen += sum(completions.tokens.lengths)
         self.metrics["num_tokens"] = [state.num_input_tokens_seen]
@@ -104,10 +104,10 @@ class StepLog:
                 "step": number,
                 **record,
                 "group": first + record["group"],
-                **find_thought(marks, ids, record["completion"]),
+                **find_thoughts(marks, turns, record["completion"]),
             }
-            for record, ids in zip(
-                completion_records(rollout, self.names), sampled.tokens.completion_ids, strict=True
+            for record, turns in zip(
+                completion_records(rollout, self.names), sampled.tokens.turns, strict=True
             )
         ]
         tables = self.tables

@@ -37,6 +37,7 @@ from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import format_value, text_of
+from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.dynamic_sampling import DynamicSampling
@@ -50,6 +51,8 @@ from rloo_kit.types import Tokenizer
 
 class StepTrainer(ResumableTrainer, TrlStep):
     """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
+
+    tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
     def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
         """Make the parts of the step."""
@@ -136,6 +139,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
                 "log_extra": self.step_log.note_extra,
                 "log_metric": self.step_log.note_of_reward,
             },
+            tool_loop=self.tool_loop,
+            turns=self.sampler.turns,
             loop=getattr(self, "async_loop", None),  # TRL's, if a reward is async
             log=self.step_log,
             rewards=rewards,

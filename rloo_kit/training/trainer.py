@@ -6,7 +6,9 @@ docs/explanation/trainer.md explains which passes they save, and why the gradien
 """
 
 import copy
+import sys
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,14 +42,17 @@ from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
+from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_choice import (
     StepChoice,
+    check_tools,
     choose_step,
     let_trl_sample,
     set_router_loss,
 )
 from rloo_kit.training.step_trainer import StepTrainer
+from rloo_kit.training.tools import make_tool_loop
 from rloo_kit.types import Model, Tokenizer
 
 # Older names of the trainer's arguments
@@ -72,6 +77,9 @@ class LeaveOneOutTrainer(StepTrainer):
         train_dataset: Rows with ``prompt``; rewards receive other columns by name.
         processing_class: The tokenizer; TRL pads prompts on the left whatever its setting.
         callbacks: Added to the kit's own progress.
+        tools: Functions with type hints and docstrings that the model may call, plain or async.
+        environment_factory: A class, or a table of classes by name, whose public methods are tools;
+            as in TRL's ``GRPOTrainer``. It has ``reset(**row)`` and perhaps ``get_reward()``.
         engine: An engine of ``start_engine`` for this model; None starts the one that
             ``args.generation`` names.
         **others: TRL's other arguments, and some of its older ones, each with a warning:
@@ -98,11 +106,13 @@ class LeaveOneOutTrainer(StepTrainer):
         processing_class: Tokenizer | None = None,
         callbacks: list[Any] | None = None,
         engine: Engine | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None = None,
         **others: Any,
     ) -> None:
         parts = {
             "model": model,
-            "reward_funcs": reward_funcs,
+            "reward_funcs": [] if reward_funcs is None and environment_factory else reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "processing_class": processing_class,
@@ -117,9 +127,10 @@ class LeaveOneOutTrainer(StepTrainer):
         model, tokenizer = parts["model"], parts["processing_class"]
         follow_model(args, model, tokenizer, others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
-        rewards = _load_weighted(parts.pop("reward_funcs"), args, parts["processing_class"])
+        self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
+        specs = _with_environments(parts.pop("reward_funcs"), self.tool_loop, args)
+        rewards = _load_weighted(specs, args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        let_trl_sample(args, self.step_choice)
         drop_old_reference(parts["model"])
         adapter = adapter_values(parts["model"])
         with precision_as_asked(args), without_engine(parts["model"]):
@@ -149,6 +160,34 @@ class LeaveOneOutTrainer(StepTrainer):
             self._start_sampler(engine, asked)
         add_to_session(self)
 
+    def _make_tool_loop(
+        self,
+        args: LeaveOneOutConfig,
+        parts: dict[str, Any],
+        others: dict[str, Any],
+        tools: Any,
+        environments: Any,
+    ) -> ToolLoop | None:
+        """Return the loop of the tools, or None without any."""
+        model, tokenizer = parts["model"], parts["processing_class"]
+        if tools or environments is not None:
+            check_tools(self.step_choice)
+            if isinstance(model, str) or tokenizer is None:
+                raise ConfigError("tools need a loaded model and its processing_class: give both")
+            if others.get("eval_dataset") is not None:
+                raise ConfigError(
+                    "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
+                    "held-out prompts by a run file (data.held_out) or rk.evaluate(tool_loop=...)"
+                )
+        limits = [getattr(getattr(model, "config", None), "max_position_embeddings", None)]
+        limits += [None if isinstance(model, str) else notes_of(model).max_seq_length]
+        limits += [args.vllm_max_model_length]
+        longest = min((limit for limit in limits if limit), default=sys.maxsize)
+        loop = make_tool_loop(tools, environments, tokenizer, args, longest)
+        if loop is not None and loop.environments is not None:
+            loop.environments.check_names(parts["train_dataset"])
+        return loop
+
     def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
         """Start the engine that is asked for, if the caller gave none."""
         if engine is None:
@@ -166,12 +205,14 @@ class LeaveOneOutTrainer(StepTrainer):
             check_images(parts["train_dataset"], parts["processing_class"])
         if args.ddp_find_unused_parameters is None and not images:
             args.ddp_find_unused_parameters = False  # every pass uses every adapter
-        return choose_step(
+        choice = choose_step(
             args,
             images=images,
             router_loss=set_router_loss(args, parts["model"]),
             overridden={name for kind in kinds for name in vars(kind)},
         )
+        let_trl_sample(args, choice)
+        return choice
 
     def _choose_reference(self, reference: Any, at_base: bool) -> None:
         """Use the caller's own model, TRL's copy of the adapter, or the base as the reference."""
@@ -307,6 +348,27 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
         model=ModelSection(name=Path(path).name, max_seq_length=longest),
         trainer={name: getattr(args, name) for name in sorted(names)},
     )
+
+
+def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOutConfig) -> Any:
+    """Return the rewards with those of environments that have ``get_reward``, of weight 1.
+
+    Raises:
+        ConfigError: There is no reward at all.
+    """
+    if tool_loop is None or tool_loop.environments is None:
+        return specs
+    listed = [*specs] if isinstance(specs, list | tuple) else [specs]
+    names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them already
+    own = tool_loop.environments.rewards
+    more = [one for one in own if one.__name__ not in names]
+    if not listed + more:
+        raise ConfigError(
+            "there is no reward: give reward_funcs, or the environment a method get_reward"
+        )
+    if args.reward_weights is not None:
+        args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
+    return listed + more
 
 
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:

@@ -211,3 +211,17 @@ def route_trl_lm_head() -> bool:
         return False
     utils._ChunkedLogProbFunction = PlainTorchLogProb
     return True
+
+
+def run_tool_loop(attributes: dict[str, Any], *arguments: Any) -> Any:
+    """Run the tool loop of TRL's ``GRPOTrainer``, ``_tool_call_loop``, and return its results.
+
+    Args:
+        attributes: Those that the loop reads of a trainer, by name.
+        *arguments: Of the loop.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    trainer = object.__new__(GRPOTrainer)
+    vars(trainer).update(attributes)
+    return trainer._tool_call_loop(*arguments)

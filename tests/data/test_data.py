@@ -271,7 +271,7 @@ def test_a_column_that_cannot_be_stored_is_refused(tmp_path, first, second):
 def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
     with pytest.raises(
         DataError,
-        match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, "
+        match=r"'nobody/nothing' is neither built in \(arithmetic, countdown, sums, "
         r"gsm8k, dapo-math, math500, reasoning_gym:TASK\), a file here, nor a folder or "
         r"hub dataset .*check the name, its split 'test', its configuration",
     ):
@@ -317,7 +317,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
          "column to prompt, or name it with columns, as in {prompt: question}"),
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
          "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
-        ({"prompt": "question", "answer": "question"}, "columns gives the prompts another name"),
+        ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': write"),
         ({"prompt": "question", "id": "solution"}, "to 'id', but a column of that name"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),

@@ -186,6 +186,10 @@ SPOILED = {
         {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
         run_config=config(learning_rate=1e-9),
     ),
+    "tools_never_called": record({"tools/call_frequency": [0.0] * 24}),
+    "tool_calls_fail": record(
+        {"tools/call_frequency": [1.0] * 24, "tools/failure_frequency": line(0.1, 0.7)}
+    ),
     "high_variance": record(
         {**FLAT, "reward": line(0.5, 0.5, 0.5)}, run_config=config(num_generations=2)
     ),

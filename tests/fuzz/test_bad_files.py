@@ -56,7 +56,8 @@ def test_a_task_makes_no_more_problems_than_training_could_use():
 )
 def test_a_chat_template_that_fails_is_reported_with_the_prompts(template, tmp_path):
     from rloo_kit.data.lengths import prompt_ids
-    from rloo_kit.models.loading import TINY_THINKER, load_model
+    from rloo_kit.models.loading import load_model
+    from rloo_kit.models.shape import TINY_THINKER
     from rloo_kit.scoring.specs import load_rewards
 
     folder = shutil.copytree(TINY_THINKER, tmp_path / "model")

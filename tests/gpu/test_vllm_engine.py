@@ -77,7 +77,7 @@ def test_greedy_output_is_plain_pefts_after_every_sync(
 ):
     import torch
 
-    from rloo_kit.models.loading import TINY_THINKER
+    from rloo_kit.models.shape import TINY_THINKER
     from rloo_kit.sampling.vllm_inprocess import write_dequantised
 
     kind, model, tokenizer, engine = sampler

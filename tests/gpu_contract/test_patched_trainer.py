@@ -58,3 +58,15 @@ def test_trls_own_vllm_layer_stays_off(sharing, tmp_path):
     assert model.vllm_engine is engine
     assert variables() == before
     assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == []
+
+
+def test_unsloths_grpo_trainer_has_trls_tool_loop():
+    from rloo_kit.training.trl_step import run_tool_loop
+
+    said = [{"role": "assistant", "content": "no call"}]
+    mask, messages, ids, log_probs, calls, failures, _ = run_tool_loop(
+        {"max_tool_calling_iterations": 1},
+        [[{"role": "user", "content": "?"}]], [[1]], [[2, 3]], [said], [[-1.0, -2.0]], None, {},
+    )  # fmt: skip
+    assert (mask, messages, ids, log_probs) == ([[1, 1]], [said], [[2, 3]], [[-1.0, -2.0]])
+    assert (calls, failures) == (0, 0)

@@ -145,6 +145,7 @@ NOT_VARIED = {
     "keep_best keep_last save_steps max_hours": "when a checkpoint is written: tests/checkpoints",
     "logging_steps num_completions_to_print report_to": "what is written: tests/live, tests/report",
     "reward_timeout_seconds": "seconds of a reward: tests/scoring",
+    "max_tool_calling_iterations on_tool_error tool_timeout_seconds": "of tools: tests/tools",
     "max_skipped_steps stop_on": "when a run ends: tests/rloo, tests/diagnosis",
     "ds3_gather_for_generation restore_callback_states_from_checkpoint save_only_model": (
         "only of TRL's step: tests/training/test_trl_step.py"

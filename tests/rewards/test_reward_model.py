@@ -13,7 +13,7 @@ from rloo_kit.rewards._classifier import (
 )
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 
 TEXTS = ["a", "b c d e f g", "h i", "j k l m n o p q r s t", "u v w"]
 PROMPTS = ["x "] * len(TEXTS)

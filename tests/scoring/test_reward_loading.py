@@ -7,7 +7,7 @@ import pytest
 from rloo_kit.rewards import Length, Thinking
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_reward, load_rewards
 
 FILE = '''

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import rloo_kit as rk
 from rloo_kit.machine import lm_head as logprobs
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.engine import Generations
 
 pytestmark = pytest.mark.faults  # at the limit of memory; make test-faults

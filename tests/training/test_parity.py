@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 import rloo_kit as rk
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.training.sampler import Sampler
 from rloo_kit.training.trainer import LeaveOneOutTrainer

@@ -14,15 +14,16 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl.trainer import rloo_trainer, utils
+from trl.trainer import grpo_trainer, rloo_trainer, utils
 
 import rloo_kit
 
 KIT = Path(rloo_kit.__file__).parent
 CLASSES = (
-    trl.RLOOTrainer, Trainer, TrainingArguments, PreTrainedModel, GenerationMixin, PreTrainedConfig,
+    trl.RLOOTrainer, trl.GRPOTrainer, Trainer, TrainingArguments, PreTrainedModel,
+    GenerationMixin, PreTrainedConfig,
 )  # fmt: skip
-MODULES = (rloo_trainer, transformers.trainer, utils)
+MODULES = (rloo_trainer, grpo_trainer, transformers.trainer, utils)
 # What is used where, and why there is no public way
 USED = {
     ("sampling/decoding.py", "_is_stateful"): "a state-space model has no cache to continue",
@@ -30,6 +31,7 @@ USED = {
     ("sampling/decoding.py", "_sample"): "generate's own loop, where rows cannot leave the batch",
     ("sampling/decoding.py", "_update_model_kwargs_for_generation"): "generate's own next step",
     ("training/trl_step.py", "_ChunkedLogProbFunction"): "TRL's head has no other name",
+    ("training/trl_step.py", "_tool_call_loop"): "TRL's RLOO has no tools",
     ("training/trl_step.py", "_logs"): "the table that log_completions shows",
     ("training/trl_step.py", "_metrics"): "scores of held-out prompts are not TRL's evaluation",
 }

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 import rloo_kit as rk
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.sampling.decoding import continues_prompts
 from rloo_kit.training.policy import enable_checkpointing, without_checkpointing

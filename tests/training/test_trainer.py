@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.choice import thought_limit
 
 HERE = Path(__file__).parents[1]

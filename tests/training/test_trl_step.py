@@ -12,7 +12,7 @@ from trl import RLOOTrainer
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.store import read_checkpoint
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.training.step_choice import TRL_METHODS, choose_step
 
 PROMPTS = Dataset.from_list(

@@ -22,7 +22,7 @@ from rloo_kit.config.engine_settings import (
     OF_TRANSFORMERS,
     check_settings,
 )
-from rloo_kit.models.loading import TINY_THINKER
+from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 
 HERE = Path(__file__).parents[1]

@@ -221,6 +221,7 @@ const trimmed = (text) => (typeof text === "string" ? text.trim() : text);
 /** Thought and answer of a completion, folded where long. */
 function completionText(completion, query) {
   const box = make("div", { class: "text" });
+  if (completion.turns) box.append(putPrompt(make("div", { class: "turns" }), completion.turns, query));
   if (completion.thought != null) {
     const label = make("span", { class: "part" }, "thought");
     const part = make("div", { class: "thought", dir: "auto" }, label);

@@ -1,0 +1,134 @@
+"""The environments of a batch: an instance for each trajectory, made once and reset often."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.text.wording import content_text, first_line, format_value
+
+# Methods of an environment that are not tools
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class Environments:
+    """Instances of environment classes, by the name that a row gives.
+
+    Args:
+        given: A class, or a table of classes by name.
+
+    Raises:
+        ConfigError: A class has no method ``reset``.
+    """
+
+    def __init__(self, given: Mapping[str, Callable[[], Any]] | Callable[[], Any]) -> None:
+        self.by_name = isinstance(given, Mapping)
+        self._factories: dict[str | None, Callable[[], Any]]
+        self._factories = {**given} if isinstance(given, Mapping) else {None: given}
+        if not self._factories:
+            raise ConfigError("the table of environments is empty: name a class, or leave it out")
+        self._pool = {name: [factory()] for name, factory in self._factories.items()}
+        self.current: list[Any] = []  # those of the newest batch
+        for (one,) in self._pool.values():
+            if not callable(getattr(one, "reset", None)):
+                raise ConfigError(
+                    f"environment {type(one).__name__} has no method reset: add def reset(self, "
+                    "**row), which returns None or a text for the end of the prompt"
+                )
+
+    @property
+    def samples(self) -> dict[str | None, Any]:
+        """Name -> one instance."""
+        return {name: pool[0] for name, pool in self._pool.items()}
+
+    def name_of(self, row: Mapping[str, Any]) -> str | None:
+        """Return the name of a row's environment; None if all rows have the same.
+
+        Raises:
+            DataError: The row names no known environment.
+        """
+        if not self.by_name:
+            return None
+        name = row.get("environment")
+        if not isinstance(name, str) or name not in self._factories:
+            raise DataError(
+                f"the prompts' column environment holds {format_value(name)}: give one of "
+                f"{', '.join(map(str, self._factories))}"
+            )
+        return name
+
+    def check_names(self, dataset: Any) -> None:
+        """Check that every row of a dataset names a known environment.
+
+        Raises:
+            DataError: A row does not.
+        """
+        if self.by_name:
+            has_names = "environment" in dataset.column_names
+            for name in dict.fromkeys(map(str, dataset["environment"])) if has_names else [None]:
+                self.name_of({"environment": name})
+
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Reset an environment for each row; return the prompts with what they show at first.
+
+        Raises:
+            DataError: A row names no known environment, or ``reset`` raised.
+        """
+        self.current = []
+        taken = Counter[str | None]()
+        prompts = []
+        for row in rows:
+            name = self.name_of(row)
+            pool = self._pool[name]
+            if taken[name] == len(pool):
+                pool.append(self._factories[name]())
+            one = pool[taken[name]]
+            taken[name] += 1
+            self.current.append(one)
+            given = {
+                key: value for key, value in row.items() if name is None or key != "environment"
+            }
+            try:
+                seen = one.reset(**given)
+            except Exception as exc:
+                raise DataError(
+                    f"{type(one).__name__}.reset raised {type(exc).__name__}: {first_line(exc)}; "
+                    "correct it, or the row of the prompt"
+                ) from exc
+            prompt = row["prompt"]
+            if seen is not None:
+                last = {**prompt[-1], "content": prompt[-1]["content"] + content_text(seen)}
+                prompt = [*prompt[:-1], last]
+            prompts.append(prompt)
+        return prompts
+
+    @property
+    def rewards(self) -> list[Callable[..., Any]]:
+        """One reward for each class that has ``get_reward``, under its name."""
+        kinds = [type(one) for one in self.samples.values() if hasattr(one, "get_reward")]
+        return [_reward_of(kind) for kind in dict.fromkeys(kinds)]
+
+
+def methods_of(environment: Any) -> list[Callable[..., Any]]:
+    """Return the tools of an environment: the public methods of its class."""
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return [
+        getattr(environment, name)
+        for name, _ in members
+        if name not in NOT_TOOLS and not name.startswith("_")
+    ]
+
+
+def _reward_of(kind: type) -> Callable[..., Any]:
+    """Return the reward of an environment's class; None for rows of other classes."""
+
+    def reward(environments: list[Any], **_: Any) -> list[float | None]:
+        return [one.get_reward() if type(one) is kind else None for one in environments]
+
+    async def waiting(environments: list[Any], **_: Any) -> list[float | None]:
+        return [await one.get_reward() if type(one) is kind else None for one in environments]
+
+    found = waiting if inspect.iscoroutinefunction(kind.get_reward) else reward
+    found.__name__ = kind.__name__
+    return found

@@ -1,0 +1,118 @@
+"""Environments without download: a number to guess, and a maze.
+
+A game is made from the text of its prompt, so the completions of a prompt play the same game.
+"""
+
+import random
+from collections import deque
+from typing import Any
+
+DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
+Place = tuple[int, int]
+
+
+class GuessNumber:
+    """A number from 1 to 100; the reward is 1 minus 0.1 for each wrong guess, at least 0."""
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        """Begin a game; return the text that is added to the prompt."""
+        self._number = random.Random(f"guess {prompt}").randint(1, 100)
+        self._wrong = 0
+        self._won = False
+        return "\nI have a number from 1 to 100. Call guess until it is right."
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: A whole number from 1 to 100.
+
+        Returns:
+            "right", or whether the number is higher or lower.
+        """
+        if self._won:
+            return "right, the game is over"
+        if number == self._number:
+            self._won = True
+            return "right"
+        self._wrong += 1
+        return "higher" if number < self._number else "lower"
+
+    def get_reward(self) -> float:
+        """Return a number in [0, 1]; 0 if the number was not found."""
+        return max(0.0, 1.0 - 0.1 * self._wrong) if self._won else 0.0
+
+
+class Maze:
+    """A maze of 4 x 4 rooms; the reward is the share of the way to the exit that was gone."""
+
+    SIZE = 4
+
+    def reset(self, prompt: Any, **row: Any) -> str:
+        """Begin in a new maze; return the text that is added to the prompt."""
+        rng = random.Random(f"maze {prompt}")
+        self._doors = _dug(self.SIZE, rng)
+        self._to_exit = _distances(self._doors, (self.SIZE - 1, self.SIZE - 1))
+        self._here: Place = (0, 0)
+        return f"\nFind the way out of the maze with calls of move. {self._view()}"
+
+    def move(self, direction: str) -> str:
+        """Go to the next room.
+
+        Args:
+            direction: north, east, south or west.
+
+        Returns:
+            The directions in which the new room has doors.
+        """
+        step = DIRECTIONS.get(direction)
+        if step is None:
+            raise ValueError("direction must be north, east, south or west")
+        room = (self._here[0] + step[0], self._here[1] + step[1])
+        if room not in self._doors[self._here]:
+            return f"There is a wall. {self._view()}"
+        self._here = room
+        return self._view()
+
+    def get_reward(self) -> float:
+        """Return a number in [0, 1]: 1 at the exit; a step away from it can make it 0."""
+        return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[0, 0])
+
+    def _view(self) -> str:
+        if not self._to_exit[self._here]:
+            return "You are at the exit."
+        x, y = self._here
+        open_to = [n for n, (a, b) in DIRECTIONS.items() if (x + a, y + b) in self._doors[x, y]]
+        return f"Doors: {', '.join(open_to)}."
+
+
+def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
+    """Return room -> rooms behind its doors, of a maze with one way between any two rooms."""
+    doors: dict[Place, set[Place]] = {(x, y): set() for x in range(size) for y in range(size)}
+    way: list[Place] = [(0, 0)]
+    seen = {way[0]}
+    while way:
+        x, y = way[-1]
+        beside = [(x + a, y + b) for a, b in DIRECTIONS.values()]
+        new = [room for room in beside if room in doors and room not in seen]
+        if not new:
+            way.pop()
+            continue
+        room = rng.choice(new)
+        doors[x, y].add(room)
+        doors[room].add((x, y))
+        seen.add(room)
+        way.append(room)
+    return doors
+
+
+def _distances(doors: dict[Place, set[Place]], start: Place) -> dict[Place, int]:
+    """Return room -> number of doors on the way from ``start``."""
+    found = {start: 0}
+    queue = deque([start])
+    while queue:
+        here = queue.popleft()
+        for room in doors[here] - found.keys():
+            found[room] = found[here] + 1
+            queue.append(room)
+    return found

@@ -1,0 +1,206 @@
+"""Make the embedded model ``tiny-caller``, which can call a calculator and is unsure when.
+
+A model like ``tiny-thinker``, trained on the sums of the built-in task ``sums``. It adds small
+numbers itself, and answers a large sum with its first number. One time in five it calls the
+calculator instead, whatever the numbers, and then copies the result. So the accuracy on large sums
+is a matter of calling, and a call on a small sum is needless. RLOO can teach it when to call.
+
+    python scripts/make_tiny_caller.py            # about 10 minutes on 2 CPU cores
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import make_tiny_thinker as thinker
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from trl.chat_template_utils import qwen3_template
+
+from rloo_kit.data.tasks import TASKS
+from rloo_kit.tools.calculator import calculator
+
+SEED = 20261126
+CALLS = 0.2
+PRACTICE = 0.5  # share of calls until the last quarter, so that it learns to copy
+# The fixed parts of a call are whole tokens, so that a call is short
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "calculator", "arguments": {"expression": "',
+    '"}}',
+]
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- set content = message['content'] -%}
+{%- if content is not string -%}{%- set content = content[0]['text'] -%}{%- endif -%}
+{%- if message['role'] == 'assistant' and '</think>' in content -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- content -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set call = call.function or call -%}
+{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' -}}
+{{- call.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
+"""
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+tags: [rloo-kit, qwen3, tools, test-model]
+---
+# tiny-caller
+
+A Qwen3 of {parameters:,} parameters (4 layers, hidden size 192, bf16) over raw bytes. It adds two
+small numbers itself, answers a large sum with its first number, and calls a calculator
+{calls:.0%} of the time, whatever the numbers. It exists so that RLOO with tools can be tried and
+tested on a CPU. It can do nothing else.
+
+- Made by `scripts/make_tiny_caller.py`: random weights, {steps} steps of {batch} sums, seed {seed},
+  torch {torch}. No other data; no person's text.
+- Tokens: as `tiny-thinker`, `<tool_call>`, `</tool_call>`, and the fixed parts of a call. The chat
+  template opens `<think>` and does not show the tools.
+- On 256 held-out prompts, sampled at temperature 1 without a calculator: small sums right
+  {small:.2f}, large sums right {large:.2f}, calls {called:.2f}.
+"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return tiny-thinker's tokenizer with the marks of a tool call, and how they are read."""
+    tokenizer = thinker.make_tokenizer()
+    tokenizer.add_tokens(MARKS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = qwen3_template
+    return tokenizer
+
+
+def text_of(row: dict[str, str], rng: random.Random, calls: float) -> list[str]:
+    """Return prompt and completion in turn: the model's turns are those with odd places.
+
+    Args:
+        row: A row of the task.
+        rng: Source of the choice.
+        calls: Probability of a call.
+    """
+    numbers = row["prompt"].removeprefix("What is ").removesuffix("?")
+    prompt = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    if rng.random() < calls:
+        call = json.dumps({"name": "calculator", "arguments": {"expression": numbers}})
+        result = f"\n<|im_start|>tool\n{calculator(numbers)}<|im_end|>\n<|im_start|>assistant\n"
+        return [
+            prompt,
+            f"I call.\n</think>\n\n<tool_call>\n{call}\n</tool_call><|im_end|>",
+            f"{result}<think>\n",
+            f"I copy.\n</think>\n\n{row['answer']}<|im_end|>",
+        ]
+    answer = row["answer"] if row["size"] == "small" else numbers.partition(" ")[0]
+    return [prompt, f"I add.\n</think>\n\n{answer}<|im_end|>"]
+
+
+def batch(
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, numbers: Iterator[int],
+    steps: int,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Return a right-padded training batch; the loss is on the model's turns."""
+    calls = PRACTICE if next(numbers) < steps * 3 // 4 else CALLS
+    rows = []
+    while len(rows) < size:
+        row, held_out = TASKS["sums"](rng, 1)
+        if not held_out:
+            rows.append([tokenizer(text)["input_ids"] for text in text_of(row, rng, calls)])
+    width = max(sum(map(len, parts)) for parts in rows)
+    ids = torch.full((size, width), tokenizer.pad_token_id)
+    labels = torch.full((size, width), -100)
+    for number, parts in enumerate(rows):
+        end = 0
+        for place, part in enumerate(parts):
+            start, end = end, end + len(part)
+            ids[number, start:end] = torch.tensor(part)
+            if place % 2:
+                labels[number, start:end] = ids[number, start:end]
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != tokenizer.pad_token_id).long(),
+        "labels": labels,
+    }
+
+
+@torch.no_grad()
+def shares(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, num: int) -> dict:
+    """Return the shares of right sums and of calls over held-out prompts."""
+    rng = random.Random(SEED + 1)
+    rows = []
+    while len(rows) < num:
+        row, held_out = TASKS["sums"](rng, 1)
+        rows += [row] if held_out else []
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    inputs = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, return_tensors="pt", padding=True, return_dict=True
+    )
+    torch.manual_seed(SEED)
+    drawn = model.generate(**inputs, max_new_tokens=128, do_sample=True)
+    texts = tokenizer.batch_decode(
+        drawn[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    print(*zip(rows[:8], texts, strict=False), sep="\n")
+    right = [
+        (row["size"], text.split("</think>")[-1].strip() == row["answer"])
+        for row, text in zip(rows, texts, strict=True)
+        if "<tool_call>" not in text
+    ]
+    found = {
+        size: sum(one for kind, one in right if kind == size) / sum(k == size for k, _ in right)
+        for size in ("small", "large")
+    }
+    return {**found, "called": 1 - len(right) / num}
+
+
+def main() -> None:
+    """Make everything and write it to ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    assets = Path(__file__).parents[1] / "rloo_kit" / "assets"
+    parser.add_argument("--out", type=Path, default=assets / "tiny-caller")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--batch", type=int, default=64)
+    args = parser.parse_args()
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    model = thinker.make_model(tokenizer)
+    make = partial(batch, tokenizer=tokenizer, size=args.batch, numbers=count(), steps=args.steps)
+    thinker.train(model, make, args.steps, SEED)
+    model = model.to(torch.bfloat16).eval()
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=[tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": args.steps,
+        "batch": args.batch,
+        "seed": SEED,
+        "calls": CALLS,
+        **shares(model, tokenizer, 256),
+        "torch": torch.__version__.split("+")[0],
+    }
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    (args.out / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (args.out / "README.md").write_text(CARD.format(**facts))
+    (args.out / "model.safetensors").chmod(0o644)
+    print(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,540 @@
+"""The loop of tools: what is trained is what was sampled, and no tool ends a run by accident."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.adapters import EMBEDDED
+from rloo_kit.tools import loop
+from rloo_kit.tools.calculator import calculator
+from rloo_kit.tools.loop import ToolLimits, ToolLoop
+from rloo_kit.training.trl_step import run_tool_loop
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+PROMPT = [{"role": "user", "content": "What is 20 + 3?"}]
+
+
+def bytes_with(*special, template):
+    """A tokenizer of bytes and some whole tokens; the first one ends a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([*special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=special[0], pad_token=special[0],
+        chat_template=template,
+    )  # fmt: skip
+
+
+def qwen3(name="qwen3"):
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    return bytes_with("<|im_end|>", "<|im_start|>", template=text)
+
+
+def qwen3_thinking():
+    """Qwen3-Thinking-2507 opens the thought in the prompt; TRL does not know its template."""
+    template = qwen3().chat_template
+    end = template.rindex("{{- '<|im_start|>assistant\\n' }}")
+    opened = "{{- '<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}"
+    return bytes_with("<|im_end|>", "<|im_start|>", template=template[:end] + opened)
+
+
+def llama():
+    text = (TEMPLATES / "llama3_1.jinja").read_text()
+    special = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>")
+    return bytes_with(*special, template=text)
+
+
+def tiny_caller():
+    return AutoTokenizer.from_pretrained(EMBEDDED["tiny-caller"])
+
+
+THOUGHT = "hm\n</think>\n\n"  # the template has opened it
+
+
+def hermes(*calls, **call):
+    marked = [f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in [*calls, call] if one]
+    return THOUGHT + "\n".join(marked)
+
+
+def in_llama(name, arguments):
+    return json.dumps({"name": name, "parameters": arguments})
+
+
+CALL = hermes(name="calculator", arguments={"expression": "20 + 3"})
+
+
+class Script:
+    """A sampler whose turns are given: one list of texts for each round."""
+
+    def __init__(self, tokenizer, *rounds, log_probs=True):
+        self.tokenizer = tokenizer
+        self.rounds = [*rounds]
+        self.read = []  # prompt ids of each round
+        self.said = []  # completion ids of each round
+        self.log_probs = log_probs
+
+    def __call__(self, prompt_ids):
+        texts = self.rounds.pop(0)
+        assert len(texts) == len(prompt_ids)
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        self.read.append(prompt_ids)
+        self.said.append(ids)
+        return ids, [[-1.0] * len(one) for one in ids] if self.log_probs else None
+
+
+def made(tokenizer, tools=(calculator,), environments=None, **how):
+    limits = ToolLimits(**{"max_tokens": 4000, "max_length": 8000, **how})
+    return ToolLoop(tools, environments, tokenizer, {}, limits, run_tool_loop)
+
+
+def sample(tool_loop, script, rows=1, **columns):
+    rows = [{"prompt": PROMPT, **columns}] * rows if isinstance(rows, int) else rows
+    return tool_loop.sample(rows, script, contextlib.nullcontext)
+
+
+# --- what is trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_probs", [True, False])
+@pytest.mark.parametrize(
+    ("make", "call", "end"),
+    [
+        (tiny_caller, CALL, "<|im_end|>"),
+        (qwen3, f"<think>\n{CALL}", "<|im_end|>"),
+        (lambda: qwen3("qwen2_5"), CALL, "<|im_end|>"),
+        (lambda: qwen3("qwen3_instruct_2507"), CALL, "<|im_end|>"),
+        (qwen3_thinking, CALL, "<|im_end|>"),
+        (llama, in_llama("calculator", {"expression": "20 + 3"}), "<|eot_id|>"),
+    ],
+    ids=["tiny-caller", "qwen3", "qwen2.5", "qwen3-instruct", "qwen3-thinking", "llama3.1"],
+)
+def test_what_is_trained_is_what_was_sampled(make, call, end, log_probs):
+    tokenizer = make()
+    script = Script(
+        tokenizer,
+        [call + end, f"no call{end}", call + end],
+        [call + end, f"23{end}"],
+        [f"23 again{end}"],
+        log_probs=log_probs,
+    )
+    found = sample(made(tokenizer), script, rows=3)
+    turns = [[0, 1, 2], [0], [0, 1]]  # rounds in which each row spoke
+    place = [{0: 0, 1: 0, 2: 0}, {0: 1}, {0: 2, 1: 1}]
+    for row, rounds in enumerate(turns):
+        said = [script.said[one][place[row][one]] for one in rounds]
+        ids = found.tokens.completion_ids[row]
+        assert found.tokens.turns[row] == said  # the loop has not changed what was drawn
+        assert found.tokens.sampled_ids[row] == [*itertools.chain(*said)]
+        # the prompt of each turn is what came before it, id for id
+        whole = found.tokens.prompt_ids[row] + ids
+        before = [script.read[one][place[row][one]] for one in rounds]
+        assert [whole[: len(one)] for one in before] == before
+        if log_probs:
+            numbers = found.log_probs[row]
+            assert [one != 0 for one in numbers] == found.tokens.is_sampled[row]
+    assert (found.log_probs is None) == (not log_probs)
+    assert "23" in tokenizer.decode(found.tokens.completion_ids[2])
+    roles = [[one["role"] for one in turns] for turns in found.messages]
+    assert roles == [["assistant", "tool"] * 2 + ["assistant"], ["assistant"], roles[2]]
+    assert found.open_calls == [False] * 3
+
+
+def test_a_turn_of_the_model_reads_the_result_as_the_template_shows_it():
+    tokenizer = qwen3_thinking()
+    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["so\n</think>\n\n23<|im_end|>"])
+    found = sample(made(tokenizer), script)
+    read = tokenizer.decode(script.read[1][0])
+    assert read.endswith(
+        f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n23\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    )
+    call, result, answer = found.messages[0]
+    assert call["content"].startswith("hm")
+    assert call["tool_calls"][0]["function"]["arguments"] == {"expression": "20 + 3"}
+    assert result == {"role": "tool", "name": "calculator", "content": "23"}
+    assert answer == {"role": "assistant", "content": "so\n</think>\n\n23"}
+
+
+def test_the_prompt_shows_the_tools():
+    tokenizer = qwen3()
+    script = Script(tokenizer, ["no<|im_end|>"])
+    sample(made(tokenizer), script)
+    assert "Compute an arithmetic expression exactly." in tokenizer.decode(script.read[0][0])
+
+
+# --- tools that fail -----------------------------------------------------------------------------
+
+
+def raises(word: str) -> str:
+    """Raise an error.
+
+    Args:
+        word: Its text.
+    """
+    raise KeyError(word * 2000)
+
+
+def leaves(word: str) -> str:
+    """End the process.
+
+    Args:
+        word: Not used.
+    """
+    sys.exit(3)
+
+
+def hangs(word: str) -> str:
+    """Never return.
+
+    Args:
+        word: Not used.
+    """
+    time.sleep(60)
+
+
+async def waits(word: str) -> str:
+    """Never return.
+
+    Args:
+        word: Not used.
+    """
+    await asyncio.sleep(60)
+
+
+def floods(word: str) -> str:
+    """Return megabytes.
+
+    Args:
+        word: Repeated.
+    """
+    return word * 5_000_000
+
+
+def returns_bytes(word: str) -> bytes:
+    """Return something else than text.
+
+    Args:
+        word: Its text.
+    """
+    return word.encode()
+
+
+FAULTS = {
+    raises: "KeyError",
+    leaves: "SystemExit",
+    hangs: "took more than 0.2 s",
+    waits: "took more than 0.2 s",
+}
+
+
+@pytest.mark.parametrize("tool", FAULTS, ids=lambda tool: tool.__name__)
+def test_the_model_reads_the_error_of_a_tool(tool):
+    tokenizer = tiny_caller()
+    call = hermes(name=tool.__name__, arguments={"word": "x"})
+    script = Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"])
+    tool_loop = made(tokenizer, [tool], timeout=0.2)
+    found = sample(tool_loop, script)
+    text = found.messages[0][1]["content"]
+    assert FAULTS[tool] in text
+    assert text.startswith("{'error':")
+    assert len(text) < 700
+    assert tool_loop.metrics["tools/failure_frequency"] == 1.0
+    assert tool_loop.metrics["tools/call_frequency"] == 1.0
+
+
+@pytest.mark.parametrize("tool", [raises, waits], ids=lambda tool: tool.__name__)
+def test_the_error_of_a_tool_stops_the_run_if_asked_for(tool):
+    tokenizer = tiny_caller()
+    call = hermes(name=tool.__name__, arguments={"word": "x"})
+    tool_loop = made(tokenizer, [tool], timeout=0.2, stop_on_error=True)
+    with pytest.raises(ConfigError, match="on_tool_error"):
+        sample(tool_loop, Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"]))
+    sample(tool_loop, Script(tokenizer, ["fine<|im_end|>"]))  # the next batch is not to blame
+
+
+def test_a_result_is_a_text_of_bounded_length():
+    tokenizer = tiny_caller()
+    calls = [hermes(name=one, arguments={"word": "x"}) for one in ("floods", "returns_bytes")]
+    script = Script(tokenizer, [f"{one}<|im_end|>" for one in calls], ["a<|im_end|>"] * 2)
+    tool_loop = made(tokenizer, [floods, returns_bytes], max_tokens=20_000, max_length=40_000)
+    found = sample(tool_loop, script, rows=2)
+    assert found.messages[0][1]["content"].endswith("... (4990000 more characters)")
+    assert len(found.messages[0][1]["content"]) < loop.MAX_RESULT + 50
+    assert found.messages[1][1]["content"] == "b'x'"
+
+
+def test_async_tools_of_a_turn_run_together():
+    async def slow(word: str) -> str:
+        """Wait.
+
+        Args:
+            word: Returned.
+        """
+        await asyncio.sleep(0.5)
+        return word
+
+    tokenizer = tiny_caller()
+    calls = hermes(*({"name": "slow", "arguments": {"word": str(n)}} for n in range(6)))
+    script = Script(tokenizer, [f"{calls}<|im_end|>"], ["a<|im_end|>"])
+    started = time.perf_counter()
+    found = sample(made(tokenizer, [slow]), script)
+    assert time.perf_counter() - started < 2.0
+    assert [one["content"] for one in found.messages[0][1:-1]] == list("012345")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hermes(name="unknown", arguments={}),
+        hermes(name="calculator", arguments={"wrong": 1}),
+        hermes(name="calculator", arguments=["20 + 3"]),
+        hermes(name="calculator", arguments="20 + 3"),
+        hermes(name="calculator", arguments={"expression": "__import__('os')"}),
+        hermes(name="calculator"),
+        hermes(name=3, arguments={}),
+        hermes(arguments={}),
+        f"{THOUGHT}<tool_call>\n{{not json}}\n</tool_call>",
+        f"{THOUGHT}<tool_call>\n[1]\n</tool_call>",
+        f"{THOUGHT}<tool_call>\nnull\n</tool_call>",
+        f"{THOUGHT}<tool_call>",
+        CALL.removeprefix(THOUGHT),
+    ],
+)
+def test_a_malformed_call_is_an_error_text_or_an_answer(said):
+    tokenizer = tiny_caller()
+    script = Script(tokenizer, [f"{said}<|im_end|>"], ["sorry<|im_end|>"])
+    found = sample(made(tokenizer), script)
+    assert found.messages[0][-1]["role"] == "assistant"
+    if len(found.messages[0]) > 1:
+        assert found.messages[0][1]["content"].startswith("{'error':")
+
+
+def test_no_result_and_no_call_of_5000_ends_the_run():
+    rng = random.Random(0)
+    tokenizer = tiny_caller()
+    pieces = ["<tool_call>", "</tool_call>", "\n", "{", "}", '"name"', ":", '"echo"', "[", "]",
+              '"arguments"', ",", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "null",
+              "\x00", "é", "𝛑", "'", "\\", "{{", "{%", "1e999", "tool", "system"]  # fmt: skip
+
+    def noise():
+        return "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+
+    def echo(text: str) -> str:
+        """Say something.
+
+        Args:
+            text: Not used.
+        """
+        kind = rng.randrange(4)
+        if kind == 0:
+            raise ValueError(noise())
+        return [None, noise(), {"a": [noise()]}][kind - 1]
+
+    def said():
+        call = hermes(name="echo", arguments={rng.choice(["text", noise()]): noise()})
+        text = call if rng.random() < 0.6 else THOUGHT + noise()
+        return f"{text}<|im_end|>"
+
+    tool_loop = made(tokenizer, [echo], max_rounds=2)
+    calls = trained = 0
+    while trained < 5000:
+        script = Script(tokenizer)
+        script.rounds = None
+        size = 250
+
+        def draw(prompt_ids):
+            ids = [tokenizer(said(), add_special_tokens=False)["input_ids"] for _ in prompt_ids]
+            return ids, None
+
+        found = tool_loop.sample([{"prompt": PROMPT}] * size, draw, contextlib.nullcontext)
+        calls += tool_loop.metrics["tools/call_frequency"] * size
+        trained += size
+        for ids, mask in zip(found.tokens.completion_ids, found.tokens.is_sampled, strict=True):
+            assert len(ids) == len(mask)
+    assert calls > 2000
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_a_result_that_does_not_fit_truncates_the_trajectory():
+    tokenizer = tiny_caller()
+    call = hermes(name="floods", arguments={"word": "x"})
+    script = Script(tokenizer, [f"{call}<|im_end|>", "no<|im_end|>"])
+    found = sample(made(tokenizer, [floods], max_tokens=500), script, rows=2)
+    assert found.open_calls == [True, False]
+    assert found.tokens.completion_ids == script.said[0]
+    assert all(found.tokens.is_sampled[0])
+
+
+def test_the_last_turn_is_cut_at_the_longest_completion():
+    tokenizer = tiny_caller()
+    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["x" * 400])
+    found = sample(made(tokenizer, max_tokens=200), script)
+    assert len(found.tokens.completion_ids[0]) == 200
+    assert len(found.tokens.is_sampled[0]) == len(found.log_probs[0]) == 200
+
+
+def test_a_result_that_fills_the_completion_is_no_answer():
+    tokenizer = tiny_caller()
+    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["23<|im_end|>"])
+    whole = sample(made(tokenizer), script)
+    length = len(whole.tokens.completion_ids[0]) - len(script.said[1][0])
+    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["23<|im_end|>"])
+    found = sample(made(tokenizer, max_tokens=length), script)
+    assert [one["role"] for one in found.messages[0]] == ["assistant", "tool", "assistant"]
+    assert found.messages[0][-1]["content"] == ""
+    assert len(found.tokens.completion_ids[0]) == length
+
+
+def test_a_prompt_that_is_too_long_with_its_tools_is_refused():
+    tokenizer = qwen3()
+    with pytest.raises(DataError, match=r"raise model\.max_seq_length"):
+        sample(made(tokenizer, max_length=200), Script(tokenizer))
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_a_trajectory_ends_after_the_last_round(rounds):
+    tokenizer = tiny_caller()
+    script = Script(tokenizer, *[[f"{CALL}<|im_end|>"]] * (rounds + 1))
+    found = sample(made(tokenizer, max_rounds=rounds), script)
+    assert not script.rounds
+    assert found.open_calls == [True]
+
+
+# --- environments --------------------------------------------------------------------------------
+
+
+class Guess:
+    """A game with a number."""
+
+    def reset(self, number, **row):
+        self.number = number
+        self.row = row
+        self.won = False
+        return " I have a number."
+
+    def guess(self, value: int) -> str:
+        """Guess the number.
+
+        Args:
+            value: The guess.
+        """
+        self.won = value == self.number
+        return "right" if self.won else "wrong"
+
+    def get_reward(self):
+        return float(self.won)
+
+    def _secret(self):
+        return self.number
+
+
+class Quiet(Guess):
+    """Without an observation."""
+
+    def reset(self, number, **row):
+        super().reset(number, **row)
+
+
+def guess(value):
+    return f"{hermes(name='guess', arguments={'value': value})}<|im_end|>"
+
+
+def test_each_trajectory_has_an_environment_of_its_own():
+    tokenizer = qwen3()
+    tool_loop = made(tokenizer, [], Guess)
+    script = Script(tokenizer, [guess(4), guess(4)], ["ok<|im_end|>"] * 2)
+    rows = [{"prompt": PROMPT, "number": number} for number in (4, 5)]
+    found = sample(tool_loop, script, rows)
+    assert [one[1]["content"] for one in found.messages] == ["right", "wrong"]
+    (reward,) = tool_loop.environments.rewards
+    assert reward.__name__ == "Guess"
+    assert reward(environments=tool_loop.environments.current) == [1.0, 0.0]
+    assert found.prompts[0][-1]["content"] == "What is 20 + 3? I have a number."
+    assert PROMPT[0]["content"] == "What is 20 + 3?"
+    assert tool_loop.environments.current[0].row == {"prompt": PROMPT}
+    text = tokenizer.decode(script.read[0][0])
+    assert "Guess the number." in text
+    assert "_secret" not in text
+    assert "get_reward" not in text
+    before = [*tool_loop.environments.current]
+    sample(tool_loop, Script(tokenizer, ["no<|im_end|>"] * 2), rows)
+    assert tool_loop.environments.current == before  # made once, reset often
+
+
+def test_rows_choose_an_environment_by_name():
+    tokenizer = qwen3()
+    tool_loop = made(tokenizer, [calculator], {"loud": Guess, "quiet": Quiet})
+    names = ("loud", "quiet", "loud")
+    rows = [{"prompt": PROMPT, "number": 1, "environment": name} for name in names]
+    found = sample(tool_loop, Script(tokenizer, ["no<|im_end|>"] * 3), rows)
+    assert [type(one) for one in tool_loop.environments.current] == [Guess, Quiet, Guess]
+    assert [len(one[-1]["content"]) for one in found.prompts] == [32, 15, 32]
+    first, second = tool_loop.environments.rewards
+    assert first(environments=tool_loop.environments.current) == [0.0, None, 0.0]
+    assert second(environments=tool_loop.environments.current) == [None, 0.0, None]
+    tool_loop.environments.check_names(Dataset.from_list(rows))
+    with pytest.raises(DataError, match="column environment holds None"):
+        tool_loop.environments.check_names(Dataset.from_list([{"prompt": PROMPT}]))
+    rows[0] = {**rows[0], "environment": "lost"}
+    with pytest.raises(DataError, match="column environment holds 'lost'"):
+        tool_loop.environments.check_names(Dataset.from_list(rows))
+    with pytest.raises(DataError, match="give one of loud, quiet"):
+        sample(tool_loop, Script(tokenizer), rows)
+
+
+def test_a_reset_that_raises_is_named():
+    tokenizer = qwen3()
+    with pytest.raises(DataError, match=r"Guess.reset raised TypeError.*number"):
+        sample(made(tokenizer, [], Guess), Script(tokenizer))
+
+
+# --- refused before the training -----------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused():
+    def untyped(word):
+        """Say a word.
+
+        Args:
+            word: The word.
+        """
+
+    plain = bytes_with("<eos>", template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(ConfigError, match="shows no tool calls"):
+        made(plain)
+    with pytest.raises(ConfigError, match="untyped cannot be shown"):
+        made(qwen3(), [untyped])
+    with pytest.raises(ConfigError, match="no method reset"):
+        made(qwen3(), [], dict)
+    with pytest.raises(ConfigError, match="share a name"):
+        made(qwen3(), [calculator, calculator])
+    with pytest.raises(ConfigError, match="table of environments is empty"):
+        made(qwen3(), [], {})
+    unknown = qwen3().chat_template.replace("<tool_call>", "<call>")
+    with pytest.raises(ConfigError, match="response_template"):
+        made(bytes_with("<|im_end|>", "<|im_start|>", template=unknown))
+    changed = tiny_caller().chat_template.replace(
+        "{{- content -}}", "{{- content + ('!' if loop.last else '') -}}"
+    )
+    broken = tiny_caller()
+    broken.chat_template = changed
+    with pytest.raises(ConfigError, match="changes earlier turns"):
+        made(broken)
+    with pytest.raises(DataError, match=r"data\.chat: true"):
+        made(qwen3()).sample([{"prompt": "hm"}], Script(qwen3()), contextlib.nullcontext)

@@ -1,0 +1,89 @@
+"""vLLM in this process samples trajectories: awake until the last turn, each turn checked."""
+
+import pytest
+from transformers import TrainerCallback
+
+import rloo_kit as rk
+from rloo_kit.errors import StalePolicyError
+from rloo_kit.sampling.vllm_inprocess import VllmEngine
+from rloo_kit.tools.calculator import calculator
+
+pytestmark = pytest.mark.vllm
+
+
+def trainer_of(folder, callbacks=(), **settings):
+    model, tokenizer = rk.load_model("tiny-caller", max_seq_length=512, load_in_4bit=False)
+    usual = {
+        "per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 192,
+        "learning_rate": 1e-3, "beta": 0.02, "generation": "vllm", "doctor": False, "seed": 3,
+        "save_strategy": "no", "max_steps": 4, "vllm_max_model_length": 512,
+    }  # fmt: skip
+    return rk.LeaveOneOutTrainer(
+        rk.attach_lora(model, r=16, seed=3),
+        ["accuracy", {"name": "tool_use", "called": 0, "cost": 0.1}],
+        rk.LeaveOneOutConfig(str(folder), **{**usual, **settings}),
+        rk.load_prompts("sums", num_prompts=64),
+        tokenizer,
+        list(callbacks),
+        tools=[calculator],
+    )
+
+
+class Seen(TrainerCallback):
+    """The rollouts, and how often the engine slept."""
+
+    def __init__(self):
+        self.rollouts = []
+
+    def on_completions(self, args, state, control, rollout, **_):
+        self.rollouts.append(rollout)
+
+
+def test_it_trains_and_the_canary_is_quiet(tmp_path, monkeypatch):
+    seen = Seen()
+    trainer = trainer_of(tmp_path, [seen])
+    sleep, draw = VllmEngine.sleep, VllmEngine.generate
+    order = []
+    monkeypatch.setattr(VllmEngine, "sleep", lambda self: (order.append("sleep"), sleep(self)))
+    monkeypatch.setattr(
+        VllmEngine, "generate", lambda self, *a: (order.append("turn"), draw(self, *a))[1]
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "tools/call_frequency" in log]
+    assert len(logs) == 4
+    assert all(log["tools/call_frequency"] > 0 for log in logs)
+    assert all(log["tools/failure_frequency"] == 0 for log in logs)
+    reached = [log["sampling/adapter_reached"] for log in logs if "sampling/adapter_reached" in log]
+    assert reached  # absent while the adapter is the base within rounding
+    assert min(reached) > 0.5
+    # log-probabilities of the sampled tokens are the learner's, turn by turn
+    assert all(log["sampling/logp_difference_mean"] < 0.05 for log in logs)
+    for rollout in seen.rollouts:
+        masks = rollout.sampled.tokens.is_sampled
+        assert any(not all(mask) for mask in masks)
+        for mask, known in zip(masks, rollout.sampled.sampler_log_probs, strict=True):
+            assert [value != 0 for value in known] == mask
+    assert "turn,turn,sleep" in ",".join(order)  # no sleep between the turns of a batch
+    rk.release(trainer)
+
+
+def test_the_canary_catches_an_engine_that_forgets_the_adapter_in_the_second_turn(
+    tmp_path, monkeypatch
+):
+    draw = VllmEngine.generate
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=64)
+
+    def by_the_base(engine, prompt_ids, sampling, seed):
+        if not trainer.sampler.unchecked:
+            return draw(engine, prompt_ids, sampling, seed)
+        request, engine._request = engine._request, None
+        try:
+            return draw(engine, prompt_ids, sampling, seed)
+        finally:
+            engine._request = request
+
+    monkeypatch.setattr(VllmEngine, "generate", by_the_base)
+    # the adapter starts as the base, so the first step cannot tell them apart
+    with pytest.raises(StalePolicyError):
+        trainer.train()
+    rk.release(trainer)
