@@ -185,6 +185,16 @@ def the_fault_is_found_fixed_and_stopped(printed, _):
     assert found["stopped"][2] > before - 0.1  # the best weights, not the last ones
 
 
+def it_learns_when_to_call(printed, _):
+    """What 06_tools prints at its end: half of the sums are large, and need a call."""
+    before, after = re.search(r"^accuracy: ([0-9.]+) -> ([0-9.]+)$", printed, re.M).groups()
+    assert float(before) <= 0.7
+    assert float(after) >= 0.9
+    cost = re.search(r"^a call costs 0.3: \S+ -> (-[0-9.]+)$", printed, re.M)[1]
+    assert -0.2 <= float(cost) <= -0.1
+    assert "tool: '" in printed
+
+
 # Notebook -> what its printed text must show.
 REACHES = {
     "01_quickstart": the_carries_are_learnt,
@@ -192,6 +202,7 @@ REACHES = {
     "03_reward_model": reward_is_learnt_gamed_and_held,
     "04_your_own_reward": accuracy_rises,
     "05_diagnose_a_run": the_fault_is_found_fixed_and_stopped,
+    "06_tools": it_learns_when_to_call,
 }
 
 
