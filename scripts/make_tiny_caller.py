@@ -8,17 +8,15 @@ is a matter of calling, and a call on a small sum is needless. RLOO can teach it
     python scripts/make_tiny_caller.py            # about 10 minutes on 2 CPU cores
 """
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import make_tiny_thinker as thinker
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_template
 
 from rloo_kit.data.tasks import TASKS
@@ -167,39 +165,15 @@ def shares(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, num: int)
 
 def main() -> None:
     """Make everything and write it to ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    assets = Path(__file__).parents[1] / "rloo_kit" / "assets"
-    parser.add_argument("--out", type=Path, default=assets / "tiny-caller")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--batch", type=int, default=64)
-    args = parser.parse_args()
+    args = thinker.arguments(__doc__, "tiny-caller", steps=900, size=64)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = thinker.make_model(tokenizer)
     make = partial(batch, tokenizer=tokenizer, size=args.batch, numbers=count(), steps=args.steps)
     thinker.train(model, make, args.steps, SEED)
-    model = model.to(torch.bfloat16).eval()
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        eos_token_id=[tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")],
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    facts = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": args.steps,
-        "batch": args.batch,
-        "seed": SEED,
-        "calls": CALLS,
-        **shares(model, tokenizer, 256),
-        "torch": torch.__version__.split("+")[0],
-    }
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    (args.out / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (args.out / "README.md").write_text(CARD.format(**facts))
-    (args.out / "model.safetensors").chmod(0o644)
-    print(json.dumps(facts, indent=2))
+    model = thinker.as_shipped(model, tokenizer)
+    found = shares(model, tokenizer, 256)
+    thinker.write(model, tokenizer, args, CARD, seed=SEED, calls=CALLS, **found)
 
 
 if __name__ == "__main__":

@@ -207,22 +207,18 @@ def accuracy(
     )
 
 
-def main() -> None:
-    """Make everything and write it to ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(__file__).parents[1] / "rloo_kit" / "assets" / "tiny-thinker",
-    )
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--batch", type=int, default=96)
-    args = parser.parse_args()
-    torch.manual_seed(SEED)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
-    train(model, partial(batch, tokenizer=tokenizer, size=args.batch), args.steps, SEED)
+def arguments(text: str, name: str, steps: int, size: int) -> argparse.Namespace:
+    """Return the arguments of a script that makes an embedded model."""
+    parser = argparse.ArgumentParser(description=text)
+    assets = Path(__file__).parents[1] / "rloo_kit" / "assets"
+    parser.add_argument("--out", type=Path, default=assets / name)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch", type=int, default=size)
+    return parser.parse_args()
+
+
+def as_shipped(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """Return the trained model in bf16, with its settings for sampling."""
     model = model.to(torch.bfloat16).eval()
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -230,22 +226,45 @@ def main() -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")],
         pad_token_id=tokenizer.pad_token_id,
     )
+    return model
+
+
+def write(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace,
+    card: str, **measured: float,
+) -> None:  # fmt: skip
+    """Write the model, its tokenizer, and the facts of its making to ``args.out``."""
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": args.steps,
         "batch": args.batch,
-        "seed": SEED,
-        "forget_carry": FORGET_CARRY,
-        "accuracy_sampled": accuracy(model, tokenizer, do_sample=True),
-        "accuracy_greedy": accuracy(model, tokenizer, do_sample=False),
+        **measured,
         "torch": torch.__version__.split("+")[0],
     }
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (args.out / "README.md").write_text(CARD.format(**facts))
+    (args.out / "README.md").write_text(card.format(**facts))
     (args.out / "model.safetensors").chmod(0o644)
     print(json.dumps(facts, indent=2))
+
+
+def main() -> None:
+    """Make everything and write it to ``--out``."""
+    args = arguments(__doc__, "tiny-thinker", steps=700, size=96)
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
+    train(model, partial(batch, tokenizer=tokenizer, size=args.batch), args.steps, SEED)
+    model = as_shipped(model, tokenizer)
+    write(
+        model, tokenizer, args, CARD,
+        seed=SEED,
+        forget_carry=FORGET_CARRY,
+        accuracy_sampled=accuracy(model, tokenizer, do_sample=True),
+        accuracy_greedy=accuracy(model, tokenizer, do_sample=False),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

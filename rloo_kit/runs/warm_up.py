@@ -168,7 +168,7 @@ def _example(place: str, row: Row) -> Row:
             f"{place}: the completion has {len(turns)} turns, and a warm-up trains one: leave out "
             "the calls of tools, or train with RLOO at once"
         )
-    text = text_of(row.get("completion"))
+    text = text_of(turns)
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")

@@ -198,7 +198,6 @@ class ToolLoop:
             "max_completion_length": limits.max_tokens,
             "max_tool_calling_iterations": rounds,
             "model": SimpleNamespace(config=config),
-            "tools": self._tools,
             "use_vllm": False,
             "_async_tool_dicts": those(True),
             "_generate_single_turn": next_turn,

@@ -177,7 +177,7 @@ class LeaveOneOutTrainer(StepTrainer):
             if others.get("eval_dataset") is not None:
                 raise ConfigError(
                     "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
-                    "held-out prompts by a run file (data.held_out) or rk.evaluate(tool_loop=...)"
+                    "held-out prompts by a run file (data.held_out)"
                 )
         limits = [getattr(getattr(model, "config", None), "max_position_embeddings", None)]
         limits += [None if isinstance(model, str) else notes_of(model).max_seq_length]

@@ -352,8 +352,6 @@ def test_no_result_and_no_call_of_5000_ends_the_run():
     tool_loop = made(tokenizer, [echo], max_rounds=2)
     calls = trained = 0
     while trained < 5000:
-        script = Script(tokenizer)
-        script.rounds = None
         size = 250
 
         def draw(prompt_ids):
