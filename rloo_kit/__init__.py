@@ -22,6 +22,7 @@ _HOMES = {
     "LeaveOneOutConfig": "training.arguments",
     "LeaveOneOutTrainer": "training.trainer",
     "ModelError": "errors",
+    "OpenEnv": "tools.openenv",
     "RewardError": "errors",
     "RunConfig": "config.run_file",
     "attach_lora": "models.loading",

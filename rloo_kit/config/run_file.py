@@ -188,14 +188,15 @@ class RunConfig:
         "optional :WEIGHT; or a table with name, weight and the reward's own parameters.",
         default_factory=lambda: ["accuracy"],
     )
-    tools: list[str] = setting(
+    tools: list[str | dict[str, Any]] = setting(
         help="Tools that the model may call: `calculator`, `python`, FILE.py:FUNCTION or "
-        "package.module:FUNCTION ([how](../how-to/tools.md)).",
+        "package.module:FUNCTION; or a table that makes one, `{name: search, file: notes.jsonl}` "
+        "([how](../how-to/tools.md)).",
         default_factory=list,
     )
     environment: str | dict[str, str] | None = setting(
         None,
-        "Class whose methods are tools: `guess_number`, `maze`, FILE.py:CLASS or "
+        "Class whose methods are tools: `guess_number`, `maze`, `python_session`, FILE.py:CLASS or "
         "package.module:CLASS; or a table of classes by name, which a column `environment` of the "
         "prompts gives.",
     )

@@ -20,7 +20,7 @@ from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
 
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.wording import first_line
@@ -99,7 +99,7 @@ class ToolLoop:
                 raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
         self._template = CallTemplate(tokenizer, settings)
         self._seconds = 0.0
-        self._fault: ConfigError | None = None  # stops the run
+        self._fault: KitError | None = None  # stops the run
 
     def _tools_with(self, environment: Any) -> list[Tool]:
         return self._tools + ([] if environment is None else methods_of(environment))
@@ -247,6 +247,9 @@ class ToolLoop:
             yield
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise
+        except KitError as exc:  # a tool of the kit cannot work here, such as the sandbox
+            self._fault = self._fault or exc
+            raise RuntimeError(first_line(exc)) from exc
         except BaseException as exc:  # a sys.exit() in a tool must not end a run silently
             text = f"{type(exc).__name__}: {first_line(exc)}"[:MAX_ERROR]
             if isinstance(exc, OverdueError):

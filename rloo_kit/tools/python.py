@@ -1,12 +1,21 @@
 """Python, a tool that runs programs in the sandbox of the reward ``code``."""
 
+from typing import Any
+
 from rloo_kit.rewards._sandbox import run_python
 
-# The program in a frame that prints its error, which would else go to standard error
+# The programs in a frame that prints an error, which would else go to standard error
 _FRAME = """\
+import contextlib
+import io
 import traceback
+
+names = {{"__name__": "__main__"}}
+for program in {before!r}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+        exec(program, names)
 try:
-    exec(compile({code!r}, "program", "exec"), {{"__name__": "__main__"}})
+    exec(compile({code!r}, "program", "exec"), names)
 except Exception:
     print(traceback.format_exc(limit=-1))
 """
@@ -18,6 +27,34 @@ def python(code: str) -> str:
     Args:
         code: The program; it must print its result. Nothing is kept from earlier programs.
     """
-    outcome = run_python(_FRAME.format(code=code))
-    ended = "" if outcome.ok else f"\nThe program was ended: {outcome.reason}."
-    return outcome.stdout + ended
+    return _run(code, [])[0]
+
+
+class PythonSession:
+    """Environment of Python programs that know the names of earlier ones in their trajectory.
+
+    Each program runs in a sandbox of its own, after the earlier ones, whose prints are dropped. All
+    of them share the time limit.
+    """
+
+    def reset(self, **row: Any) -> None:
+        """Begin without earlier programs."""
+        self._before: list[str] = []
+
+    def python(self, code: str) -> str:
+        """Run a Python program and return what it prints. It has no network and no files.
+
+        Args:
+            code: The program; it must print its result. It knows the names of earlier programs.
+        """
+        shown, ended = _run(code, self._before)
+        if ended:
+            self._before.append(code)
+        return shown
+
+
+def _run(code: str, before: list[str]) -> tuple[str, bool]:
+    """Return what a program prints, and whether it ended within its limits."""
+    outcome = run_python(_FRAME.format(code=code, before=before))
+    why = "" if outcome.ok else f"\nThe program was ended: {outcome.reason}."
+    return outcome.stdout + why, outcome.ok

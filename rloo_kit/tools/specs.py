@@ -1,19 +1,26 @@
 """Loading of tools and environments: built in, from a file, from a package."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError
 from rloo_kit.scoring.specs import find_object
-from rloo_kit.text.wording import did_you_mean, format_value
+from rloo_kit.text.wording import did_you_mean, first_line, format_value
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.games import GuessNumber, Maze
-from rloo_kit.tools.python import python
+from rloo_kit.tools.python import PythonSession, python
+from rloo_kit.tools.search import search
 from rloo_kit.types import Say
 
+# Tools, and functions that make one from the parameters of a table
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {"guess_number": GuessNumber, "maze": Maze}
+MADE: dict[str, Callable[..., Any]] = {"search": search}
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+    "guess_number": GuessNumber,
+    "maze": Maze,
+    "python_session": PythonSession,
+}
 
 
 def load_tools(
@@ -22,15 +29,42 @@ def load_tools(
     """Return the tools of a run file, in order.
 
     Args:
-        specs: Functions, built-in names, ``file.py:function`` or ``package.module:function``.
-        base_dir: Folder that relative paths start from; None: the working directory.
+        specs: Functions, built-in names, ``file.py:function`` or ``package.module:function``; or
+            tables, ``{name: search, file: notes.jsonl}``, whose name is called with the other keys
+            and returns the tool.
+        base_dir: Folder that relative paths start from, also that of a table's ``file``; None: the
+            working directory.
         say: Called with a line that names foreign code before it is imported.
 
     Raises:
-        ConfigError: There is no such tool, or it is not a function.
+        ConfigError: There is no such tool, it is not a function, or a parameter does not fit.
+        DataError: A tool's file cannot be read.
         RewardLoadError: The file or module cannot be loaded.
     """
-    return [_load(spec, "tool", TOOLS, base_dir, say) for spec in specs]
+    return [
+        _made(dict(spec), base_dir, say)
+        if isinstance(spec, Mapping)
+        else _load(spec, "tool", TOOLS, base_dir, say)
+        for spec in specs
+    ]
+
+
+def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
+    """Return the tool of a table."""
+    name = table.pop("name", None)
+    make = _load(name, "tool", MADE, base_dir, say)
+    if "file" in table:
+        table["file"] = Path(base_dir or "", str(table["file"]))
+    try:
+        tool = make(**table)
+    except TypeError as exc:
+        raise ConfigError(
+            f"tool {format_value(name)} cannot be made from {format_value(table)}: "
+            f"{first_line(exc)}"
+        ) from exc
+    if not callable(tool):
+        raise ConfigError(f"tool {format_value(name)} is a table, and returned no function")
+    return tool
 
 
 def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | None = None) -> Any:

@@ -15,11 +15,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.tools import loop
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.loop import ToolLimits, ToolLoop
+from rloo_kit.tools.python import python
 from rloo_kit.training.trl_step import run_tool_loop
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -264,6 +265,15 @@ def test_the_error_of_a_tool_stops_the_run_if_asked_for(tool):
     with pytest.raises(ConfigError, match="on_tool_error"):
         sample(tool_loop, Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"]))
     sample(tool_loop, Script(tokenizer, ["fine<|im_end|>"]))  # the next batch is not to blame
+
+
+def test_a_tool_of_the_kit_that_cannot_work_stops_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "plan9")
+    tokenizer = tiny_caller()
+    call = hermes(name="python", arguments={"code": "print(1)"})
+    script = Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"])
+    with pytest.raises(BackendError, match="the code sandbox needs Linux, and this is plan9"):
+        sample(made(tokenizer, [python]), script)
 
 
 def test_a_result_is_a_text_of_bounded_length():

@@ -1,13 +1,15 @@
 """Tools and environments that come with the kit, and how a run file names others."""
 
+import json
+
 import pytest
 from transformers.utils import get_json_schema
 
-from rloo_kit.errors import ConfigError, RewardLoadError
+from rloo_kit.errors import ConfigError, DataError, RewardLoadError
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.games import DIRECTIONS, GuessNumber, Maze
 from rloo_kit.tools.python import python
-from rloo_kit.tools.specs import TOOLS, load_environment, load_tools
+from rloo_kit.tools.specs import ENVIRONMENTS, TOOLS, load_environment, load_tools
 
 
 def test_the_calculator_is_exact_and_runs_no_code():
@@ -92,7 +94,7 @@ def test_a_run_file_names_tools_and_environments(tmp_path):
     assert load_environment(None) is None
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         load_tools(["calculater"])
-    with pytest.raises(ConfigError, match=r"guess_number, maze, file\.py:NAME"):
+    with pytest.raises(ConfigError, match=r"guess_number, maze, python_session, file\.py:NAME"):
         load_environment("chess")
     with pytest.raises(ConfigError, match="cannot be called"):
         load_tools(["mine.py:number"], tmp_path)
@@ -100,3 +102,60 @@ def test_a_run_file_names_tools_and_environments(tmp_path):
         load_tools(["other.py:say"], tmp_path)
     with pytest.raises(RewardLoadError, match="there is no 'sey' in it"):
         load_tools(["mine.py:sey"], tmp_path)
+
+
+def test_a_session_of_python_knows_earlier_programs():
+    session = ENVIRONMENTS["python_session"]()
+    session.reset(prompt="a")
+    assert session.python("numbers = [1, 2]\nprint('first')") == "first\n"
+    assert "ZeroDivisionError" in session.python("numbers.append(3)\n1 / 0")
+    assert session.python("while True: pass").endswith("The program was ended: timeout.")
+    assert session.python("print(numbers)") == "[1, 2, 3]\n"
+    other = ENVIRONMENTS["python_session"]()
+    other.reset(prompt="a")
+    assert "NameError" in other.python("print(numbers)")
+    session.reset(prompt="a")
+    assert "NameError" in session.python("print(numbers)")
+
+
+def test_search_finds_texts_by_their_words(tmp_path):
+    texts = [
+        "The heron stands in shallow water and waits for fish.",
+        "Basalt is a dark rock that forms when lava cools fast.",
+        "A heron builds its nest in high trees.",
+        "",
+    ]
+    (tmp_path / "notes.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts[:3])
+    )
+    table = {"name": "search", "file": "notes.jsonl", "results": 2}
+    (search,) = load_tools([table], tmp_path)
+    assert search("lava") == texts[1]
+    assert set(search("Where does a heron live?").split("\n\n")) == {texts[0], texts[2]}
+    assert search("heron nest").startswith(texts[2])
+    assert search("sonata") == search("") == "Nothing was found: try other words."
+    schema = get_json_schema(search)["function"]
+    assert schema["name"] == "search"
+    with pytest.raises(ConfigError, match=r"results is 0; give a number from 1"):
+        load_tools([table | {"results": 0}], tmp_path)
+    with pytest.raises(ConfigError, match="cannot be made from"):
+        load_tools([{"name": "search"}], tmp_path)
+    with pytest.raises(ConfigError, match="unknown tool 'serch'"):
+        load_tools([{"name": "serch", "file": "notes.jsonl"}], tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        load_tools([{"name": "search", "file": "other.jsonl"}], tmp_path)
+    (tmp_path / "notes.jsonl").write_text(json.dumps({"text": texts[3]}))
+    with pytest.raises(DataError, match="line 1: the column text holds no text"):
+        load_tools([table], tmp_path)
+
+
+def test_a_table_calls_what_it_names_with_its_keys(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def adds(number):\n"
+        "    def add(value: int) -> int:\n        return value + number\n\n    return add\n\n\n"
+        "def nothing():\n    pass\n"
+    )
+    (add,) = load_tools([{"name": "mine.py:adds", "number": 3}], tmp_path)
+    assert add(4) == 7
+    with pytest.raises(ConfigError, match="returned no function"):
+        load_tools([{"name": "mine.py:nothing"}], tmp_path)

@@ -5,37 +5,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
-from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.tools.calculator import calculator
 
 pytestmark = pytest.mark.long
-
-SETTINGS = {
-    "per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 192,
-    "learning_rate": 1e-3, "beta": 0.05, "doctor": False, "seed": 7, "save_strategy": "no",
-    "max_grad_norm": 0.0,
-}  # fmt: skip
-
-
-def trainer_of(folder, model="tiny-caller", prompts="sums", tools=(), callbacks=(), **settings):
-    loaded, _ = rk.load_model(model, max_seq_length=512, load_in_4bit=False)
-    reward = settings.pop("reward_funcs", ["accuracy", {"name": "tool_use", "cost": 0.1}])
-    names = ("environment_factory", "eval_dataset")
-    others = {name: settings.pop(name) for name in names if name in settings}
-    return rk.LeaveOneOutTrainer(
-        rk.attach_lora(loaded, r=4, seed=1),
-        reward,
-        rk.LeaveOneOutConfig(str(folder), **{"max_steps": 2, **SETTINGS, **settings}),
-        rk.load_prompts(prompts, num_prompts=32),
-        AutoTokenizer.from_pretrained(EMBEDDED["tiny-caller"]),
-        list(callbacks),
-        tools=tools,
-        **others,
-    )
 
 
 class Seen(TrainerCallback):
@@ -48,7 +24,7 @@ class Seen(TrainerCallback):
         self.ids.append(rollout.sampled.tokens.completion_ids)
 
 
-def test_tools_that_are_never_called_change_nothing(tmp_path):
+def test_tools_that_are_never_called_change_nothing(tmp_path, trainer_of):
     found = []
     for tools in ((), (calculator,)):
         seen = Seen()
@@ -109,7 +85,9 @@ class ByHand(TrainerCallback):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["shared prompts", "each prompt"])
 @pytest.mark.parametrize("beta", [0.0, 0.05])
-def test_the_gradient_of_trajectories_is_that_of_a_plain_loop(tmp_path, beta, checkpointing):
+def test_the_gradient_of_trajectories_is_that_of_a_plain_loop(
+    tmp_path, trainer_of, beta, checkpointing
+):
     by_hand = ByHand(beta)
     trainer = by_hand.trainer = trainer_of(
         tmp_path, tools=[calculator], callbacks=[by_hand], beta=beta,
@@ -121,7 +99,7 @@ def test_the_gradient_of_trajectories_is_that_of_a_plain_loop(tmp_path, beta, ch
     assert max(by_hand.errors) < 1e-5
 
 
-def test_results_do_not_count_as_completion(tmp_path):
+def test_results_do_not_count_as_completion(tmp_path, trainer_of):
     seen = []
 
     class Take(TrainerCallback):
@@ -173,7 +151,7 @@ class Silent:
         pass
 
 
-def test_a_tool_and_the_same_tool_of_an_environment_train_alike(tmp_path):
+def test_a_tool_and_the_same_tool_of_an_environment_train_alike(tmp_path, trainer_of):
     found = []
     for how in ({"tools": [calculator]}, {"environment_factory": Adder}):
         reward = ["accuracy"] if "environment_factory" in how else None
@@ -251,7 +229,7 @@ def test_an_environment_of_a_run_file_scores_held_out_prompts_too(tmp_path):
     assert "Adder" in str(table)
 
 
-def test_settings_that_do_not_fit_are_refused(tmp_path):
+def test_settings_that_do_not_fit_are_refused(tmp_path, trainer_of):
     with pytest.raises(ConfigError, match="no effect without tools"):
         trainer_of(tmp_path, max_tool_calling_iterations=3)
     with pytest.raises(ConfigError, match="there is no reward"):

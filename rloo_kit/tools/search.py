@@ -1,0 +1,54 @@
+"""Search, a tool that finds texts of a local file by their words (BM25)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rloo_kit.data.files import read_rows
+from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.text.wording import format_value
+
+
+def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
+    """Return a tool that searches the texts of a file.
+
+    The ranking is BM25 as the package ``bm25s`` computes it (Lucene's variant, k1 = 1.5,
+    b = 0.75). Words are lower case, and English stop words do not count.
+
+    Args:
+        file: A .jsonl, .csv or .parquet file with a column ``text``.
+        results: Most texts that the tool returns, at least 1.
+
+    Raises:
+        ConfigError: The package is missing, or ``results`` is not a number from 1.
+        DataError: The file cannot be read, or a row has no text.
+    """
+    if not isinstance(results, int) or results < 1:
+        raise ConfigError(f"search: results is {format_value(results)}; give a number from 1")
+    try:
+        import bm25s
+    except ImportError as exc:
+        raise ConfigError("the tool search needs the package bm25s: pip install bm25s") from exc
+    texts = []
+    for place, row in read_rows(Path(file)):
+        text = row.get("text")
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{place}: the column text holds no text, which search needs")
+        texts.append(text)
+    if not texts:
+        raise DataError(f"{format_value(str(file))} has no rows, so there is nothing to search")
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+
+    def found(query: str) -> str:
+        """Search a collection of texts.
+
+        Args:
+            query: A few words of the text.
+        """
+        words = bm25s.tokenize(query, return_ids=False, show_progress=False)
+        places, scores = index.retrieve(words, k=min(results, len(texts)), show_progress=False)
+        hits = [texts[place] for place, score in zip(places[0], scores[0], strict=True) if score]
+        return "\n\n".join(hits) or "Nothing was found: try other words."
+
+    found.__name__ = "search"
+    return found
