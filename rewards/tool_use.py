@@ -2,14 +2,28 @@
 
 import json
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rloo_kit.types import Completion, Score
 
 from ._text import check_least
 
 # How TRL begins the result of a call that failed
-_ERROR = "{'error':"
+ERROR = "{'error':"
+
+
+def calls_of(completion: Completion) -> list[Any]:
+    """Return the calls of a completion."""
+    return [call for turn in _turns(completion) for call in turn.get("tool_calls") or ()]
+
+
+def results_of(completion: Completion) -> list[str]:
+    """Return the results of tools that a completion has."""
+    return [str(turn.get("content")) for turn in _turns(completion) if turn.get("role") == "tool"]
+
+
+def _turns(completion: Completion) -> list[Any]:
+    return [] if isinstance(completion, str) else completion
 
 
 @dataclass(frozen=True)
@@ -45,13 +59,11 @@ class ToolUse:
         return [self._score(completion) for completion in completions]
 
     def _score(self, completion: Completion) -> float:
-        turns = [] if isinstance(completion, str) else completion
+        # the result of a call in the last turn is missing
         calls = [
             json.dumps(call.get("function"), sort_keys=True, default=str)
-            for turn in turns[:-1]  # the result of a call in the last turn is missing
-            for call in turn.get("tool_calls") or ()
+            for call in calls_of(_turns(completion)[:-1])
         ]
-        results = [str(turn.get("content")) for turn in turns if turn.get("role") == "tool"]
-        lost = self.failed * sum(text.startswith(_ERROR) for text in results)
+        lost = self.failed * sum(text.startswith(ERROR) for text in results_of(completion))
         lost += self.repeated * (len(calls) - len(set(calls))) + self.cost * len(calls)
         return (self.called if calls else 0.0) - lost

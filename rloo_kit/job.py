@@ -144,9 +144,10 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
 
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
-    """Return a reward of a run file with absolute paths."""
+    """Return a reward or a tool of a run file with absolute paths."""
     if isinstance(reward, dict):
-        return {k: _with_whole_paths(v, base, is_path=k == "model") for k, v in reward.items()}
+        paths = ("model", "file")
+        return {k: _with_whole_paths(v, base, is_path=k in paths) for k, v in reward.items()}
     if isinstance(reward, list):
         return [_with_whole_paths(value, base) for value in reward]
     if not isinstance(reward, str):

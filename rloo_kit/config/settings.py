@@ -63,6 +63,9 @@ STOP_ON = (
     "high_variance",
     "tools_never_called",
     "tool_calls_fail",
+    "calls_without_answer",
+    "tool_results_cut",
+    "needless_calls",
 )
 
 

@@ -23,10 +23,13 @@ from rloo_kit.diagnosis.registry import (
     Seen,
     findings_text,
 )
+from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
+from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import EMBEDDED, base_name
 from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import text_of
+from rloo_kit.tools.numbers import CALL_NUMBERS
 
 # Learning rates with LoRA: too low below the first; usual; usual for the embedded model
 LOWEST_RATE = 1e-6
@@ -474,26 +477,15 @@ def _high_variance(run: RunRecord) -> Iterator[Seen]:
         )
 
 
-@RULES.rule(
-    "tools_never_called",
-    "what the model never does cannot be rewarded, so it does not learn to use its tools",
-    "ask for calls in data.system, or take a model that was trained to call tools",
-)
-def _tools_never_called(run: RunRecord) -> Iterator[Seen]:
-    calls = run.series("tools/call_frequency")
-    if len(calls) >= 5 and not max(calls):
-        yield Seen(f"no completion of {len(calls)} steps calls a tool", "warning")
+add_kinds(RULES)
 
 
-@RULES.rule(
-    "tool_calls_fail",
-    "the model reads errors instead of results",
-    "read the errors in the report, then correct the tool or the description of its parameters",
-)
-def _tool_calls_fail(run: RunRecord) -> Iterator[Seen]:
-    failed = run.last("tools/failure_frequency")
-    if run.last("tools/call_frequency") > 0 and failed >= 0.5:
-        yield Seen(f"{failed:.0%} of the last calls failed", "error" if failed > 0.9 else "warning")
+@RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
+def _tools(run: RunRecord) -> Iterator[Seen]:
+    """Find what is wrong with the calls at the end of a run, if five steps or more tell."""
+    yield from seen_in_calls(
+        {name: run.last(name) if len(run.series(name)) >= 5 else math.nan for name in CALL_NUMBERS}
+    )
 
 
 # --- all findings, and the verdict ---------------------------------------------------------------

@@ -1,9 +1,12 @@
 """``rloo-kit chat``: chat with a trained model in the terminal, its thought dimmed."""
 
+import asyncio
 import contextlib
+import functools
+import inspect
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +24,21 @@ from rloo_kit.text.thoughts import (
     thought_marks,
 )
 from rloo_kit.text.wording import printable
-from rloo_kit.types import Model, Prompt, Tokenizer
+from rloo_kit.tools.python import python
+from rloo_kit.tools.specs import load_tools
+from rloo_kit.types import Model, Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rloo_kit.tools.loop import ToolLoop
+
 
 def chat(model: str, *, base: bool = False) -> None:
     """Answer the lines of a user with the system message, temperature and length of the run.
+
+    The model calls the tools of the run. The user confirms each program of the tool ``python``.
+    Environments are not played.
 
     Args:
         model: A run, a checkpoint, an adapter or a model.
@@ -47,12 +57,13 @@ def chat(model: str, *, base: bool = False) -> None:
     models = [trained, trained.without_adapter()] if base else [trained]
     text = system_message(config.data)
     system = [_turn("system", text)] if text else []
-    conversations = [list(system) for _ in models]
+    conversations: list[list[dict[str, Any]]] = [[*system] for _ in models]
     if isinstance(sys.stdin, io.TextIOWrapper):  # show a ? for what is not UTF-8
         sys.stdin.reconfigure(errors="replace")
     console = Console()
     with session():
         loaded = load_base(trained)
+        loop = _tool_loop(config, loaded.tokenizer, console)
         for line in _lines(console):
             for one, turns in zip(models, conversations, strict=True):
                 if base:
@@ -60,16 +71,24 @@ def chat(model: str, *, base: bool = False) -> None:
                 turns.append(_turn("user", line))
                 is_chat = config.data.chat and loaded.tokenizer.chat_template
                 with loaded.using(one) as policy:
-                    answer = _answer(
-                        policy, loaded.tokenizer, turns if is_chat else line, config, console
-                    )
-                # Chat templates drop the thoughts of earlier turns
-                turns.append(_turn("assistant", answer.rpartition(THOUGHT_ENDS)[2].strip()))
+                    say = functools.partial(_say, policy, loaded.tokenizer, config, console)
+                    if loop is not None:
+                        turns += _with_calls(loop, turns, say)
+                    else:
+                        prompt = turns if is_chat else line
+                        ids = prompt_ids(loaded.tokenizer, prompt, template_settings(config))
+                        (answer,) = completion_texts(loaded.tokenizer, [say(ids)])
+                        turns.append(_turn("assistant", _without_thought(answer)))
                 console.print()
 
 
-def _turn(role: str, content: str) -> dict[str, str]:
+def _turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _without_thought(text: str) -> str:
+    """Return what a chat template keeps of an earlier turn."""
+    return text.rpartition(THOUGHT_ENDS)[2].strip()
 
 
 def _lines(console: "Console") -> Iterator[str]:
@@ -84,18 +103,13 @@ def _lines(console: "Console") -> Iterator[str]:
                 yield line
 
 
-def _answer(
-    model: Model,
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    config: RunConfig,
-    console: "Console",
-) -> str:
-    """Print an answer while it is sampled, and return it with its thought."""
+def _say(
+    model: Model, tokenizer: Tokenizer, config: RunConfig, console: "Console", ids: list[int]
+) -> list[int]:
+    """Print what the model samples after a prompt, and return its ids."""
     import torch
     from transformers import TextStreamer
 
-    ids = prompt_ids(tokenizer, prompt, template_settings(config))
     longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     room = longest - len(ids)
     if room < 1:
@@ -122,7 +136,59 @@ def _answer(
             top_k=0,
             streamer=streamer,
         )
-    return decode(output[0, len(ids) :].tolist())
+    return output[0, len(ids) :].tolist()
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+
+def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "ToolLoop | None":
+    """Return the loop of a run's tools, or None without any."""
+    from rloo_kit.tools.loop import ToolLimits, ToolLoop
+    from rloo_kit.training.trl_step import run_tool_loop
+
+    if config.environment:
+        console.print("environments are not played in a chat", style="dim")
+    if not config.tools:
+        return None
+    settings = {**DEFAULTS, **config.trainer}
+    limits = ToolLimits(
+        max_tokens=settings["max_completion_length"],
+        max_length=config.model.max_seq_length,
+        max_rounds=settings.get("max_tool_calling_iterations"),
+    )
+    tools = [seen(tool, console) for tool in load_tools(config.tools)]
+    template = template_settings(config) or {}
+    return ToolLoop(tools, None, tokenizer, template, limits, run_tool_loop)
+
+
+def _with_calls(
+    loop: "ToolLoop", turns: list[dict[str, Any]], say: Callable[[list[int]], list[int]]
+) -> list[dict[str, Any]]:
+    """Return the turns of an answer, by the model and by tools."""
+    found = loop.sample(
+        [{"prompt": turns}], lambda ids: ([say(ids[0])], None), contextlib.nullcontext
+    )
+    return [
+        one | {"content": _without_thought(one["content"])} if one["role"] == "assistant" else one
+        for one in found.messages[0]
+    ]
+
+
+def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
+    """Return a tool whose result is printed, and which asks before it runs a program."""
+
+    @functools.wraps(tool)
+    def call(**arguments: Any) -> Any:
+        if tool is python and console.input("\nrun this program? [y/N] ").lower().strip() != "y":
+            raise PermissionError("the user did not run the program")
+        result = tool(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        console.out(f"\n{tool.__name__}: {printable(str(result))}", style="dim", highlight=False)
+        return result
+
+    return call
 
 
 class Printer:

@@ -33,12 +33,15 @@ from rloo_kit.reward_lab.score_statistics import (
 )
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import make_sampling, thought_limit
-from rloo_kit.scoring.contract import CheckedReward, reward_columns
+from rloo_kit.scoring.contract import CheckedReward, keywords_of, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
+from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Row, Say, Tokenizer
 
+# Column of a row for the rewards of its environment
+OF_ENVIRONMENTS = "environment_rewards"
 NO_TOKENIZER = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
 
 
@@ -119,15 +122,7 @@ def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> 
     """Return completions of the run's model; on a GPU a process of its own samples them.
 
     Its end frees all of a card's memory for the training that may follow.
-
-    Raises:
-        ConfigError: The run has environments.
     """
-    if job.config.environment:
-        raise ConfigError(
-            "a check plays no environments: train for a few steps, and read the scores in the "
-            "report"
-        )
     asked = (job.config, job.base, num_prompts, num_generations)
     if job.environment.hardware.device == "cpu":
         return _sampled(*asked, job.say)
@@ -159,11 +154,15 @@ def _sampled(
     ends = model.generation_config.eos_token_id
     how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
     batch_size = args.per_device_train_batch_size
+    own = load_rewards(job.of_environments)  # their environments exist only in this process
     completer = make_completer(
-        model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine
+        model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine, own
     )
     completer.tool_loop = job.tool_loop
     drawn = completer.sample(list(repeated))
+    scores = completer.score(list(repeated), drawn).result()
+    names = [reward.name for reward in own]
+    played = [dict(zip(names, row, strict=True)) for row in zip(*scores, strict=True)]
     columns = (repeated, drawn.completions, drawn.tokens.sampled_ids, drawn.ended)
     return [
         {
@@ -172,6 +171,7 @@ def _sampled(
             "completion_ids": ids,
             "group": number // size,
             "truncated": not ended,
+            **({OF_ENVIRONMENTS: played[number]} if played else {}),
         }
         for number, (row, completion, ids, ended) in enumerate(zip(*columns, strict=True))
     ]
@@ -239,14 +239,25 @@ def _examined(
     batch = _batch_of(rows, columns, config)
     timeout = config.trainer.get("reward_timeout_seconds") if config is not None else None
     for reward in rewards:
-        if isinstance(reward.func, CheckedReward):
+        asked = keywords_of(getattr(reward.func, "reward", reward.func))[2]
+        if "environments" in asked:
+            notes.append(f"note: {reward.name} reads the environments, so it was not checked")
+        elif isinstance(reward.func, CheckedReward):
             add_to_session(reward.func)
             probed.append(probe(reward, columns, batch, timeout))
         else:
             notes.append(f"note: {reward.name} is a model object, which was not checked")
+    played = [row.get(OF_ENVIRONMENTS) or {} for row in rows]
+    probed.extend(
+        Probed(name, 1.0, [scores.get(name) for scores in played])
+        for name in dict.fromkeys(name for scores in played for name in scores)
+    )
     totals = total_scores(probed, batch)
     signal = signal_of(totals, batch)
-    findings = find_all(probed, batch, signal)
+    calls = None
+    if config is not None and (config.tools or config.environment):
+        calls = call_numbers([row["completion"] for row in rows], totals, batch.groups)
+    findings = find_all(probed, batch, signal, calls)
     samples = [
         {
             "prompt": row["prompt"],

@@ -1,7 +1,7 @@
 """Rules that find faults of rewards in their scores of completions, and the verdict."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,6 +14,8 @@ from rloo_kit.diagnosis.registry import (
     Seen,
 )
 from rloo_kit.diagnosis.run_rules import four_times_longer
+from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
+from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.reward_lab.score_statistics import (
     Batch,
     Probed,
@@ -252,7 +254,8 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     higher = f"{seen}; altered ones earned up to {best:g}"
     if is_same(best, worst):
         kind = "constant" if value else "all_zero"
-        yield Seen(f"{seen}, altered ones too", "error", name, kind=kind)
+        also = ", altered ones too" if other else ""
+        yield Seen(f"{seen}{also}", "error", name, kind=kind)
     elif value == 0:
         if best > 0:
             # Otherwise it is a penalty that no completion has earned
@@ -299,11 +302,31 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
     yield Seen(evidence, level, remedy=remedy)
 
 
+add_kinds(RULES)
+
+
+@RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
+def _tools(calls: Mapping[str, float]) -> Iterator[Seen]:
+    yield from seen_in_calls(calls)
+
+
 # --- all findings, and the verdict ---------------------------------------------------------------
 
 
-def find_all(rewards: Sequence[Probed], batch: Batch, signal: Signal) -> list[Finding]:
-    """Return every finding, the most harmful first; a cause replaces what it explains."""
+def find_all(
+    rewards: Sequence[Probed],
+    batch: Batch,
+    signal: Signal,
+    calls: Mapping[str, float] | None = None,
+) -> list[Finding]:
+    """Return every finding, the most harmful first; a cause replaces what it explains.
+
+    Args:
+        rewards: The rewards' scores.
+        batch: The completions.
+        signal: The differences of the total score.
+        calls: Numbers of the calls (``call_numbers``); None without tools.
+    """
     dull = any(r.counts and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
@@ -314,7 +337,7 @@ def find_all(rewards: Sequence[Probed], batch: Batch, signal: Signal) -> list[Fi
         # A reward without signal is an error if no other reward has any
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
-    found += fault
+    found += fault + ([] if calls is None else _tools(calls))
     if not excused and (any(known(r.scores) for r in live) or not dead):
         found += _no_signal(signal)
     return RULES.ordered(found)

@@ -25,10 +25,10 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.wording import first_line
 from rloo_kit.tools.environments import Environments, methods_of
+from rloo_kit.tools.numbers import MAX_RESULT
 from rloo_kit.tools.template import CallTemplate, Message, schemas_of
 
-# Most characters of a tool's result that the model reads, and of an error
-MAX_RESULT = 10_000
+# Most characters of an error that the model reads
 MAX_ERROR = 500
 
 Drawn = tuple[list[list[int]], list[list[float]] | None]
@@ -87,7 +87,6 @@ class ToolLoop:
         self.limits = limits
         self._run = run
         self.environments = None if environments is None else Environments(environments)
-        self.metrics: dict[str, float] = {}  # of the newest batch
         self._tools = [*tools]
         samples = {None: None} if self.environments is None else self.environments.samples
         self._known = {name: self._tools_with(one) for name, one in samples.items()}
@@ -98,7 +97,7 @@ class ToolLoop:
             if len({*names}) < len(names):
                 raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
         self._template = CallTemplate(tokenizer, settings)
-        self._seconds = 0.0
+        self.seconds = 0.0  # of all calls of the newest batch
         self._fault: KitError | None = None  # stops the run
 
     def _tools_with(self, environment: Any) -> list[Tool]:
@@ -124,7 +123,7 @@ class ToolLoop:
         """
         if isinstance(rows[0]["prompt"], str):
             raise DataError("tools need conversations as prompts: set data.chat: true")
-        self._seconds = 0.0
+        self.seconds = 0.0
         self._fault = None
         prompts = [row["prompt"] for row in rows]
         names: list[str | None] = [None] * len(rows)
@@ -151,17 +150,12 @@ class ToolLoop:
         with turns():
             ids, log_probs = _copied(draw(prompt_ids))
             messages = [[self._template.parse(*one)] for one in zip(ids, prompt_ids, strict=True)]
-            mask, messages, ids, log_probs, calls, failures, _ = self._run(
+            mask, messages, ids, log_probs, *_ = self._run(
                 self._for_trl(draw, tables), copy.deepcopy(prompts), prompt_ids, ids, messages,
                 log_probs, None, {},
             )  # fmt: skip
             self._check_fault()
         tokens = TokenRows(prompt_ids, ids, [list(map(bool, row)) for row in mask])
-        self.metrics = {
-            "tools/call_frequency": calls / len(rows),
-            "tools/failure_frequency": failures / max(1, calls),
-            "tools/seconds": self._seconds,
-        }
         pairs = zip(messages, tokens.turns, strict=True)
         return Trajectories(
             prompts,
@@ -261,7 +255,7 @@ class ToolLoop:
                 )
             raise RuntimeError(text) from exc
         finally:
-            self._seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
 
     def _check_fault(self) -> None:
         """Raise the error of a tool that must stop the run."""

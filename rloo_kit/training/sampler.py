@@ -266,7 +266,7 @@ class TrainingCompleter(Completer):
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
         if self.tool_loop is not None:
-            self.log.note_all(self.tool_loop.metrics)
+            self.log.note("tools/seconds", self.tool_loop.seconds)
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from transformers import TrainerState
 
 from rloo_kit.machine.cleanup import take_peak, used_on_gpu
@@ -15,6 +16,7 @@ from rloo_kit.rloo.metrics import Tally, completion_metrics, completion_records,
 from rloo_kit.rloo.rollout import Completions, Rollout
 from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import find_thoughts, thought_marks
+from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Tokenizer
 
 Values: TypeAlias = defaultdict[str, list[Any]]
@@ -98,6 +100,9 @@ class StepLog:
         first = first if of_step == number else 0  # a step may learn from several rollouts
         self.groups_of_step = (number, first + len(rollout) // rollout.num_generations)
         sampled = rollout.sampled
+        if sampled.tokens.is_sampled is not None:
+            groups = torch.arange(len(rollout)).view(-1, rollout.num_generations).tolist()
+            self.note_all(call_numbers(sampled.completions, sampled.scores.tolist(), groups))
         marks = thought_marks(self.tokenizer)
         records = [
             {

@@ -225,6 +225,9 @@ def test_paths_start_at_the_run_file(copy, monkeypatch, tmp_path):
     rewards = [{"name": "reward_model", "model": "gsm8k"}, "accuracy"]
     whole = with_whole_paths(replace(named, rewards=rewards), copy.parent, copy.parent).rewards
     assert whole == [{"name": "reward_model", "model": str(copy)}, "accuracy"]
+    tools = [{"name": "search", "file": "gsm8k"}, "calculator"]
+    whole = with_whole_paths(replace(named, tools=tools), copy.parent, copy.parent).tools
+    assert whole == [{"name": "search", "file": str(copy)}, "calculator"]
 
 
 def test_a_task_brings_its_reward_unless_the_run_file_has_one():

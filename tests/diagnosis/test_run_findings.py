@@ -190,12 +190,28 @@ SPOILED = {
     "tool_calls_fail": record(
         {"tools/call_frequency": [1.0] * 24, "tools/failure_frequency": line(0.1, 0.7)}
     ),
+    "calls_without_answer": record({"tools/unread_frequency": line(0.0, 0.3)}),
+    "tool_results_cut": record({"tools/cut_frequency": line(0.0, 0.3)}),
+    "needless_calls": record(
+        {"tools/score_gain": line(-0.1, -0.3), "tools/compared_frequency": [0.8] * 24}
+    ),
     "high_variance": record(
         {**FLAT, "reward": line(0.5, 0.5, 0.5)}, run_config=config(num_generations=2)
     ),
     "high_variance, with many generations": record({**FLAT, "reward": line(0.5, 0.5, 0.5)}),
 }
 WELL = {
+    "few calls are compared": record(
+        {"tools/score_gain": line(-0.1, -0.3), "tools/compared_frequency": [0.2] * 24}
+    ),
+    "calls that help": record(
+        {
+            "tools/call_frequency": [0.5] * 24,
+            "tools/failure_frequency": [0.1] * 24,
+            "tools/score_gain": line(0.1, 0.3),
+            "tools/compared_frequency": [0.8] * 24,
+        }
+    ),
     "rising": record(),
     "rising on held-out prompts": record(evaluation=held_out(0.5, 0.95)),
     "not yet rising": record(

@@ -11,6 +11,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 
 import rloo_kit as rk
@@ -19,10 +20,11 @@ from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
-from rloo_kit.export.chat import Printer, chat
+from rloo_kit.export.chat import Printer, chat, seen
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware
+from rloo_kit.tools.python import python
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -80,6 +82,45 @@ def test_conversation_is_remembered_and_blank_lines_are_skipped(run):
 def test_conversation_that_is_too_long_is_refused(run):
     with pytest.raises(ConfigError, match="start a new one"):
         talk(run, "1 + 2 = 3. " * 200)
+
+
+@pytest.mark.long
+def test_the_model_calls_the_tools_of_its_run(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "async def calculator(expression: str) -> str:\n"
+        '    """Compute.\n\n    Args:\n        expression: What.\n    """\n'
+        "    return str(eval(expression))\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "model: {name: tiny-caller, max_seq_length: 512}\n"
+        "tools: [mine.py:calculator]\nenvironment: maze\n"
+        "data: {prompts: sums}\n"
+        "trainer: {max_steps: 1, per_device_train_batch_size: 4, num_generations: 4,\n"
+        "  max_completion_length: 96}\n"
+        f"output_dir: {tmp_path}/run\n"
+    )
+    rk.train(tmp_path / "run.yaml", ["data.held_out=0"])
+    capsys.readouterr()
+    for seed in range(60):  # a completion has a call one time in five
+        torch.manual_seed(seed)
+        said = talk(tmp_path / "run", "What is 345 + 432?", "What is 2 + 2?")
+        if "calculator: 777" in said:
+            break
+    assert said.startswith("environments are not played in a chat")
+    call, _, answer = said.partition("calculator: 777")
+    assert '"expression": "345 + 432"' in call
+    assert "777" in answer
+
+
+def test_the_user_confirms_each_program(monkeypatch):
+    console = Console(file=io.StringIO())
+    run_program = seen(python, console)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(PermissionError, match="the user did not run the program"):
+        run_program(code="print(6 * 7)")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert run_program(code="print(6 * 7)") == "42\n"
+    assert "python: 42" in console.file.getvalue()
 
 
 def test_terminal_dims_the_thought_and_escapes_control_characters():

@@ -171,6 +171,40 @@ FEW = ROWS[:24]
 SETTLED = changed(
     completion=lambda row: f"hm</think>{row['answer'] if row['group'] % 2 else 'no idea'}"
 )
+TOOLS = {"source": "tools"}
+
+
+def trajectories(*results, when=lambda number: True, is_open=False):
+    """Return rows in which some completions call a tool, once for each result."""
+    call = [{"type": "function", "function": {"name": "calculator", "arguments": {}}}]
+    rows = []
+    for number, row in enumerate(ROWS):
+        turns = [{"role": "assistant", "content": row["completion"]}]
+        if when(number):
+            for result in reversed(results):
+                turns.insert(0, {"role": "tool", "name": "calculator", "content": result})
+                turns.insert(0, {"role": "assistant", "content": "", "tool_calls": call})
+            turns += [{"role": "assistant", "content": "", "tool_calls": call}] * is_open
+        rows.append({**row, "completion": turns})
+    return rows
+
+
+def calls_cost(completions, answer, **_):
+    """Never pays for a call."""
+    pairs = zip(right(completions, answer), completions, strict=True)
+    return [score if len(turns) == 1 else -1.0 for score, turns in pairs]
+
+
+def worth_it(completions, answer, **_):
+    """Pays for a call."""
+    pairs = zip(right(completions, answer), completions, strict=True)
+    return [score + 2.0 * (len(turns) > 1) for score, turns in pairs]
+
+
+def is_even(number):
+    return number % 2 == 0
+
+
 FAULTS = {
     "raises": [([splits], ROWS)],
     "timeout": [([hangs], ROWS, QUICK), ([hangs_async], ROWS, QUICK)],
@@ -187,6 +221,14 @@ FAULTS = {
     "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
     "fragile": [([last_digit], ROWS)],
     "length_in_disguise": [([thorough], ROWS)],
+    "tools_never_called": [(["accuracy"], trajectories(), TOOLS)],
+    "tool_calls_fail": [
+        ([worth_it], trajectories("{'error': 'no'}", "4", when=is_even), TOOLS),
+        (["accuracy"], trajectories("{'error': 'no'}"), TOOLS),
+    ],
+    "calls_without_answer": [([worth_it], trajectories(when=is_even, is_open=True), TOOLS)],
+    "tool_results_cut": [([worth_it], trajectories("x" * 20_000, when=is_even), TOOLS)],
+    "needless_calls": [([calls_cost], trajectories("4", when=is_even), TOOLS)],
 }
 CASES = [
     pytest.param(kind, *case, *([{}] if len(case) < 3 else []), id=f"{kind}-{number}")
@@ -397,3 +439,53 @@ def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypa
     assert any(line.startswith("sampling 2 prompts x 8 completions") for line in lines)
     with pytest.raises(ModelError, match="does not exist"):
         check_rewards("quickstart", overrides=["model.name=./nowhere"], say=str)
+
+
+GAME = """
+class Adder:
+    def reset(self, answer, **row):
+        self.right = answer
+        self.calls = 0
+
+    def calculator(self, expression: str) -> str:
+        \"\"\"Compute.
+
+        Args:
+            expression: What.
+        \"\"\"
+        self.calls += 1
+        return self.right
+
+    def get_reward(self):
+        return float(self.calls)
+
+
+def calls(environments, **_):
+    return [float(one.calls) for one in environments]
+"""
+
+
+@pytest.mark.long
+def test_a_check_plays_environments_before_the_run(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "run.yaml").write_text(
+        "model: {name: tiny-caller, max_seq_length: 512}\n"
+        "data: {prompts: sums, num_prompts: 64}\n"
+        "environment: game.py:Adder\n"
+        "rewards: [game.py:calls, accuracy]\n"
+        "trainer: {per_device_train_batch_size: 16, num_generations: 8,\n"
+        "  max_completion_length: 96}\n"
+    )
+    found = check_rewards(
+        tmp_path / "run.yaml", num_prompts=8, output_dir=tmp_path / "check", say=lambda line: None
+    )
+    assert [row.name for row in found.table] == ["accuracy", "Adder"]
+    assert found.notes == ["note: calls reads the environments, so it was not checked"]
+    assert kinds(found) == []
+    played = [sample["rewards"]["Adder"] for sample in found.samples]
+    assert 0 < sum(played) < len(played)
+    again = check_rewards(
+        tmp_path / "run.yaml", completions=tmp_path / "check" / "completions.jsonl",
+        say=lambda line: None,
+    )  # fmt: skip
+    assert [sample["rewards"]["Adder"] for sample in again.samples] == played

@@ -8,7 +8,7 @@ from rloo_kit.models.adapters import EMBEDDED
 SETTINGS = {
     "per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 192,
     "learning_rate": 1e-3, "beta": 0.05, "doctor": False, "seed": 7, "save_strategy": "no",
-    "max_grad_norm": 0.0,
+    "max_grad_norm": 0.0, "bf16": False,
 }  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def trainer_of():
 def make_trainer(folder, model="tiny-caller", prompts="sums", tools=(), callbacks=(), **settings):
     from transformers import AutoTokenizer  # after Unsloth
 
-    loaded, _ = rk.load_model(model, max_seq_length=512, load_in_4bit=False)
+    loaded, _ = rk.load_model(model, max_seq_length=512, load_in_4bit=False, precision="fp32")
     reward = settings.pop("reward_funcs", ["accuracy", {"name": "tool_use", "cost": 0.1}])
     names = ("environment_factory", "eval_dataset")
     others = {name: settings.pop(name) for name in names if name in settings}

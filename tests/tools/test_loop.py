@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -20,6 +21,7 @@ from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.tools import loop
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.loop import ToolLimits, ToolLoop
+from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.tools.python import python
 from rloo_kit.training.trl_step import run_tool_loop
 
@@ -253,8 +255,9 @@ def test_the_model_reads_the_error_of_a_tool(tool):
     assert FAULTS[tool] in text
     assert text.startswith("{'error':")
     assert len(text) < 700
-    assert tool_loop.metrics["tools/failure_frequency"] == 1.0
-    assert tool_loop.metrics["tools/call_frequency"] == 1.0
+    numbers = call_numbers(found.messages, [0.0], [[0]])
+    assert numbers["tools/failure_frequency"] == 1.0
+    assert numbers["tools/call_frequency"] == 1.0
 
 
 @pytest.mark.parametrize("tool", [raises, waits], ids=lambda tool: tool.__name__)
@@ -369,7 +372,8 @@ def test_no_result_and_no_call_of_5000_ends_the_run():
             return ids, None
 
         found = tool_loop.sample([{"prompt": PROMPT}] * size, draw, contextlib.nullcontext)
-        calls += tool_loop.metrics["tools/call_frequency"] * size
+        numbers = call_numbers(found.messages, [0.0] * size, [])
+        calls += numbers["tools/call_frequency"] * size
         trained += size
         for ids, mask in zip(found.tokens.completion_ids, found.tokens.is_sampled, strict=True):
             assert len(ids) == len(mask)
@@ -546,3 +550,37 @@ def test_what_does_not_fit_is_refused():
         made(broken)
     with pytest.raises(DataError, match=r"data\.chat: true"):
         made(qwen3()).sample([{"prompt": "hm"}], Script(qwen3()), contextlib.nullcontext)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def trajectory(*results, is_open=False):
+    call = {"function": {"name": "calculator", "arguments": {}}}
+    turns = []
+    for result in results:
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "name": "calculator", "content": result}]
+    last = {"role": "assistant", "content": "4"} | ({"tool_calls": [call]} if is_open else {})
+    return [*turns, last]
+
+
+def test_the_numbers_of_a_batch_are_those_counted_by_hand():
+    none, one = trajectory(), trajectory("4")
+    failed = trajectory("{'error': 'no'}", "4")
+    cut = trajectory("x" * (loop.MAX_RESULT + 30), is_open=True)
+    rows = [none, one, failed, none, one, one, cut, none]
+    scores = [1.0, 0.5, 0.0, None, 1.0, 1.0, 0.0, 0.5]
+    found = call_numbers(rows, scores, [[0, 1, 2, 3], [4, 5], [6, 7]])
+    assert found == {
+        "tools/call_frequency": 7 / 8,
+        "tools/failure_frequency": 1 / 6,
+        "tools/cut_frequency": 1 / 6,
+        "tools/unread_frequency": 1 / 8,
+        "tools/score_gain": ((0.25 - 1.0) + (0.0 - 0.5)) / 2,
+        "tools/compared_frequency": 3 / 5,
+    }
+    found = call_numbers(["text", none], [0.0, 1.0], [[0, 1]])
+    assert found["tools/call_frequency"] == found["tools/failure_frequency"] == 0.0
+    assert math.isnan(found["tools/score_gain"])
+    assert math.isnan(found["tools/compared_frequency"])

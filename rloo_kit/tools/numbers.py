@@ -1,0 +1,70 @@
+"""Numbers of the calls in trajectories, for the log, the doctor and the check of rewards."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TypeGuard
+
+from rloo_kit.rewards.tool_use import ERROR, calls_of, results_of
+from rloo_kit.types import Completion
+
+# Most characters of a tool's result that the model reads
+MAX_RESULT = 10_000
+CALL_NUMBERS = (
+    "tools/call_frequency",
+    "tools/failure_frequency",
+    "tools/cut_frequency",
+    "tools/unread_frequency",
+    "tools/score_gain",
+    "tools/compared_frequency",
+)
+
+
+def call_numbers(
+    completions: Sequence[Completion],
+    scores: Sequence[float | None],
+    groups: Sequence[Sequence[int]],
+) -> dict[str, float]:
+    """Return the metrics of the calls in a batch.
+
+    - ``tools/call_frequency``: calls of a trajectory
+    - ``tools/failure_frequency``: share of results that are errors
+    - ``tools/cut_frequency``: share of results of which the model reads only the beginning
+    - ``tools/unread_frequency``: share of trajectories that end with a call
+    - ``tools/score_gain``: score with a call minus score without, the mean over groups with both
+    - ``tools/compared_frequency``: share of trajectories with a call that are in such a group
+
+    A number without anything to count is NaN, but no failed and no cut result are 0.
+
+    Args:
+        completions: B completions.
+        scores: B scores; None or NaN if there is none.
+        groups: The rows of each prompt.
+    """
+    calls = [len(calls_of(one)) for one in completions]
+    results = [text for one in completions for text in results_of(one)]
+    unread = [bool(calls_of(one[-1:])) for one in completions]
+    gains = []
+    compared = 0
+    for rows in groups:
+        known = [(calls[row] > 0, score) for row in rows if _is_number(score := scores[row])]
+        with_call = [score for called, score in known if called]
+        without = [score for called, score in known if not called]
+        if with_call and without:
+            gains.append(fmean(with_call) - fmean(without))
+            compared += len(with_call)
+    num_called = sum(map(bool, calls))
+    count = max(1, len(results))
+    found = (
+        fmean(calls),
+        sum(text.startswith(ERROR) for text in results) / count,
+        sum(len(text) > MAX_RESULT for text in results) / count,
+        fmean(unread),
+        fmean(gains) if gains else math.nan,
+        compared / num_called if num_called else math.nan,
+    )
+    return dict(zip(CALL_NUMBERS, found, strict=True))
+
+
+def _is_number(score: float | None) -> TypeGuard[float]:
+    return score is not None and not math.isnan(score)
