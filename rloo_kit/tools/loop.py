@@ -100,6 +100,12 @@ class ToolLoop:
         self.seconds = 0.0  # of all calls of the newest batch
         self._fault: KitError | None = None  # stops the run
 
+    @property
+    def tools(self) -> list[Tool]:
+        """All tools, those of environments included."""
+        own = [] if self.environments is None else self.environments.samples.values()
+        return [*self._tools, *(tool for one in own for tool in methods_of(one))]
+
     def _tools_with(self, environment: Any) -> list[Tool]:
         return self._tools + ([] if environment is None else methods_of(environment))
 

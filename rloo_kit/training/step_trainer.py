@@ -238,6 +238,17 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return self.step_choice.by_trl
 
     @property
+    def tools(self) -> list[Any]:
+        """All tools of the training, those of environments included, as in TRL's GRPO."""
+        return [] if self.tool_loop is None else self.tool_loop.tools
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the newest batch, one for each completion; None without any."""
+        own = None if self.tool_loop is None else self.tool_loop.environments
+        return None if own is None else own.current
+
+    @property
     def engine(self) -> Engine | None:
         """The engine that samples; None if the model itself or TRL samples."""
         return None if self.by_trl else self.sampler.engine

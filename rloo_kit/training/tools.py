@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from datasets import Dataset
+
 from rloo_kit.errors import ConfigError
 from rloo_kit.tools.loop import ToolLimits, ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -55,3 +57,42 @@ def make_tool_loop(
         )
     args.chat_template_kwargs = settings | {"tools": longest}
     return loop
+
+
+def with_prompts(
+    dataset: Any,
+    environments: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None,
+    args: LeaveOneOutConfig,
+) -> Any:
+    """Return the training set of environments whose ``reset`` returns the whole prompt.
+
+    A set without prompts gets empty ones. Without a set each prompt of the training is a row with
+    its own ``seed`` (0, 1, ...), by which ``reset`` can begin the same game for all completions of
+    the prompt; in TRL's GRPO each completion begins its own.
+
+    Args:
+        dataset: A set, a stream or None. A stream needs prompts.
+        environments: A class, or a table of classes by name, or None.
+        args: Settings of the training.
+
+    Raises:
+        ConfigError: There is no set, and the environments are a table or ``max_steps`` is not set.
+    """
+    empty = [{"role": "user", "content": ""}]
+    if environments is None or not isinstance(dataset, Dataset | None):
+        return dataset
+    if dataset is not None:
+        if "prompt" in dataset.column_names:
+            return dataset
+        return dataset.add_column("prompt", [empty] * len(dataset))
+    if isinstance(environments, Mapping):
+        raise ConfigError(
+            "a table of environments requires a `train_dataset` whose column environment names "
+            "the class of each row"
+        )
+    if args.max_steps < 1:
+        raise ConfigError(
+            "without a train_dataset max_steps gives the length of the training: set it"
+        )
+    count = args.max_steps * args.generation_batch_size // args.num_generations
+    return Dataset.from_dict({"prompt": [empty] * count, "seed": range(count)})

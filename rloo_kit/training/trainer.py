@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PrinterCallback
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
 from trl.trainer.utils import add_fused_lm_head
@@ -52,7 +52,7 @@ from rloo_kit.training.step_choice import (
     set_router_loss,
 )
 from rloo_kit.training.step_trainer import StepTrainer
-from rloo_kit.training.tools import make_tool_loop
+from rloo_kit.training.tools import make_tool_loop, with_prompts
 from rloo_kit.types import Model, Tokenizer
 
 # Older names of the trainer's arguments
@@ -117,9 +117,10 @@ class LeaveOneOutTrainer(StepTrainer):
             "train_dataset": train_dataset,
             "processing_class": processing_class,
         }
-        _translate_parts(parts, others)
+        _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
+        parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
         reference = _own_reference(others.pop("ref_policy", None), parts["model"], args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
@@ -172,16 +173,19 @@ class LeaveOneOutTrainer(StepTrainer):
         model, tokenizer = parts["model"], parts["processing_class"]
         if tools or environments is not None:
             check_tools(self.step_choice)
-            if isinstance(model, str) or tokenizer is None:
-                raise ConfigError("tools need a loaded model and its processing_class: give both")
+            if tokenizer is None:  # as TRL does
+                name = model if isinstance(model, str) else model.config.name_or_path
+                tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+                parts["processing_class"] = tokenizer
             if others.get("eval_dataset") is not None:
                 raise ConfigError(
                     "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
                     "held-out prompts by a run file (data.held_out)"
                 )
-        limits = [getattr(getattr(model, "config", None), "max_position_embeddings", None)]
-        limits += [None if isinstance(model, str) else notes_of(model).max_seq_length]
-        limits += [args.vllm_max_model_length]
+        is_name = isinstance(model, str)  # TRL loads it later
+        config = AutoConfig.from_pretrained(model) if is_name else getattr(model, "config", None)
+        limits = [getattr(config, "max_position_embeddings", None), args.vllm_max_model_length]
+        limits += [None if is_name else notes_of(model).max_seq_length]
         longest = min((limit for limit in limits if limit), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, tokenizer, args, longest)
         if loop is not None and loop.environments is not None:
@@ -414,7 +418,9 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
             )
 
 
-def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
+def _translate_parts(
+    parts: dict[str, Any], others: dict[str, Any], has_environments: bool = False
+) -> None:
     """Move arguments under older names into ``parts``; raise ConfigError for missing ones."""
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
@@ -424,7 +430,8 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any]) -> None:
             raise ConfigError(f"{old} is the old name of {new}, and both are given: keep {new}")
         warnings.warn(f"{old} is now called {new}", FutureWarning, stacklevel=3)
         parts[new] = value
-    missing = [name for name in ("model", "reward_funcs", "train_dataset") if parts[name] is None]
+    needed = ["model", "reward_funcs", *(["train_dataset"] if not has_environments else [])]
+    missing = [name for name in needed if parts[name] is None]
     if missing:
         required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")

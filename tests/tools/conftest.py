@@ -24,12 +24,15 @@ def make_trainer(folder, model="tiny-caller", prompts="sums", tools=(), callback
     loaded, _ = rk.load_model(model, max_seq_length=512, load_in_4bit=False, precision="fp32")
     reward = settings.pop("reward_funcs", ["accuracy", {"name": "tool_use", "cost": 0.1}])
     names = ("environment_factory", "eval_dataset")
+    dataset = settings.pop("dataset", None)
+    if dataset is None and prompts:
+        dataset = rk.load_prompts(prompts, num_prompts=32)
     others = {name: settings.pop(name) for name in names if name in settings}
     return rk.LeaveOneOutTrainer(
         rk.attach_lora(loaded, r=4, seed=1),
         reward,
         rk.LeaveOneOutConfig(str(folder), **{"max_steps": 2, **SETTINGS, **settings}),
-        rk.load_prompts(prompts, num_prompts=32),
+        dataset,
         AutoTokenizer.from_pretrained(EMBEDDED["tiny-caller"]),
         list(callbacks),
         tools=tools,

@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import random
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 import rloo_kit as rk
@@ -227,6 +229,57 @@ def test_an_environment_of_a_run_file_scores_held_out_prompts_too(tmp_path):
     assert all(row["score"] == pytest.approx(2 * row["rewards"]["Adder"]) for row in rows)
     table = rk.evaluate_models([result.folder], num_prompts=8)
     assert "Adder" in str(table)
+
+
+class Sum:
+    """Makes its own sums, by the seed of the row."""
+
+    def reset(self, seed, **row):
+        numbers = random.Random(seed)
+        self.numbers = numbers.randint(100, 999), numbers.randint(100, 999)
+        return "What is {} + {}?".format(*self.numbers)
+
+    def calculator(self, expression: str) -> str:
+        """Compute.
+
+        Args:
+            expression: What.
+        """
+        return str(sum(self.numbers))
+
+    def get_reward(self):
+        return 1.0
+
+
+def shortest(completions, **_):
+    return [-float(len(turns[-1]["content"])) for turns in completions]
+
+
+def test_an_environment_can_own_its_prompts(tmp_path, trainer_of):
+    seen = []
+
+    class Take(TrainerCallback):
+        def on_completions(self, args, state, control, rollout, **_):
+            seen.extend(rollout.sampled.prompts)
+
+    how = {"prompts": None, "reward_funcs": [shortest], "environment_factory": Sum}
+    trainer = trainer_of(tmp_path, callbacks=[Take()], max_steps=3, shuffle_dataset=False, **how)
+    assert {tool.__name__ for tool in trainer.tools} == {"calculator"}
+    trainer.train()
+    texts = [prompt[-1]["content"] for prompt in seen]
+    assert len(trainer.environments) == 16
+    # 3 steps of 4 groups: all 4 completions of a prompt play the same game, each prompt another
+    groups = [set(texts[at : at + 4]) for at in range(0, 48, 4)]
+    assert [len(group) for group in groups] == [1] * 12
+    assert len(set(texts)) == 12
+    with pytest.raises(ConfigError, match="max_steps gives the length"):
+        trainer_of(tmp_path, max_steps=-1, **how)
+    with pytest.raises(ConfigError, match="a table of environments requires a `train_dataset`"):
+        trainer_of(tmp_path, **how | {"environment_factory": {"a": Sum}})
+    rows = Dataset.from_dict({"seed": range(8)})  # without prompts
+    trainer = trainer_of(tmp_path, dataset=rows, **how | {"max_steps": 1})
+    trainer.train()
+    assert all(one.numbers for one in trainer.environments)
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path, trainer_of):
