@@ -1,6 +1,7 @@
 """vLLM in this process samples trajectories: awake until the last turn, each turn checked."""
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 import rloo_kit as rk
@@ -11,12 +12,14 @@ from rloo_kit.tools.calculator import calculator
 pytestmark = pytest.mark.vllm
 
 
-def trainer_of(folder, callbacks=(), **settings):
-    model, tokenizer = rk.load_model("tiny-caller", max_seq_length=512, load_in_4bit=False)
+def trainer_of(folder, callbacks=(), vllm=None, **settings):
+    model, tokenizer = rk.load_model(
+        "tiny-caller", max_seq_length=512, load_in_4bit=False, precision="fp32", vllm=vllm
+    )
     usual = {
         "per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 192,
         "learning_rate": 1e-3, "beta": 0.02, "generation": "vllm", "doctor": False, "seed": 3,
-        "save_strategy": "no", "max_steps": 4, "vllm_max_model_length": 512,
+        "save_strategy": "no", "max_steps": 4, "bf16": False, "vllm_max_model_length": 512,
     }  # fmt: skip
     return rk.LeaveOneOutTrainer(
         rk.attach_lora(model, r=16, seed=3),
@@ -86,4 +89,74 @@ def test_the_canary_catches_an_engine_that_forgets_the_adapter_in_the_second_tur
     # the adapter starts as the base, so the first step cannot tell them apart
     with pytest.raises(StalePolicyError):
         trainer.train()
+    rk.release(trainer)
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_without_a_false_alarm(tmp_path):
+    """Some ten minutes."""
+    trainer = trainer_of(
+        tmp_path, per_device_train_batch_size=64, num_generations=16, learning_rate=3e-3, beta=0.0,
+        max_steps=200,
+    )  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "tools/call_frequency" in log]
+    assert len(logs) == 200
+    assert sum("sampling/adapter_reached" in log for log in logs) > 150
+    assert sum(log["rewards/accuracy/mean"] for log in logs[-20:]) / 20 > 0.9
+    rk.release(trainer)
+
+
+class ByHand(TrainerCallback):
+    """The gradient in plain torch, one trajectory at a time, weighted by vLLM's log-probs."""
+
+    def __init__(self):
+        self.errors = []
+        self.without_weights = []
+        self.calls = 0
+
+    def gradient(self, args, model, rollout, level):
+        tokens = rollout.sampled.tokens
+        grouped = rollout.sampled.scores.view(-1, args.num_generations)
+        others = (grouped.sum(1, keepdim=True) - grouped) / (args.num_generations - 1)
+        advantages = (grouped - others).view(-1)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in parameters:
+            parameter.grad = None
+        columns = (tokens.prompt_ids, tokens.completion_ids, tokens.is_sampled)
+        rows = zip(advantages, *columns, rollout.sampled.sampler_log_probs, strict=True)
+        for advantage, prompt, ids, sampled, known in rows:
+            mask = torch.tensor(sampled)
+            self.calls += not all(sampled)
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+            weights = ((own.detach() - torch.tensor(known)) * mask).exp().clamp(max=2.0)
+            if level == "none":
+                weights = torch.ones_like(weights)
+            (-advantage * (weights * own * mask).sum() / len(advantages)).backward()
+        return torch.cat([p.grad.flatten() for p in parameters])
+
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = [p.grad.clone() for p in parameters]
+        kit = torch.cat([grad.flatten() for grad in found])
+        rollout = self.trainer.rloo.rollout
+        for level, errors in (("token", self.errors), ("none", self.without_weights)):
+            by_hand = self.gradient(args, model, rollout, level)
+            errors.append(float((kit - by_hand).norm() / by_hand.norm()))
+        for parameter, grad in zip(parameters, found, strict=True):
+            parameter.grad = grad
+
+
+def test_the_gradient_with_the_engines_log_probs_is_that_of_a_plain_loop(tmp_path):
+    by_hand = ByHand()
+    trainer = by_hand.trainer = trainer_of(
+        tmp_path, [by_hand], vllm={"dtype": "bfloat16"}, max_steps=2, beta=0.0, max_grad_norm=0.0,
+        rollout_correction="token", rollout_correction_cap=2.0,
+    )  # fmt: skip
+    trainer.train()
+    assert by_hand.calls > 3
+    assert len(by_hand.errors) == 2
+    assert max(by_hand.errors) < 1e-5
+    assert min(by_hand.without_weights) > 1e-4  # the weights matter
     rk.release(trainer)
