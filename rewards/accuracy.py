@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rloo_kit.types import Score
 
@@ -145,7 +145,7 @@ class Accuracy(TextReward, AnswerReward):
     [1.0]
     """
 
-    __name__: ClassVar[str] = "accuracy"
+    __name__ = "accuracy"
 
     column: str = "answer"
     """Dataset column of the expected answers."""

@@ -8,7 +8,7 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
@@ -81,7 +81,7 @@ class Code(AnswerReward):
     [0.0, None]
     """
 
-    __name__: ClassVar[str] = "code"
+    __name__ = "code"
 
     column: str = "tests"
     """Dataset column of the tests."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completion, Score
@@ -82,7 +82,7 @@ class Countdown(AnswerReward):
     [0.0, 0.0, None]
     """
 
-    __name__: ClassVar[str] = "countdown"
+    __name__ = "countdown"
 
     use_all: bool = False
     """Require that every number is used."""

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from rloo_kit.errors import RewardLoadError
 
@@ -24,7 +24,7 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 class _Format(TextReward):
     """A reward of 1.0 for a completion that fits, else 0.0."""
 
-    __name__: ClassVar[str] = "format"
+    __name__ = "format"
 
     def _score(self, text: str, opened: bool) -> float:
         return float(self._fits(text, opened))

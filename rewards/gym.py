@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.types import Completion, Score
@@ -40,7 +40,7 @@ class ReasoningGym(AnswerReward):
     [None]
     """
 
-    __name__: ClassVar[str] = "reasoning_gym"
+    __name__ = "reasoning_gym"
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
@@ -81,7 +81,7 @@ class Judge(TemplateAware):
     []
     """
 
-    __name__: ClassVar[str] = "judge"
+    __name__ = "judge"
 
     model: str
     """Name of the model on the server."""

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Score
@@ -85,7 +85,7 @@ class Language(TextReward):
     [None]
     """
 
-    __name__: ClassVar[str] = "language"
+    __name__ = "language"
 
     language: str = "en"
     """ISO 639-1 code of the wanted language. Quote "no" in YAML, which reads it as false."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from rloo_kit.types import Completion, Score, Tokenizer
 
@@ -27,7 +27,7 @@ class Length:
     [1.5]
     """
 
-    __name__: ClassVar[str] = "length"
+    __name__ = "length"
 
     min_words: int = 10
     """Fewest words of a medium length."""
@@ -75,7 +75,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
     [0.75, 0.0]
     """
 
-    __name__: ClassVar[str] = "length_band"
+    __name__ = "length_band"
 
     low: float = 10
     """Least length that scores 1.0."""
@@ -159,7 +159,7 @@ class SoftOverlong(TokenReward):
     [0.0, -0.5, -1.0, -1.0]
     """
 
-    __name__: ClassVar[str] = "soft_overlong"
+    __name__ = "soft_overlong"
 
     max_completion_length: int
     """Tokens from which the score is -1: the trainer's max_completion_length, at which completions

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
@@ -134,7 +134,7 @@ class Math(AnswerReward):
     >>> reward.release()
     """
 
-    __name__: ClassVar[str] = "math"
+    __name__ = "math"
 
     column: str = "answer"
     """Dataset column of the expected answers."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rloo_kit.types import Completion, Score
 
@@ -28,7 +28,7 @@ class Repetition:
     [-0.3333333333333333]
     """
 
-    __name__: ClassVar[str] = "repetition"
+    __name__ = "repetition"
 
     ngram_size: int = 3
     """Units in an n-gram."""

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.text.numbers import finite_number
@@ -40,7 +40,7 @@ class RewardModel:
     ('reward_model', False)
     """
 
-    __name__: ClassVar[str] = "reward_model"
+    __name__ = "reward_model"
 
     model: str
     """Folder with config.json (or adapter_config.json), weights and tokenizer, or a hub name."""

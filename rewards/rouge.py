@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from rloo_kit.text.wording import content_text
 from rloo_kit.types import Completion, Score
@@ -36,7 +36,7 @@ class Rouge(TextReward):
     [1.0, 0.16666666666666666]
     """
 
-    __name__: ClassVar[str] = "rouge"
+    __name__ = "rouge"
 
     kind: Kind = "L"
     """``L``, ``1`` or ``2``."""
@@ -84,7 +84,7 @@ class Coverage(TemplateAware):
     [1.0, 0.3333333333333333]
     """
 
-    __name__: ClassVar[str] = "coverage"
+    __name__ = "coverage"
 
     column: str | None = None
     """Dataset column of the sources, texts; None: the prompt, or its last chat message."""

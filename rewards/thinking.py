@@ -228,7 +228,7 @@ class Thinking(ThoughtTokens, TokenReward):
     [0.3, 1.1]
     """
 
-    __name__: ClassVar[str] = "thinking"
+    __name__ = "thinking"
 
     short: int = 10
     """Tokens from which a thought is of medium length."""
@@ -276,7 +276,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     [0.0, 0.0]
     """
 
-    __name__: ClassVar[str] = "thinking_closed_once"
+    __name__ = "thinking_closed_once"
 
     def __call__(
         self,
@@ -313,7 +313,7 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
     [0.0]
     """
 
-    __name__: ClassVar[str] = "thinking_budget"
+    __name__ = "thinking_budget"
 
     budget: int = 512
     """Most tokens of a thought that scores 1.0."""
@@ -363,7 +363,7 @@ class SelfQuestions(ThoughtTokens, TokenReward):
     [0.5, 1.0, 0.5, 0.0]
     """
 
-    __name__: ClassVar[str] = "thinking_questions"
+    __name__ = "thinking_questions"
 
     most: int = 3
     """Questions that earn 1.0; more earn no more."""
@@ -410,7 +410,7 @@ class ThinkingFormat(TextReward):
     [0.3333333333333333, 0.6666666666666666, 1.0]
     """
 
-    __name__: ClassVar[str] = "thinking_format"
+    __name__ = "thinking_format"
 
     partial: bool = False
     """Score the share of the three conditions that hold: opened, closed once, answered."""

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rloo_kit.types import Completion, Score
 
@@ -38,7 +38,7 @@ class ToolUse:
     [0.75, 0.0]
     """
 
-    __name__: ClassVar[str] = "tool_use"
+    __name__ = "tool_use"
 
     called: float = 1.0
     """Score of a completion with at least one call."""
