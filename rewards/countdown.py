@@ -102,11 +102,7 @@ class Countdown(AnswerReward):
         **_: object,
     ) -> list[Score]:
         """Return one score per completion; None for a row without numbers or target."""
-        rows = self.rows(completions, prompts)
-        return [
-            self._score(*row, given, wanted)
-            for row, given, wanted in zip(rows, numbers, target, strict=True)
-        ]
+        return [self._score(*row) for row in self.rows(completions, prompts, numbers, target)]
 
     def _score(self, text: str, opened: bool, numbers: object, target: Any) -> Score:
         if numbers is None or is_missing(target):

@@ -52,10 +52,7 @@ class ReasoningGym(AnswerReward):
         """Return one score per completion; None for a row of another source."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # answers that are read as Python cause some
-            return [
-                self._score(*row, one)
-                for row, one in zip(self.rows(completions, prompts), entry, strict=True)
-            ]
+            return [self._score(*row) for row in self.rows(completions, prompts, entry)]
 
     def _score(self, text: str, opened: bool, entry: str | None) -> Score:
         if entry is None:

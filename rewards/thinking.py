@@ -105,11 +105,11 @@ class TemplateAware(Bound):
         return [self.is_opened(prompt) for prompt in prompts]
 
     def rows(
-        self, completions: list[Completion], prompts: list[Completion] | None
-    ) -> list[tuple[str, bool]]:
-        """Return B pairs: the completion's text, and whether the prompt opened its thought."""
+        self, completions: list[Completion], prompts: list[Completion] | None, *columns: list[Any]
+    ) -> list[tuple[Any, ...]]:
+        """Return B rows: a text, whether the prompt opened its thought, the values of columns."""
         opened = self.opened(completions, prompts)
-        return list(zip(map(completion_text, completions), opened, strict=True))
+        return list(zip(map(completion_text, completions), opened, *columns, strict=True))
 
 
 class TextReward(TemplateAware):
@@ -122,11 +122,9 @@ class TextReward(TemplateAware):
         **columns: Any,
     ) -> list[Score]:
         """Return one score per completion; None for a row to which the reward does not apply."""
-        rows: list[tuple[Any, ...]] = [*self.rows(completions, prompts)]
-        if (column := getattr(self, "column", None)) is not None:
-            values = column_of(columns, column, self.__name__)
-            rows = [(*row, value) for row, value in zip(rows, values, strict=True)]
-        return [self._score(*row) for row in rows]
+        column = getattr(self, "column", None)
+        read = [] if column is None else [column_of(columns, column, self.__name__)]
+        return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
     def _score(self, *row: Any, **_: Any) -> Score:
         raise NotImplementedError
