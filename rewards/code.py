@@ -123,28 +123,24 @@ class Code(AnswerReward):
         """
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
-        programs = [self._program(*row) for row in self.rows(completions, prompts)]
-        rows = [
-            (row, program, tests[row])
-            for row, program in enumerate(programs)
-            if program is not None and tests[row]
-        ]
-        scores: list[Score] = [0.0 if row else None for row in tests]
+        rows = self.rows(completions, prompts, tests)
         pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
         try:
-            for (row, *_), score in zip(rows, pool.map(self._score, rows), strict=True):
-                scores[row] = score
+            return list(pool.map(lambda row: self._score(*row), rows))
         finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
             pool.shutdown(cancel_futures=True)
-        return scores
 
     def _program(self, text: str, opened: bool) -> str | None:
         answer = self.answer(text, opened)
         program = None if answer is None else fenced_code(answer)
         return answer if program is None and not self.require_fence else program
 
-    def _score(self, row: tuple[int, str, list[_Test]]) -> float:
-        _, program, tests = row
+    def _score(self, text: str, opened: bool, tests: list[_Test]) -> Score:
+        if not tests:
+            return None
+        program = self._program(text, opened)
+        if program is None:
+            return 0.0
         count = self._runs_passed if "input" in tests[0] else self._checks_passed
         passed = count(program, tests)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
