@@ -1,6 +1,7 @@
 """Reward of the expected mathematical answer after the thought, by math-verify."""
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -163,27 +164,23 @@ class Math(AnswerReward):
             RewardLoadError: math-verify is missing, or its process does not start.
         """
         golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
-        known = {gold: self._ask({"gold": gold}) for gold in dict.fromkeys(golds) if gold}
-        unread = sum(gold is not None and not known[gold] for gold in golds)
+        ask = functools.cache(self._ask)  # rows that are the same cost one question
+        unread = sum(gold is not None and not ask(gold=gold) for gold in golds)
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
-        rows = self.rows(completions, prompts)
-        pairs = [(gold, self._answer(*row)) for gold, row in zip(golds, rows, strict=True)]
-        right = {
-            (gold, answer): self._ask({"gold": gold, "answer": answer})
-            for gold, answer in dict.fromkeys(pairs)
-            if gold and known[gold] and answer
-        }
-        return [
-            float(right.get((gold, answer)) or False) if gold and known[gold] else None
-            for gold, answer in pairs
-        ]
+        scores: list[Score] = []
+        for text, opened, gold in self.rows(completions, prompts, golds):
+            answer = self._answer(text, opened)
+            is_known = gold is not None and ask(gold=gold)
+            is_right = is_known and answer and ask(gold=gold, answer=answer)
+            scores.append(float(bool(is_right)) if is_known else None)
+        return scores
 
     def release(self) -> None:
         """End the process that compares; the next call starts one again."""
         self._worker.end()
 
-    def _ask(self, request: dict[str, str]) -> bool | None:
+    def _ask(self, **request: str) -> bool | None:
         return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
 
     def _answer(self, text: str, opened: bool) -> str:
