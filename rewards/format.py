@@ -193,24 +193,19 @@ def make_format(
     Raises:
         ValueError: None or several formats are given, or a setting that the format does not have.
     """
-    kinds: dict[str, tuple[type, Any, tuple[str, ...]]] = {
-        "pattern": (RegexFormat, pattern, ("full", "part")),
-        "tags": (TagFormat, tags, ("part",)),
-        "schema": (JsonFormat, schema, ()),
-    }
-    given = [name for name, (_, value, _) in kinds.items() if value is not None]
+    kinds: dict[str, Any] = {"pattern": RegexFormat, "tags": TagFormat, "schema": JsonFormat}
+    settings = {"pattern": pattern, "tags": tags, "schema": schema, "full": full, "part": part}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    given = [name for name in kinds if name in settings]
     if len(given) != 1:
         raise ValueError(
             f"reward 'format' has {' and '.join(given) or 'no format'}; give exactly one of "
             "pattern, tags and schema"
         )
-    kind, value, taken = kinds[given[0]]
-    settings = {"full": full, "part": part}
-    settings = {name: setting for name, setting in settings.items() if setting is not None}
-    for name in settings:
-        if name not in taken:
-            raise ValueError(f"{name} has no effect on {given[0]!r}; remove it")
-    return kind(**{given[0]: value}, **settings)
+    kind = kinds[given[0]]
+    for name in settings.keys() - kind.__dataclass_fields__:
+        raise ValueError(f"{name} has no effect on {given[0]!r}; remove it")
+    return kind(**settings)
 
 
 def _matches(pattern: str, text: str, *, full: bool) -> bool:
