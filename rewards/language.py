@@ -15,27 +15,43 @@ from rloo_kit.types import Score
 from ._text import THINK_CLOSE, check_choices, check_least, is_unclosed
 from .thinking import Part, TextReward, part_text
 
-# Keys are the first words of the letters' Unicode names.
-_SHARED_SCRIPTS = {
-    "ARABIC": "ar fa ps ug ur",
-    "BENGALI": "as bn",
-    "CYRILLIC": "ba be bg kk ky mk mn ru sr tg tt uk",
-    "DEVANAGARI": "hi mr ne sa",
-    "LATIN": (
-        "af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl ha hr ht hu id ig is it "
-        "jv ku la lb lg ln lt lv mg ms mt nl nn no oc om pl pt qu ro rw se sk sl sn so sq st sv sw "
-        "tk tl tr uz vi vo wa xh yo zu"
-    ),
+# Scripts, by the first words of the letters' Unicode names, and the languages written in them
+_SCRIPTS = """
+ARABIC ar fa ps ug ur
+ARMENIAN hy
+BENGALI as bn
+CJK zh
+CYRILLIC ba be bg kk ky mk mn ru sr tg tt uk
+DEVANAGARI hi mr ne sa
+ETHIOPIC am
+GEORGIAN ka
+GREEK el
+GUJARATI gu
+GURMUKHI pa
+HANGUL ko
+HEBREW he
+KANA ja
+KANNADA kn
+KHMER km
+LAO lo
+LATIN af an az br bs ca cs cy da de en eo es et eu fi fo fr fy ga gd gl ha hr ht hu id ig is it jv
+LATIN ku la lb lg ln lt lv mg ms mt nl nn no oc om pl pt qu ro rw se sk sl sn so sq st sv sw tk tl
+LATIN tr uz vi vo wa xh yo zu
+MALAYALAM ml
+MYANMAR my
+ORIYA or
+SINHALA si
+TAMIL ta
+TELUGU te
+THAI th
+"""
+_SCRIPT_OF = {
+    code: script
+    for script, *codes in map(str.split, _SCRIPTS.strip().split("\n"))
+    for code in codes
 }
-_OWN_SCRIPTS = {
-    "am": "ETHIOPIC", "el": "GREEK", "gu": "GUJARATI", "he": "HEBREW", "hy": "ARMENIAN",
-    "ja": "KANA", "ka": "GEORGIAN", "km": "KHMER", "kn": "KANNADA", "ko": "HANGUL", "lo": "LAO",
-    "ml": "MALAYALAM", "my": "MYANMAR", "or": "ORIYA", "pa": "GURMUKHI", "si": "SINHALA",
-    "ta": "TAMIL", "te": "TELUGU", "th": "THAI", "zh": "CJK",
-}  # fmt: skip
-_SCRIPT_OF = _OWN_SCRIPTS | {
-    code: script for script, codes in _SHARED_SCRIPTS.items() for code in codes.split()
-}
+# Languages that alone are written in their script
+_ALONE = {code for code, script in _SCRIPT_OF.items() if [*_SCRIPT_OF.values()].count(script) == 1}
 _NAMED_OTHERWISE = {
     "HIRAGANA": "KANA", "KATAKANA": "KANA", "KATAKANA-HIRAGANA": "KANA",
     "IDEOGRAPHIC": "CJK", "BOPOMOFO": "CJK",
@@ -103,7 +119,7 @@ class Language(TextReward):
             )
         check_choices(self)
         check_least("min_letters", self.min_letters, 1)
-        if self.language not in _OWN_SCRIPTS and importlib.util.find_spec("py3langid") is None:
+        if self.language not in _ALONE and importlib.util.find_spec("py3langid") is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} recognises {self.language!r} with "
                 "py3langid, which is not installed; pip install py3langid"
@@ -118,7 +134,7 @@ class Language(TextReward):
         words = _NOT_LANGUAGE.sub(" ", unicodedata.normalize("NFKC", part))
         wanted = total = 0
         sentences = filter(None, _SENTENCE_END.split(words))
-        if self.language not in _OWN_SCRIPTS:
+        if self.language not in _ALONE:
             sentences = _joined(sentences, _SCRIPT_OF[self.language])
         for passage in sentences:
             letters = _letters(passage)
@@ -133,7 +149,7 @@ class Language(TextReward):
             return letters["KANA"] + letters["CJK"] if letters["KANA"] else 0
         if self.language == "zh":
             return 0 if letters["KANA"] else letters["CJK"]
-        if self.language in _OWN_SCRIPTS or not letters[script]:
+        if self.language in _ALONE or not letters[script]:
             return letters[script]
         own = "".join(character for character in passage if _script(character) in (script, ""))
         return letters[script] if _is_in(own, self.language) else 0
