@@ -1,7 +1,7 @@
 """Rewards of length: a medium number of words, a band of any unit, a distance from the limit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Literal, Self
 
@@ -102,7 +102,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
             return self
         if self.unit == "tokens":
             return super().bind(tokenizer)
-        return replace(self, thought_opened=self.opened_by(tokenizer), _tokenizer=tokenizer)
+        return TemplateAware.bind(self, tokenizer)
 
     def __call__(
         self,

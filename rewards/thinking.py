@@ -72,13 +72,10 @@ class TemplateAware(Bound):
 
     def bind(self, tokenizer: Tokenizer) -> Self:
         """Return this reward with ``thought_opened`` as the tokenizer's chat template has it."""
-        return replace(super().bind(tokenizer), thought_opened=self.opened_by(tokenizer))
-
-    def opened_by(self, tokenizer: Tokenizer) -> bool:
-        """Return ``thought_opened``, or if it is None whether the chat template opens a thought."""
-        if self.thought_opened is not None:
-            return self.thought_opened
-        return template_opens_thought(tokenizer)
+        opened = self.thought_opened
+        if opened is None:
+            opened = template_opens_thought(tokenizer)
+        return replace(super().bind(tokenizer), thought_opened=opened)
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Check that a dataset with these columns has the one that the reward reads.
@@ -94,15 +91,13 @@ class TemplateAware(Bound):
         """Return whether the thought was opened in the prompt."""
         if not isinstance(prompt, str):
             return bool(self.thought_opened)
-        if self._tokenizer is None:
-            return prompt.rstrip().endswith(THINK_OPEN)
         return opens_thought(self._tokenizer, prompt)
 
     def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
         """Return for each of B prompts whether it opens the thought; without prompts, False."""
         if prompts is None:
-            return [self.is_opened("")] * len(completions)
-        return [self.is_opened(prompt) for prompt in prompts]
+            return [False] * len(completions)
+        return list(map(self.is_opened, prompts))
 
     def rows(
         self, completions: list[Completion], prompts: list[Completion] | None, *columns: list[Any]
@@ -181,7 +176,7 @@ class ThoughtTokens(Bound):
         """The marks of thoughts, by the ids or else by the text of the model's own marks."""
         end = self.end_token_id
         start = self.start_token_id
-        own = None if self._tokenizer is None else thought_marks(self._tokenizer)
+        own = thought_marks(self._tokenizer)
         if own is not None and end == own.end.token:
             return own
         if end is None:

@@ -161,13 +161,15 @@ class ThoughtMarks:
         return text.replace(THOUGHT_ENDS, self.end.text)
 
 
-def thought_marks(tokenizer: Tokenizer) -> ThoughtMarks | None:
+def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     """Return the marks of a model's thoughts, as given by hand or else by its tokenizer.
 
     The tokenizer decides by the family whose closing mark is in its vocabulary, or else in its chat
-    template. None if neither holds the mark of a known family. There is no guess, since the id of
-    another family's mark is an ordinary word.
+    template. None without a tokenizer, and if neither holds the mark of a known family. There is no
+    guess, since the id of another family's mark is an ordinary word.
     """
+    if tokenizer is None:
+        return None
     given = tokenizer.init_kwargs.get(GIVEN)
     if given:
         return _marks(tokenizer, Family(*given))
@@ -203,8 +205,8 @@ def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None
         tokenizer.init_kwargs[GIVEN] = [start, end]
 
 
-def opens_thought(tokenizer: Tokenizer, text: str) -> bool:
-    """Return whether a prompt ends with an open thought."""
+def opens_thought(tokenizer: Tokenizer | None, text: str) -> bool:
+    """Return whether a prompt ends with an open thought; without a tokenizer, with ``<think>``."""
     marks = thought_marks(tokenizer)
     start = THOUGHT_BEGINS if marks is None else marks.start.pattern
     return re.search(rf"(?:{start})\s*\Z", text) is not None
