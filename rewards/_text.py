@@ -157,3 +157,8 @@ def check_order(reward: object, *names: str) -> None:
 def is_missing(value: object) -> bool:
     """Return whether a dataset column has no value in a row: None or NaN."""
     return value is None or value != value  # only NaN differs from itself
+
+
+def expected_text(value: object) -> str | None:
+    """Return the value of a column as text; None if it is missing (None, NaN or blank)."""
+    return None if is_missing(value) else str(value).strip() or None

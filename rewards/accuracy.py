@@ -8,7 +8,7 @@ from typing import Literal
 
 from rloo_kit.types import Score
 
-from ._text import check_choices, is_missing
+from ._text import check_choices, expected_text
 from .thinking import AnswerReward, TextReward
 
 Answer = str | int | float | None
@@ -176,15 +176,13 @@ class Accuracy(TextReward, AnswerReward):
 
     def _expected(self, answer: Answer) -> str | Decimal | None:
         """Return what the answer is compared with; None if it is missing or of another kind."""
-        if is_missing(answer):
-            return None
-        text = str(answer).strip()
-        if self.match == "number":
+        text = expected_text(answer)
+        if text and self.match == "number":
             return parse_number(text)
-        if self.match == "choice":
+        if text and self.match == "choice":
             letter = _WHOLE.fullmatch(text)
             return letter[1].upper() if letter else None
-        return text or None
+        return text
 
     def _is_right(self, given: str, expected: str | Decimal) -> bool:
         if isinstance(expected, Decimal):

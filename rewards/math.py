@@ -16,7 +16,7 @@ from typing import Any
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
-from ._text import check_least, column_of, is_missing
+from ._text import check_least, column_of, expected_text
 from .thinking import AnswerReward
 
 # Importing sympy takes two seconds; on a loaded machine, many
@@ -163,7 +163,7 @@ class Math(AnswerReward):
         Raises:
             RewardLoadError: math-verify is missing, or its process does not start.
         """
-        golds = [_expected(value) for value in column_of(columns, self.column, self.__name__)]
+        golds = [*map(expected_text, column_of(columns, self.column, self.__name__))]
         ask = functools.cache(self._ask)  # rows that are the same cost one question
         unread = sum(gold is not None and not ask(gold=gold) for gold in golds)
         if unread and "log_metric" in columns:
@@ -202,11 +202,6 @@ def last_boxed(text: str) -> str:
         if boxed and depth == 0:
             return boxed + rest[: end + 1]
     return ""
-
-
-def _expected(answer: object) -> str | None:
-    """Return the expected answer as text; None if it is missing (None, NaN or blank)."""
-    return None if is_missing(answer) else str(answer).strip() or None
 
 
 # The reward with its defaults
