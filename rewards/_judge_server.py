@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import RewardContractError
+from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import content_text
 
@@ -45,10 +46,7 @@ def read_verdict(text: str, key: str = "score") -> float | None:
     found = _last_object(tail)
     if found is not None:
         value = found.get(key)
-        if isinstance(value, str):
-            return _number(value)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if is_number else None
+        return _number(value) if isinstance(value, str) else finite_number(value)
     for line in reversed(tail.splitlines()):
         if match := re.fullmatch(_VERDICT_LINE.format(key=re.escape(key)), line):
             return _number(match[1])
