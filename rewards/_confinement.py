@@ -232,8 +232,8 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     tcp = 3 if version >= 4 else 0
     scopes = 3 if version >= 6 else 0
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
-    ruleset = libc.syscall(444, struct.pack("=QQQ", handled, tcp, scopes), size, 0)
+    # An older kernel accepts fields that it does not know if they are 0
+    ruleset = libc.syscall(444, struct.pack("=QQQ", handled, tcp, scopes), 24, 0)
     if ruleset < 0:
         return False
 

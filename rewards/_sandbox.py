@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -70,17 +69,18 @@ def run_python(
     limits = limits or Limits()
     check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
-    given = program, stdin.encode("utf-8", "surrogatepass"), limits
-    process, header, output, reason = _run(*given, allow_weak=allow_weak)
-    # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
-    # finishes its step. The program is not to blame then.
-    if process.returncode in (-signal.SIGTERM, -signal.SIGINT):
-        process, header, output, reason = _run(*given, allow_weak=allow_weak)
+    given = stdin.encode("utf-8", "surrogatepass")
+    for _ in range(2):
+        code, header, output, reason = _run(program, given, limits, allow_weak=allow_weak)
+        # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
+        # finishes its step. The program is not to blame then.
+        if code not in (-signal.SIGTERM, -signal.SIGINT):
+            break
     word, *rest = header.split() or [""]
     if word != _confinement.READY:
         raise BackendError(_refusal(word, rest))
-    if not reason and process.returncode:
-        reason = "exit" if process.returncode > 0 else "signal"
+    if not reason and code:
+        reason = "exit" if code > 0 else "signal"
     return Outcome(not reason, reason, output.decode("utf-8", "replace"), tuple(rest))
 
 
@@ -98,18 +98,26 @@ def check_system(*, allow_weak: bool) -> None:
 
 def _run(
     program: bytes, stdin: bytes, limits: Limits, *, allow_weak: bool
-) -> tuple[subprocess.Popen, str, bytes, str]:
-    """Return the ended process, and the results of ``_watch``."""
-    with _folder() as folder:
+) -> tuple[int, str, bytes, str]:
+    """Return the exit code of the ended process, and the results of ``_watch``."""
+    folder = Path(tempfile.mkdtemp(prefix="rloo-kit-code-"))
+    try:
         given = folder / "input"
         given.write_bytes(program + stdin)
         with given.open("rb") as file:
             given.unlink()
             process = _start(file, folder, len(program), limits, allow_weak=allow_weak)
-        try:
-            return process, *_watch(process, limits)
-        finally:
-            _end(process)
+        with process:  # closes its output
+            try:
+                found = _watch(process, limits)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, *found
+    finally:
+        # Only a program under weak protection leaves files here, such as folders a thousand deep
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def protections() -> dict[str, bool]:
@@ -120,17 +128,6 @@ def protections() -> dict[str, bool]:
     """
     held = run_python("", allow_weak=True).layers if os.name == "posix" else ()
     return {name: name in held for name in _confinement.LAYERS}
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="rloo-kit-code-")
-    try:
-        yield Path(folder)
-    finally:
-        # Only a program under weak protection leaves files here, such as folders a thousand deep
-        with contextlib.suppress(RecursionError):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(
@@ -186,14 +183,6 @@ def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
     except subprocess.TimeoutExpired:
         return header, bytes(output), "timeout"
     return header, bytes(output), ""
-
-
-def _end(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _refusal(word: str, rest: list[str]) -> str:
