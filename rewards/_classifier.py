@@ -5,7 +5,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,19 @@ class Source:
     """A reward model that was found, before anything is loaded."""
 
     name: str
-    folder: Path | None = None  # None: a whole model on the hub
-    facts: dict[str, Any] = field(default_factory=dict)  # content of ``reward_model.json``
+    folder: Path  # does not exist for a whole model on the hub
+    facts: dict[str, Any]  # content of ``reward_model.json``
 
     @property
     def is_adapter(self) -> bool:
         """True for a PEFT adapter, which needs a base."""
-        return (
-            self.folder is not None
-            and (self.folder / ADAPTER_CONFIG).is_file()
-            and not (self.folder / "config.json").is_file()
-        )
+        has_config = (self.folder / "config.json").is_file()
+        return (self.folder / ADAPTER_CONFIG).is_file() and not has_config
 
     @property
     def place(self) -> str:
         """The folder or hub name that transformers can open."""
-        return str(self.folder or self.name)
+        return self.folder.as_posix()
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -63,12 +60,11 @@ def find_source(name: str) -> Source:
     Raises:
         ModelError: A path is not a folder.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return Source(name, path, read_json(path / FACTS) if (path / FACTS).is_file() else {})
-    if _looks_like_path(name):
+    folder = Path(name).expanduser()
+    if _looks_like_path(name) and not folder.is_dir():
         raise ModelError(f"reward model {name!r} is not a folder; {WHAT_TO_GIVE}")
-    return Source(name)
+    facts = folder / FACTS
+    return Source(name, folder, read_json(facts) if facts.is_file() else {})
 
 
 def find_base(source: Source, base: str | None = None) -> str:
@@ -81,13 +77,13 @@ def find_base(source: Source, base: str | None = None) -> str:
         ModelError: The base is missing, or its weights are not those that the adapter was trained
             on.
     """
-    config = read_json(Path(source.place) / ADAPTER_CONFIG)
+    config = read_json(source.folder / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
     relative = None if base else source.facts.get("base_folder")
     if given == EMBEDDED:
         found = Path(str(files("rloo_kit"))) / "assets" / EMBEDDED
-    elif relative and (Path(source.place) / relative).is_dir():
-        found = (Path(source.place) / relative).resolve()
+    elif relative and (source.folder / relative).is_dir():
+        found = (source.folder / relative).resolve()
     else:
         found = Path(given).expanduser()
     if found.is_dir():
@@ -209,15 +205,13 @@ def _load_model(
     source: Source, load_in_4bit: bool, device: str, base: str | None
 ) -> tuple[Any, set[str]]:
     """Return the model and the names of weights that no file holds."""
-    if not source.is_adapter:
-        return load_base(source.place, load_in_4bit=load_in_4bit, device=device)
-    from peft import PeftModel
-
-    saved = _adapter_keys(source)
-    place = find_base(source, base)
+    saved = _adapter_keys(source) if source.is_adapter else set()
+    place = find_base(source, base) if source.is_adapter else source.place
     model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
     missing -= saved
-    if not missing:
+    if source.is_adapter and not missing:
+        from peft import PeftModel
+
         target = device if load_in_4bit else "cpu"
         model = PeftModel.from_pretrained(model, source.place, torch_device=target)
     return model, missing
@@ -269,13 +263,13 @@ def _adapter_keys(source: Source) -> set[str]:
     """Return the names of the weights in an adapter's file, as in its base."""
     from safetensors import safe_open
 
-    config = read_json(Path(source.place) / ADAPTER_CONFIG)
+    config = read_json(source.folder / ADAPTER_CONFIG)
     if config.get("task_type") != "SEQ_CLS":
         raise ModelError(
             f"reward model {source.name!r} is an adapter for {config.get('task_type')!r}; give "
             "one for 'SEQ_CLS', as rloo-kit reward-model train writes it"
         )
-    weights = Path(source.place) / ADAPTER_WEIGHTS
+    weights = source.folder / ADAPTER_WEIGHTS
     if not weights.is_file():
         raise ModelError(
             f"reward model {source.name!r} has no {ADAPTER_WEIGHTS}; save the adapter again"
@@ -289,8 +283,8 @@ def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
 
     if given is not None and not isinstance(given, str):
         return copy.deepcopy(given)
+    has_own = given or (source.folder / "tokenizer_config.json").is_file()
     place = given or source.place
-    has_own = given or (Path(place) / "tokenizer_config.json").is_file()
     if source.is_adapter and not has_own:
         place = find_base(source, base)
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
@@ -415,21 +409,19 @@ def _drops_thoughts(tokenizer: Tokenizer) -> bool:
     return thought not in str(tokenizer.apply_chat_template(turn, tokenize=False))
 
 
-def batches(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
-    """Return row numbers in batches of similar length, the longest first.
+def batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
+    """Yield row numbers in batches of similar length, the longest first.
 
     A row of more than ``tokens_per_batch`` is a batch of its own.
 
-    >>> batches([3, 9, 4, 1], tokens_per_batch=8)
+    >>> list(batches([3, 9, 4, 1], tokens_per_batch=8))
     [[1], [2, 0], [3]]
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
-    found: list[list[int]] = []
     while order:
         rows = max(1, tokens_per_batch // lengths[order[0]])
-        found.append(order[:rows])
+        yield order[:rows]
         order = order[rows:]
-    return found
 
 
 def logits(

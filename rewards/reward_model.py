@@ -128,7 +128,7 @@ class RewardModel:
         import torch
 
         source = find_source(self.model)
-        mean, std = (0.0, 1.0) if self.calibrated is False else _mean_and_std(source)
+        mean, std = _mean_and_std(source) if self.calibrated else (0.0, 1.0)
         facts = source.facts
         in_4bit = self.load_in_4bit
         if in_4bit is None:
@@ -174,8 +174,8 @@ class _Loaded:
 
 def _mean_and_std(source: Source) -> tuple[float, float]:
     """Return the mean and the standard deviation of a calibration; (0, 1) without one."""
-    path = source.folder / CALIBRATION if source.folder is not None else None
-    if path is None or not path.is_file():
+    path = source.folder / CALIBRATION
+    if not path.is_file():
         return 0.0, 1.0
     content = read_json(path)
     mean, std = (finite_number(content.get(name)) for name in ("mean", "std"))
