@@ -25,9 +25,8 @@ def canonical(value: Any) -> Any:
     """
     if value is None or isinstance(value, str):
         return value
-    for tag, kinds in (("list", list), ("tuple", tuple)):
-        if isinstance(value, kinds):
-            return [tag, *map(canonical, value)]
+    if isinstance(value, list | tuple):
+        return ["list" if isinstance(value, list) else "tuple", *map(canonical, value)]
     if isinstance(value, set | frozenset):
         return ["set", *sorted(map(_text, value))]
     if isinstance(value, dict):
@@ -102,18 +101,11 @@ def run(job: dict[str, Any], report: Any) -> None:
             continue
 
 
-def _read(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        data += os.read(0, size - len(data))
-    return data
-
-
 def main() -> None:
     """Read the job from standard input, take the pipes away from the program, and run it."""
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
-    size = int(_read(HEADER_BYTES))
-    job = json.loads(_read(size))
+    size = int(os.read(0, HEADER_BYTES))
+    job = json.loads(os.read(0, size))
     questions = os.dup(0)
     answers = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -122,16 +114,13 @@ def main() -> None:
     pread = os.pread
     write = os.write
 
-    def send(line: bytes) -> None:
-        while line:
-            line = line[write(answers, line) :]
-
     def report(number: int, answer: str) -> None:
         # Read it only now, so that the secret is not in memory while the program runs
-        send(pread(questions, SECRET_BYTES, begin + size) + f" {number} {answer}\n".encode())
+        secret = pread(questions, SECRET_BYTES, begin + size)
+        write(answers, secret + f" {number} {answer}\n".encode())
 
     # The first line needs no secret, since nothing of the program has run yet
-    send(json.dumps(expected_values(job["cases"])).encode() + b"\n")
+    write(answers, json.dumps(expected_values(job["cases"])).encode() + b"\n")
     end = os._exit  # does not wait for threads of the program
     run(job, report)
     end(0)

@@ -93,9 +93,7 @@ def main() -> None:
     os.write(1, f"{' '.join(words)}\n".encode())
     if words[0] == REFUSED:
         os._exit(1)
-    program = b""
-    while len(program) < size:
-        program += os.read(0, size - len(program))
+    program = os.read(0, size)
     builtins.exit = builtins.quit = sys.exit  # site makes them elsewhere
     module = type(sys)("__main__")
     sys.modules["__main__"], sys.argv = module, ["program.py"]
@@ -112,10 +110,9 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
     held = ["rlimits"]
     os.chmod(folder, 0o755)  # for another user; it is empty
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    uid = 2**30 + os.getpid() if os.getuid() == 0 else os.getuid()
     if libc is not None:
         held += _separate(libc, folder, limits[2])
-        if uid != os.getuid() and _become(libc, uid):
+        if os.getuid() == 0 and _become(libc, 2**30 + os.getpid()):
             held.append("other_user")
         else:
             _keep_capabilities(libc, 0)
@@ -237,23 +234,19 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     if ruleset < 0:
         return False
 
-    def allow(path: str, rights: int) -> bool:
-        try:
+    allowed = dict.fromkeys([*_readable(), "."], _READ_FILE | _READ_DIR)
+    allowed["/dev/null"] |= _WRITE_AND_TRUNCATE
+    if writable:
+        allowed["."] = _OWN_FOLDER
+    failed = 0
+    for path, rights in allowed.items():
+        with contextlib.suppress(OSError):  # not on this machine
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # not on this machine
-            return True
-        try:
             if not os.path.isdir(path):
                 rights &= _READ_FILE | _WRITE_AND_TRUNCATE
-            rule = struct.pack("=Qi", rights & handled, fd)
-            return libc.syscall(445, ruleset, 1, rule, 0) == 0
-        finally:
+            failed |= libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights & handled, fd), 0)
             os.close(fd)
-
-    allowed = [allow(path, _READ_FILE | _READ_DIR) for path in _readable()]
-    allowed.append(allow("/dev/null", _READ_FILE | _WRITE_AND_TRUNCATE))
-    allowed.append(allow(".", _OWN_FOLDER if writable else _READ_FILE | _READ_DIR))
-    restricted = all(allowed) and libc.syscall(446, ruleset, 0) == 0
+    restricted = not failed and libc.syscall(446, ruleset, 0) == 0
     os.close(ruleset)
     return restricted
 
@@ -280,19 +273,18 @@ def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
         # glibc then starts its threads by clone, whose flags can be seen
         (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS),
     ]  # fmt: skip
-    for words in map(str.split, _DENIED.split(",")):
-        if words[column] != "-":
-            lines += [(_EQUAL, 0, 1, int(words[column])), (_RETURN, 0, 0, _EPERM)]
-    for words in map(str.split, _DENIED_BY_ARGUMENT.split(",")):
+    for words in map(str.split, f"{_DENIED},{_DENIED_BY_ARGUMENT}".split(",")):
         if words[column] == "-":
             continue
-        argument, mask, value = (int(word, 0) for word in words[3:6])
-        on_equal = (0, 1) if words[6] == "is" else (1, 0)
-        lines += [
-            (_EQUAL, 0, 5, int(words[column])), (_LOAD, 0, 0, 16 + 8 * argument),
-            (_AND, 0, 0, mask), (_EQUAL, *on_equal, value), (_RETURN, 0, 0, _EPERM),
-            (_LOAD, 0, 0, 0),
-        ]  # fmt: skip
+        denied = [(_RETURN, 0, 0, _EPERM)]
+        if words[3:]:
+            argument, mask, value = (int(word, 0) for word in words[3:6])
+            on_equal = (0, 1) if words[6] == "is" else (1, 0)
+            denied = [
+                (_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask), (_EQUAL, *on_equal, value),
+                *denied, (_LOAD, 0, 0, 0),
+            ]  # fmt: skip
+        lines += [(_EQUAL, 0, len(denied), int(words[column])), *denied]
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
