@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import json
 import math
 import warnings
@@ -128,7 +127,7 @@ def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
 @functools.lru_cache(maxsize=128)
 def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float]:
     try:
-        package = importlib.import_module("reasoning_gym")
+        import reasoning_gym as package
     except ImportError as exc:
         raise RewardLoadError(
             f"reward 'reasoning_gym' needs the package reasoning-gym ({exc}): "

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
-from rloo_kit.text.wording import content_text
+from rloo_kit.text.wording import content_text, text_of
 from rloo_kit.types import Completion, Score
 
 from ._judge_server import MODES, Server
@@ -214,16 +214,14 @@ class Judge(TemplateAware):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _score(self, questions: tuple[str, ...], answers: Mapping[str, float]) -> Score:
-        if not questions or any(text not in answers for text in questions):
+        numbers = tuple(answers[text] for text in questions if text in answers)
+        if not questions or len(numbers) < len(questions):
             return None
-        numbers = [answers[text] for text in questions]
-        if self.mode == "rubric":
-            low, high = self.scale
-            return (numbers[0] - low) / (high - low)
-        ours, swapped = numbers  # 1 names the answer put first, 2 the other one
-        if ours == 1 and swapped == 2:
-            return 1.0
-        return 0.0 if ours == 2 and swapped == 1 else 0.5
+        if self.mode == "pairwise":
+            # 1 names the answer put first, 2 the other one
+            return {(1, 2): 1.0, (2, 1): 0.0}.get(numbers, 0.5)
+        low, high = self.scale
+        return (numbers[0] - low) / (high - low)
 
     def accepts(self, number: float) -> bool:
         """Return whether a number is on the scale, or names a winner."""
@@ -263,10 +261,8 @@ def _block(tag: str, mark: str, text: str) -> str:
 
 
 def _prompt_text(prompt: Completion) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return content_text(prompt[0].get("content"))
+    if isinstance(prompt, str) or len(prompt) == 1:
+        return text_of(prompt)
     turns = ((turn.get("role"), content_text(turn.get("content"))) for turn in prompt)
     return "\n\n".join(f"{role}: {text}" for role, text in turns)
 

@@ -1,7 +1,5 @@
 """Reward of a trained sequence classifier with one output."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +96,8 @@ class RewardModel:
         **_: object,
     ) -> list[Score]:
         """Return one score per completion; ``completion_ids`` are read with ``policy_tokens``."""
+        import torch
+
         if self._loaded is None:
             self._loaded = self._load()
         loaded = self._loaded
@@ -113,14 +113,19 @@ class RewardModel:
             )
             for prompt, completion, ids in zip(prompts, completions, own, strict=True)
         ]
-        with loaded.at_work() as model:
+        loaded.model.to(loaded.device)
+        try:
             found = logits(
-                model,
+                loaded.model,
                 loaded.tokenizer.pad_token_id,
                 rows,
                 self.tokens_per_batch,
                 at_last_token=self.policy_tokens,
             )
+        finally:
+            if loaded.offload:
+                loaded.model.to("cpu")
+                torch.accelerator.empty_cache()
         return [(logit - loaded.mean) / loaded.std for logit in found]
 
     def _load(self) -> "_Loaded":
@@ -157,19 +162,6 @@ class _Loaded:
     max_length: int | None
     mean: float
     std: float
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[Any]:
-        """Yield the model on its device; afterwards move it back if it is offloaded."""
-        import torch
-
-        self.model.to(self.device)
-        try:
-            yield self.model
-        finally:
-            if self.offload:
-                self.model.to("cpu")
-                torch.accelerator.empty_cache()
 
 
 def _mean_and_std(source: Source) -> tuple[float, float]:

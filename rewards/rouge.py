@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rloo_kit.text.wording import content_text
+from rloo_kit.text.wording import text_of
 from rloo_kit.types import Completion, Score
 
 from ._text import check_choices, column_of
@@ -93,15 +93,11 @@ class Coverage(TemplateAware):
         self, completions: list[Completion], prompts: list[Completion], **columns: object
     ) -> list[Score]:
         """Return one score per completion."""
-        sources = [_last_text(prompt) for prompt in prompts]
+        sources = list(map(text_of, prompts))
         if self.column is not None:
             sources = column_of(columns, self.column, self.__name__)
         reward = Rouge("1", "precision", thought_opened=self.thought_opened)
         return reward(completions, prompts, reference=sources)
-
-
-def _last_text(prompt: Completion) -> str:
-    return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content"))
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
