@@ -225,11 +225,11 @@ def _checks(source: str, column: str) -> list[_Test]:
             f"the column {column!r} holds the test {source[:200]!r}, which is not Python ({exc}); "
             "correct it"
         ) from exc
-    body = [node for node in body if not _always_holds(node)]
+    body = [node for node in body if not _does_nothing(node)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     setup = [node for node in body if not isinstance(node, ast.Assert)]
     idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
-    if not asserts and all(isinstance(node, idle) or _is_comment(node) for node in body):
+    if not asserts and all(isinstance(node, idle) for node in body):
         raise RewardContractError(
             f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
             "add an assert, or a call of the function that has them"
@@ -245,38 +245,33 @@ def _checks(source: str, column: str) -> list[_Test]:
 
 def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
     """Return statements, with the asserts of a function that only asserts in place of its call."""
-    checks: dict[str, ast.FunctionDef] = {
-        node.name: node
-        for node in body
-        if isinstance(node, ast.FunctionDef)
-        and len(node.args.args) == 1
-        and all(isinstance(s, ast.Assert) or _is_comment(s) for s in node.body)
-    }
     found: list[ast.stmt] = []
-    called = []
+    checks: dict[str, ast.FunctionDef] = {}
     for node in body:
         match node:
             case ast.Expr(ast.Call(ast.Name(name), [argument], [])) if name in checks:
-                parameter = ast.Name(checks[name].args.args[0].arg, ast.Store())
+                check = checks[name]
+                parameter = ast.Name(check.args.args[0].arg, ast.Store())
+                # A function that was called holds the expected values
+                found = [one for one in found if one is not check]
                 found.append(ast.fix_missing_locations(ast.Assign([parameter], argument)))
-                found += [s for s in checks[name].body if isinstance(s, ast.Assert)]
-                called.append(checks[name])
-            case _:
-                found.append(node)
-    # A function that was called holds the expected values.
-    return [node for node in found if node not in called]
+                found += check.body
+                continue
+            case ast.FunctionDef(name, ast.arguments(args=[_])):
+                if all(isinstance(one, ast.Assert) or _does_nothing(one) for one in node.body):
+                    checks[name] = node
+        found.append(node)
+    return found
 
 
-def _always_holds(node: ast.stmt) -> bool:
-    """Return whether a statement is like ``assert True``, which HumanEval's tests have."""
-    test = node.test if isinstance(node, ast.Assert) else None
-    return isinstance(test, ast.Constant) and bool(test.value)
-
-
-def _is_comment(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    )
+def _does_nothing(node: ast.stmt) -> bool:
+    """Return whether a statement is a comment, or like HumanEval's ``assert True``."""
+    match node:
+        case ast.Pass() | ast.Expr(ast.Constant()):
+            return True
+        case ast.Assert(ast.Constant(value)):
+            return bool(value)
+    return False
 
 
 def _sides(test: ast.expr) -> tuple[str, str] | None:
