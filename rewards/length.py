@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Literal, Self
 
 from rloo_kit.types import Completion, Score, Tokenizer
@@ -116,16 +115,8 @@ class LengthBand(ThoughtTokens, TemplateAware):
         Raises:
             RewardContractError: Tokens are counted, and there are no ``completion_ids``.
         """
-        if self.unit == "tokens":
-            opened = self.opened(completions, prompts)
-            parts = map(self._tokens, ids_to_count(completion_ids, self.__name__), opened)
-        else:
-            parts = starmap(self._words_or_characters, self.rows(completions, prompts))
-        return list(map(self._score, parts))
-
-    def _words_or_characters(self, text: str, opened: bool) -> list[str] | str | None:
-        part = part_text(text, self.part, opened=opened)
-        return part.split() if part is not None and self.unit == "words" else part
+        read = [ids_to_count(completion_ids, self.__name__)] if self.unit == "tokens" else []
+        return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
     def _tokens(self, ids: list[int], opened: bool) -> Sequence[int] | None:
         if self.part == "completion":
@@ -136,7 +127,12 @@ class LengthBand(ThoughtTokens, TemplateAware):
         answer = ids[closed[-1][1] :] if closed else ids
         return None if self.marks.opened(answer) or (opened and not closed) else answer
 
-    def _score(self, part: Sequence[object] | None) -> float:
+    def _score(self, text: str, opened: bool, ids: list[int] | None = None) -> float:
+        part: Sequence[object] | None = part_text(text, self.part, opened=opened)
+        if ids is not None:
+            part = self._tokens(ids, opened)
+        elif part is not None and self.unit == "words":
+            part = part.split()
         if part is None:
             return 0.0
         outside = max(self.low - len(part), len(part) - self.high, 0)

@@ -93,17 +93,11 @@ class TemplateAware(Bound):
             return bool(self.thought_opened)
         return opens_thought(self._tokenizer, prompt)
 
-    def opened(self, completions: list[Any], prompts: list[Completion] | None) -> list[bool]:
-        """Return for each of B prompts whether it opens the thought; without prompts, False."""
-        if prompts is None:
-            return [False] * len(completions)
-        return list(map(self.is_opened, prompts))
-
     def rows(
         self, completions: list[Completion], prompts: list[Completion] | None, *columns: list[Any]
     ) -> list[tuple[Any, ...]]:
         """Return B rows: a text, whether the prompt opened its thought, the values of columns."""
-        opened = self.opened(completions, prompts)
+        opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
         return list(zip(map(completion_text, completions), opened, *columns, strict=True))
 
 
@@ -279,10 +273,9 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         **_: object,
     ) -> list[Score]:
         """Return one score per completion, in {0.0, 1.0}."""
-        opened = self.opened(completions, prompts)
-        return [self._score(*row) for row in zip(completion_ids, opened, strict=True)]
+        return [self._score(*row) for row in self.rows(completions, prompts, completion_ids)]
 
-    def _score(self, ids: Sequence[int], opened: bool) -> float:
+    def _score(self, _: str, opened: bool, ids: Sequence[int]) -> float:
         closes = self.marks.closed(ids)
         opens = self.marks.opened(ids)
         in_order = opens[:1] < closes  # a missing opening mark is in order too
