@@ -111,6 +111,7 @@ class Server:
             limits=httpx.Limits(max_connections=None),
             verify=judge.url.startswith("https:"),  # reading the certificates takes a while
             trust_env=not re.match(r"http://(127\.|localhost\b|\[::1\])", judge.url),  # proxies
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
         )
 
         async def ask(text: str) -> None:
@@ -151,7 +152,7 @@ class Server:
         except _Unusable:
             return self._read(await self._request(client, self.judge.body(text, again=True)))
 
-    async def _request(self, client: "httpx.AsyncClient", body: bytes) -> bytes:
+    async def _request(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> bytes:
         """Return the body of an answer with status 200, retrying as often as allowed."""
         attempt = 0
         while True:
@@ -168,20 +169,15 @@ class Server:
                 await asyncio.sleep(failure.wait or backoff * _JITTER.uniform(0.5, 1.0))
                 attempt += 1
 
-    async def _post(self, client: "httpx.AsyncClient", body: bytes) -> bytes:
+    async def _post(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> bytes:
         import httpx
 
         judge = self.judge
         started = time.perf_counter()
-        headers = {"Content-Type": "application/json"}
-        if self.key is not None:
-            headers["Authorization"] = f"Bearer {self.key}"
         try:
             # The limit of httpx is for each read, which a slow trickle never exceeds
             async with asyncio.timeout(judge.timeout_seconds):
-                answer = await client.post(
-                    f"{judge.url}/chat/completions", content=body, headers=headers
-                )
+                answer = await client.post(f"{judge.url}/chat/completions", json=body)
         except TimeoutError:
             raise Failure(
                 f"gave no answer in {judge.timeout_seconds:g} s",

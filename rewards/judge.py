@@ -230,7 +230,7 @@ class Judge(TemplateAware):
         low, high = self.scale
         return low <= number <= high
 
-    def body(self, text: str, *, again: bool = False) -> bytes:
+    def body(self, text: str, *, again: bool = False) -> dict[str, Any]:
         """Return the body of a request; ``again`` asks more firmly for JSON, with another seed."""
         seed = self.seed
         if again:
@@ -244,8 +244,7 @@ class Judge(TemplateAware):
             "max_tokens": self.max_tokens,
             **self.extra_body,
         }
-        kept = {name: value for name, value in content.items() if value is not None}
-        return json.dumps(kept).encode()
+        return {name: value for name, value in content.items() if value is not None}
 
 
 # --- parts of a question --------------------------------------------------------------------------
@@ -306,7 +305,7 @@ def _check_parameters(judge: Judge) -> None:
             raise ValueError(
                 f"template lacks {{{name}}}, so the judge would not see the answer; add it"
             )
-    json.dumps(judge.extra_body)  # a TypeError says what JSON cannot hold
+    json.dumps(judge.extra_body, allow_nan=False)  # an error says what JSON cannot hold
     for name in _FIXED_FIELDS:
         if name in judge.extra_body:
             raise ValueError(f"extra_body sets {name!r}, which the reward sets; remove it")
