@@ -38,17 +38,21 @@ def make_trainer(
     reward: Callable[..., list[float]],
     prompts: Dataset,
     callbacks: Sequence[Any] = (),
+    trainer_class: Any = None,
     **settings: Any,
 ) -> Any:
-    """Return one of ``TRAINERS`` in float32, without checkpoints, reports and progress."""
-    trainer_class, config_class = TRAINERS[kind]
+    """Return one of ``TRAINERS``, in float32 by default, without checkpoints, reports, progress."""
+    of_kind, config_class = TRAINERS[kind]
     fixed = {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
     fixed |= {"disable_tqdm": True, "bf16": False, "use_cpu": not torch.cuda.is_available()}
     fixed |= {"doctor": False, "dry_run": False} if kind == "kit" else {}
-    made = trainer_class(
+    args = config_class(**{**fixed, **settings})
+    if not (args.bf16 or args.fp16):
+        args.mixed_precision = "no"
+    made = (trainer_class or of_kind)(
         model=policy[0],
         reward_funcs=reward,
-        args=config_class(**{**fixed, **settings}),
+        args=args,
         train_dataset=prompts,
         processing_class=policy[1],
         callbacks=list(callbacks),

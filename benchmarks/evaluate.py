@@ -8,9 +8,9 @@ Loading libraries and model is given apart: it is the same for any number of pro
 import json
 import os
 import time
-from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "evaluate_cpu.json"
+from shared import write_result
+
 PROMPTS = 256
 SAMPLES = 4
 ROUNDS = 3
@@ -21,7 +21,7 @@ def main() -> None:
     began = time.monotonic()
     import rloo_kit as rk
 
-    environment = rk.setup()
+    rk.setup()
     import torch
 
     loading = time.monotonic() - began
@@ -41,13 +41,11 @@ def main() -> None:
         "tokens": found.mean_length * PROMPTS * SAMPLES,
         "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)),
-        "hardware": environment.hardware.name,
-        "torch": torch.__version__,
         "found": {name: str(found.estimate(name)) for name in found.rewards}
         | {f"pass@{k}": str(one) for k, one in found.pass_at.items()},
     }
     print(json.dumps(result, indent=1))
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_result("evaluate_cpu", **result)
 
 
 if __name__ == "__main__":

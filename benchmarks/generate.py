@@ -2,15 +2,13 @@
 
     .venv-vllm/bin/python benchmarks/generate.py                 # the embedded model
     .venv-vllm/bin/python benchmarks/generate.py --model FOLDER  # another one
-    .venv-vllm/bin/python benchmarks/generate.py --trl           # TRL's merge-and-push as well
 
 Every arm completes the same prompts with the same LoRA adapter, in the order A B A B: transformers
-``generate``, the kit's vLLM engine, and TRL's colocate mode where it runs. Each completion stops
-where the length distribution says: the engine gets them, and ``generate`` pads the finished rows
-until the longest is done, as in training. What counts are the tokens wanted.
+``generate`` and the kit's vLLM engine. Each completion stops where the length distribution says:
+the engine gets them, and ``generate`` pads the finished rows until the longest is done, as in
+training. What counts are the tokens wanted.
 """
 
-import argparse
 import functools
 import gc
 import random
@@ -19,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from shared import in_turn, ratios, write_result
+from shared import in_turn, parser_of, ratios, skewed, write_result
 
 import rloo_kit as rk
 
@@ -37,13 +35,6 @@ def even(longest: int, number: int) -> list[int]:
     """Every completion within a tenth of the same length."""
     rng = random.Random(0)
     return [round(longest * rng.uniform(0.9, 1.0)) for _ in range(number)]
-
-
-def skewed(longest: int, number: int) -> list[int]:
-    """As thinking runs are: log-normal, about three padded tokens for each real one."""
-    rng = random.Random(3)
-    raw = [rng.lognormvariate(0.0, 0.9) for _ in range(number)]
-    return [max(4, round(length / max(raw) * longest)) for length in raw]
 
 
 class StopAt(StoppingCriteria):
@@ -100,26 +91,6 @@ def engine_arm(engine: VllmEngine, prompts: list[list[int]]) -> object:
     return run
 
 
-def try_trl(model: object) -> str:
-    """Return what TRL's colocate mode does with this model: its sync seconds, or why it fails."""
-    from accelerate import Accelerator
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    try:
-        generation = VLLMGeneration(
-            model=model,
-            accelerator=Accelerator(),
-            processing_class=None,
-            mode="colocate",
-        )
-        started = time.perf_counter()
-        generation.sync_weights()
-    except Exception as exc:
-        lines = str(exc).strip().splitlines() or [type(exc).__name__]
-        return f"fails: {type(exc).__name__}: {lines[0][:200]}"
-    return f"sync {time.perf_counter() - started:.3f} s"
-
-
 def speed_of(arm: Callable[[list[int]], int], lengths: list[int]) -> float:
     """Return tokens a second."""
     gc.collect()
@@ -128,13 +99,12 @@ def speed_of(arm: Callable[[list[int]], int], lengths: list[int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="tiny-thinker")
     parser.add_argument("--load-in-4bit", action="store_true")
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--longest", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--trl", action="store_true", help="try TRL's merge-and-push")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -159,7 +129,6 @@ def main() -> None:
         "transformers": transformers_arm(model, tokenizer, prompts),
         "kit": engine_arm(engine, prompts),
     }
-    print("lengths   transformers tok/s   kit tok/s   ratio")
     for lengths_name, lengths_of in (("even", even), ("skewed", skewed)):
         lengths = lengths_of(options.longest, options.completions)
         speeds = in_turn(
@@ -175,19 +144,11 @@ def main() -> None:
             "ratios": all_ratios,
         }
         rows.append(row)
-        print(
-            f"{lengths_name:<9} {row['tokens_per_second_transformers']:>18.0f}"
-            f" {row['tokens_per_second_kit']:>11.0f} {row['ratio']:>6.2f}x"
-            f"   ({min(all_ratios):.2f}-{max(all_ratios):.2f})",
-            flush=True,
-        )
+        print(row, flush=True)
     print(f"sync: {statistics.median(syncs[1:]):.3f} s")
     engine.close()
-    trl = try_trl(model) if options.trl else None
-    if trl:
-        print(f"TRL's merge-and-push: {trl}")
     sizes = {name: getattr(options, name) for name in ("completions", "longest", "pairs")}
-    write_result(options.name, **sizes, rows=rows, sync_seconds=syncs, trl=trl)
+    write_result(options.name, **sizes, rows=rows, sync_seconds=syncs)
 
 
 if __name__ == "__main__":

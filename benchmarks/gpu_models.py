@@ -18,20 +18,28 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, 8, False),
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
 }
-# What is trained in the place of all of them to try the suite itself on a CPU
-TOY = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
-    "tie_word_embeddings": True,
+SMALL = {
+    # What is trained in the place of all of them to try the suite itself on a CPU
+    "toy": {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    # 12 million parameters in the proportions of Qwen3-4B: the head is a tenth of the weights
+    "12m": {
+        "vocab_size": 3072, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 # Standard deviation of the weights: Qwen3's `initializer_range`
 SPREAD = 0.02
 
 
 def geometry_of(name: str) -> dict[str, object]:
-    """Return the config values of a model; ``toy`` is the small one."""
-    if name == "toy":
-        return dict(TOY)
+    """Return the config values of a model of ``PUBLISHED`` or ``SMALL``."""
+    if name in SMALL:
+        return dict(SMALL[name])
     hidden, inner, layers, heads, kv_heads, tied = PUBLISHED[name]
     return {
         "vocab_size": 151936, "hidden_size": hidden, "intermediate_size": inner,
@@ -58,7 +66,7 @@ def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> P
 
     Args:
         root: Holds one folder for each model.
-        name: Of ``PUBLISHED``, or ``toy``.
+        name: Of ``PUBLISHED`` or ``SMALL``.
         load_in_4bit: NF4 weights with double quantisation; else bfloat16.
         device: Where weights are drawn and quantised.
 

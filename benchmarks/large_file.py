@@ -7,7 +7,6 @@ Each run is a process of its own, in the order A B A B; the first pair warms up.
 """
 
 import functools
-import json
 import os
 import random
 import statistics
@@ -17,21 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from shared import in_turn, write_result
+from shared import in_turn, write_lines, write_result
 
-RESULT = Path(__file__).parent / "results" / "large_file.json"
 SIZES = (1_000, 1_000_000)
 PAIRS = 2
 
 
 def write_rows(path: Path, size: int) -> Path:
     rng = random.Random(0)
-    with path.open("w") as file:
-        for _ in range(size):
-            a = rng.randint(100, 999)
-            b = rng.randint(100, 999)
-            file.write(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n")
-    return path
+    sums = ((rng.randint(100, 999), rng.randint(100, 999)) for _ in range(size))
+    return write_lines(
+        path, ({"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in sums)
+    )
 
 
 def run(file: Path, folder: Path) -> tuple[float, int]:

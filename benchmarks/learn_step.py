@@ -21,33 +21,35 @@ import random
 import statistics
 import tempfile
 import time
-import warnings
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from shared import RESULTS, ROOT, ratios, start_pyplot, write_part, write_result
+from compared import make_trainer, prepare  # sets Unsloth up
+from gpu_models import PUBLISHED, geometry_of, model_folder
+from shared import (
+    RESULTS,
+    ROOT,
+    markdown,
+    parser_of,
+    random_qwen3,
+    ratios,
+    skewed,
+    start_pyplot,
+    write_part,
+    write_result,
+)
 
-import rloo_kit as rk
-
-environment = rk.setup()
+# isort: split
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoTokenizer,
-    PrinterCallback,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.utils import logging
-from trl import RLOOConfig, RLOOTrainer
+from transformers import AutoTokenizer
+from trl import RLOOTrainer
 
-from rloo_kit.config.run_file import PROJECTIONS
-from rloo_kit.live.view import LiveView
+import rloo_kit as rk
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.training.trl_step import route_trl_lm_head
 
 TABLE = RESULTS / "learn_step_cpu.json"
 LONG = RESULTS / "learn_step_cpu_long.json"
@@ -59,36 +61,11 @@ PROMPTS = 4
 # Rows of a micro-batch in the stock arm: per_device_train_batch_size
 MICRO_BATCH = 4
 
-GEOMETRIES = {
-    # 12 million parameters in the proportions of Qwen3-4B: the head is a tenth of the weights
-    "12m": {
-        "vocab_size": 3072, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3-4b": {
-        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}  # fmt: skip
-
 
 def uniform(longest: int) -> list[int]:
     """Every completion within a tenth of the same length."""
     rng = random.Random(0)
     return [round(longest / 3 * rng.uniform(0.9, 1.1)) for _ in range(PROMPTS * GENERATIONS)]
-
-
-def skewed(longest: int) -> list[int]:
-    """As thinking runs are: log-normal, about three padded tokens for each real one."""
-    rng = random.Random(3)
-    raw = [rng.lognormvariate(0.0, 0.9) for _ in range(PROMPTS * GENERATIONS)]
-    return [max(4, round(length / max(raw) * longest)) for length in raw]
 
 
 def outlier(longest: int) -> list[int]:
@@ -98,7 +75,11 @@ def outlier(longest: int) -> list[int]:
     return [*short[:13], longest, *short[13:]]
 
 
-DISTRIBUTIONS = {"uniform": uniform, "skewed": skewed, "outlier": outlier}
+DISTRIBUTIONS = {
+    "uniform": uniform,
+    "skewed": partial(skewed, number=PROMPTS * GENERATIONS),
+    "outlier": outlier,
+}
 SIGNALS = {"all": 1.0, "half": 0.5, "none": 0.0}
 
 
@@ -124,30 +105,15 @@ class Measured:
     gradients: list[torch.Tensor]
 
 
-def make_model(
-    geometry: str, load_in_4bit: bool, checkpointing: bool, device: str
-) -> torch.nn.Module:
+def make_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
     """A random Qwen3 with a LoRA adapter of rank 16 that already does something."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **GEOMETRIES[geometry], max_position_embeddings=32768, tie_word_embeddings=True
-    )
-    if load_in_4bit:  # as users load it: through Unsloth where it can
-        folder = Path(tempfile.gettempdir()) / f"learn_step_{geometry}"
-        if not (folder / "tokenizer.json").exists():
-            with torch.device(device):
-                Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-            AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
-        model, _ = rk.load_model(str(folder), max_seq_length=8192, load_in_4bit=True)
-        model = rk.attach_lora(model, r=16, lora_alpha=16, use_gradient_checkpointing=checkpointing)
+    name, again = options.geometry, options.checkpointing
+    if options.load_in_4bit:  # as users load it: through Unsloth where it can
+        folder = model_folder(Path(tempfile.gettempdir()), name, load_in_4bit=True, device=device)
+        model, _ = rk.load_model(folder, max_seq_length=8192, load_in_4bit=True)
+        model = rk.attach_lora(model, r=16, lora_alpha=16, use_gradient_checkpointing=again)
     else:
-        model = Qwen3ForCausalLM(config).to(device)
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.enable_input_require_grads()
-        model = get_peft_model(
-            model, LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS))
-        )
+        model = random_qwen3(geometry_of(name), checkpointing=again, device=device)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -236,17 +202,12 @@ class Bench:
         self.options = options
         self.tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.models = {
-            name: make_model(
-                options.geometry, options.load_in_4bit, options.checkpointing, self.device
-            )
-            for name in ("trl", "kit")
-        }
+        self.models = {name: make_model(options, self.device) for name in ("trl", "kit")}
         self.start = {
             name: {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
             for name, model in self.models.items()
         }
-        self.vocabulary = GEOMETRIES[options.geometry]["vocab_size"]
+        self.vocabulary = geometry_of(options.geometry)["vocab_size"]
 
     def trainers(self, cell: Cell) -> dict[str, object]:
         options = self.options
@@ -261,46 +222,34 @@ class Bench:
             "learning_rate": 1e-4,
             "optim": "sgd",  # Adam steps by the sign at first, and so turns rounding into steps
             "max_grad_norm": 1e9,
-            "save_strategy": "no",
-            "report_to": "none",
             "bf16": options.load_in_4bit,
             "gradient_checkpointing": options.checkpointing,
             "gradient_checkpointing_kwargs": {"use_reentrant": False},
             "logging_strategy": "no",
-            "disable_tqdm": True,
             "epsilon": 1e6,  # a random adapter leaves the trust region in one step
-            "use_cpu": self.device == "cpu",
         }
-        if not options.load_in_4bit:
-            common["mixed_precision"] = "no"
         scores = scores_of(cell, options.longest)
-        rows = PROMPTS * GENERATIONS
-        prompts = ["12 + 34" for _ in range(PROMPTS)]
+        prompts = Dataset.from_dict({"prompt": ["12 + 34"] * PROMPTS * 4})
         made = {}
-        for name, base, config in (
-            ("trl", Recorded, RLOOConfig),
-            ("kit", rk.LeaveOneOutTrainer, rk.LeaveOneOutConfig),
+        for name, kind, base in (
+            ("trl", "trl-rloo", Recorded),
+            ("kit", "kit", rk.LeaveOneOutTrainer),
         ):
             self.place(name, noise=0.0)  # where the reference, a copy of now, belongs
-            extra = {}
-            if name == "kit":
-                extra = {"dry_run": False, "tokens_per_micro_batch": options.budget}
-            settings = {k: v for k, v in common.items() if k != "mixed_precision"}
-            args = config(output_dir=tempfile.gettempdir(), **settings, **extra)
-            args.mixed_precision = common.get("mixed_precision", args.mixed_precision)
-            trainer = arm(base)(
-                model=self.models[name],
-                reward_funcs=lambda completions, **_: scores,
-                args=args,
-                train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
-                processing_class=self.tokenizer,
+            extra = {"tokens_per_micro_batch": options.budget} if name == "kit" else {}
+            trainer = make_trainer(
+                kind,
+                (self.models[name], self.tokenizer),
+                lambda completions, **_: scores,
+                prompts,
+                trainer_class=arm(base),
+                **common,
+                **extra,
             )
-            for callback in (PrinterCallback, LiveView):
-                trainer.remove_callback(callback)
             trainer.recorded = completions_of(
                 cell, options.longest, self.vocabulary, self.tokenizer.eos_token_id
             )
-            assert len(trainer.recorded) == rows
+            assert len(trainer.recorded) == PROMPTS * GENERATIONS
             if name == "kit":
                 recorded = trainer.recorded
                 trainer.sampler.generate = lambda _, ids=recorded: [[*one] for one in ids]
@@ -387,70 +336,55 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
     return row
 
 
-HEADER = (
-    "cell                      TRL s    kit s   ratio  TRL GiB  kit GiB  memory   gradient"
-    "   2nd step  (float64)"
-)
+# Column of the tables -> the value in a row, and its form
+COLUMNS = {
+    "lengths": ("lengths", ""),
+    "signal": ("signal", ""),
+    "beta": ("beta", "g"),
+    "iterations": ("iterations", ""),
+    "TRL s": ("seconds_trl", ".2f"),
+    "kit s": ("seconds_kit", ".2f"),
+    "faster": ("time_ratio", ".2f"),
+    "memory": ("peak_ratio", ".2f"),
+    "gradient": ("gradient_difference", ".0e"),
+}
+SECOND_STEPS = {
+    "first step": "gradient_difference",
+    "second step": "second_step_difference",
+    "second step, TRL's sums in float64": "second_step_difference_double_sums",
+}
 
 
-def line(row: dict[str, object]) -> str:
-    gib = 2**30
-    return (
-        f"{row['cell']:<22} {row['seconds_trl']:>8.2f} {row['seconds_kit']:>8.2f}"
-        f" {row['time_ratio']:>6.2f}x {row['peak_trl'] / gib:>8.2f} {row['peak_kit'] / gib:>8.2f}"
-        f" {row['peak_ratio']:>7.2f} {row['gradient_difference']:>10.1e}"
-        f" {row['second_step_difference']:>10.1e}"
-        f" {row['second_step_difference_double_sums']:>10.1e}"
-    )
+def cells_of(row: dict[str, object]) -> list[str]:
+    """The columns of a row; ratios end with an x."""
+    return [
+        f"{row[name]:{form}}{'x' if name.endswith('ratio') else ''}"
+        for name, form in COLUMNS.values()
+    ]
 
 
 def second_steps(content: dict) -> str:
     """Gradient differences of the cells with two iterations, as one Markdown row."""
-    names = (
-        "gradient_difference",
-        "second_step_difference",
-        "second_step_difference_double_sums",
-    )
-    worst = (max(row[name] for row in content["rows"]) for name in names)
-    return (
-        "| two iterations, largest of all cells | first step | second step "
-        "| second step, TRL's sums in float64 |\n|---|---|---|---|\n"
-        f"| gradient differs by | {' | '.join(f'{value:.0e}' for value in worst)} |"
-    )
-
-
-def table(content: dict) -> str:
-    """Every cell of one result file, as Markdown."""
-    lines = [
-        "| lengths | signal | beta | iterations | TRL s | kit s | faster | memory | gradient |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in content["rows"]:
-        lines.append(
-            f"| {row['lengths']} | {row['signal']} | {row['beta']:g} | {row['iterations']} "
-            f"| {row['seconds_trl']:.2f} | {row['seconds_kit']:.2f} | {row['time_ratio']:.2f}x "
-            f"| {row['peak_ratio']:.2f}x | {row['gradient_difference']:.0e} |"
-        )
-    return "\n".join(lines)
+    worst = (max(row[name] for row in content["rows"]) for name in SECOND_STEPS.values())
+    head = ["two iterations, largest of all cells", *SECOND_STEPS]
+    return markdown(head, [["gradient differs by", *(f"{value:.0e}" for value in worst)]])
 
 
 def summary(content: dict) -> str:
     """The two rows that the README names."""
     rows = {row["cell"]: row for row in content["rows"]}
-    lines = [
-        "| learning step against stock TRL | faster | peak memory | gradient differs by |",
-        "|---|---|---|---|",
-    ]
-    for cell, words in (
-        ("skewed/half/0.05/1", "beta 0.05"),
-        ("skewed/half/0/1", "beta 0, half of the groups without signal"),
-    ):
-        row = rows[cell]
-        lines.append(
-            f"| {words} | {row['time_ratio']:.1f}x | {row['peak_ratio']:.2f}x "
-            f"| {row['gradient_difference']:.0e} |"
-        )
-    return "\n".join(lines)
+    head = ["learning step against stock TRL", "faster", "peak memory", "gradient differs by"]
+    chosen = {
+        "beta 0.05": rows["skewed/half/0.05/1"],
+        "beta 0, half of the groups without signal": rows["skewed/half/0/1"],
+    }
+    return markdown(
+        head,
+        (
+            [words, f"{row['time_ratio']:.1f}x", *cells_of(row)[-2:]]
+            for words, row in chosen.items()
+        ),
+    )
 
 
 def picture(content: dict) -> None:
@@ -472,36 +406,30 @@ def picture(content: dict) -> None:
 def write_report() -> None:
     """Write the tables and the picture."""
     short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
-    write_part(ROOT / "docs" / "explanation" / "trainer.md", "learn-step-long", table(long))
-    write_part(
-        ROOT / "docs" / "explanation" / "trainer.md", "learn-step-second", second_steps(second)
-    )
+    page = ROOT / "docs" / "explanation" / "trainer.md"
+    write_part(page, "learn-step-long", markdown([*COLUMNS], map(cells_of, long["rows"])))
+    write_part(page, "learn-step-second", second_steps(second))
     write_part(ROOT / "README.md", "learn-step", summary(long))
     picture(short)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--cells", nargs="*", default=[""], help="parts of LENGTHS/SIGNAL/BETA/ITERATIONS"
-    )
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="12m")
-    parser.add_argument("--load-in-4bit", action="store_true")
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument(
-        "--longest", type=int, default=2048, help="tokens of the longest completion"
-    )
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--budget", type=int, help="tokens_per_micro_batch of the kit")
-    parser.add_argument("--name", help="of the file in benchmarks/results")
-    parser.add_argument("--report", action="store_true", help="tables and picture from results")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--cells", nargs="*", default=[""], help="parts of LENGTHS/SIGNAL/BETA/ITERATIONS")
+    add("--geometry", choices=["12m", *PUBLISHED], default="12m")
+    add("--load-in-4bit", action="store_true")
+    add("--checkpointing", action="store_true")
+    add("--longest", type=int, default=2048, help="tokens of the longest completion")
+    add("--pairs", type=int, default=5)
+    add("--budget", type=int, help="tokens_per_micro_batch of the kit")
+    add("--name", help="of the file in benchmarks/results")
+    add("--report", action="store_true", help="tables and picture from results")
     options = parser.parse_args()
     if options.report:
         write_report()
         return
-    warnings.filterwarnings("ignore")
-    logging.set_verbosity_error()
-    route_trl_lm_head()
+    prepare()
     cells = [
         Cell(lengths, signal, beta, iterations)
         for lengths in DISTRIBUTIONS
@@ -511,11 +439,10 @@ def main() -> None:
     ]
     cells = [cell for cell in cells if any(part in str(cell) for part in options.cells)]
     bench = Bench(options)
-    print(HEADER)
     rows: list[dict[str, object]] = []
     for cell in cells:
         rows.append(compare(bench, cell, options.pairs))
-        print(line(rows[-1]), flush=True)
+        print(dict(zip(COLUMNS, cells_of(rows[-1]), strict=True)), flush=True)
         write_result(options.name, longest=options.longest, pairs=options.pairs, rows=rows)
 
 

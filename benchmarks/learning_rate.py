@@ -11,8 +11,6 @@ line, and cells that are there are not run again: stop it when you like, and sta
 ``--minutes`` begins no further cell after that time.
 """
 
-import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -21,7 +19,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared import RESULTS, ROOT, start_pyplot, write_part
+from shared import (
+    RESULTS,
+    ROOT,
+    append_line,
+    markdown,
+    parser_of,
+    read_lines,
+    start_pyplot,
+    write_part,
+)
 
 PAGE = ROOT / "docs" / "explanation" / "learning-rate.md"
 PICTURE = ROOT / "docs" / "pictures" / "learning_rate.svg"
@@ -95,8 +102,7 @@ def results(model: str) -> Path:
 
 def read(model: str) -> list[dict]:
     """The cells that have been run, one dict each."""
-    path = results(model)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(results(model))
 
 
 def run(cell: Cell, subject: Subject) -> dict:
@@ -138,8 +144,7 @@ def sweep(model: str, wanted: list[str], minutes: float) -> None:
             print("out of time: start it again to continue")
             return
         row = run(cell, subject)
-        with results(model).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(results(model), row)
         print(f"{cell.name}: {subject.metric} {row['score']}, {row.get('seconds')} s", flush=True)
 
 
@@ -164,25 +169,21 @@ def table(model: str) -> str:
     rows = read(model)
     subject = SUBJECTS[model]
     rates = sorted({rate for runs in settings.values() for rate in runs})
-    lines = [
-        "| layers | alpha | r | " + " | ".join(f"{rate:.0e}" for rate in rates) + " |",
-        "|---" * (3 + len(rates)) + "|",
-    ]
+    lines = []
     for (layers, alpha, r), runs in settings.items():
         values = []
         for rate in rates:
             mean, low, high = mean_and_range(runs[rate]) if rate in runs else (math.nan,) * 3
             spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
             values.append("" if math.isnan(mean) else f"{mean:.2f}{spread}")
-        lines.append(f"| {layers} | {alpha} | {r} | {' | '.join(values)} |")
+        lines.append([layers, str(alpha), str(r), *values])
     whole = len(list(cells(subject)))
     before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
-    lines += [
-        "",
-        f"{model}: held-out {subject.metric} by learning rate, mean (range) of the seeds that ran; "
-        f"{before:.2f} before training. {len(rows)} of {whole} cells have run.",
-    ]
-    return "\n".join(lines)
+    shown = markdown(["layers", "alpha", "r", *(f"{rate:.0e}" for rate in rates)], lines)
+    return (
+        f"{shown}\n\n{model}: held-out {subject.metric} by learning rate, mean (range) of the "
+        f"seeds that ran; {before:.2f} before training. {len(rows)} of {whole} cells have run."
+    )
 
 
 def picture(models: list[str]) -> None:
@@ -209,7 +210,7 @@ def picture(models: list[str]) -> None:
 
 def main() -> None:
     """Run cells, or write what they found."""
-    parser = argparse.ArgumentParser(description="Sweep learning rate, rank, alpha and layers.")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=SUBJECTS, default="tiny-thinker")
     parser.add_argument("--cells", nargs="*", default=[], help="only those with all these texts")
     parser.add_argument("--minutes", type=float, default=math.inf)

@@ -27,7 +27,16 @@ from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any
 
-from shared import RESULTS, ROOT, start_pyplot, write_part, write_result
+from shared import (
+    RESULTS,
+    ROOT,
+    markdown,
+    parser_of,
+    random_qwen3,
+    start_pyplot,
+    write_part,
+    write_result,
+)
 
 RESULT = RESULTS / "long_context_cpu.json"
 PICTURE = ROOT / "docs" / "pictures" / "long_context.svg"
@@ -188,27 +197,12 @@ def blocks_attention(
 
 def make_model(arm: Arm) -> Any:
     """A random Qwen3 with a LoRA adapter."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
-
-    from rloo_kit.config.run_file import PROJECTIONS
+    from transformers import AttentionInterface
 
     AttentionInterface.register("blocks", blocks_attention)
-    torch.manual_seed(0)
     windows = {"use_sliding_window": True, "sliding_window": arm.window, "max_window_layers": 0}
-    config = Qwen3Config(
-        **SMALL,
-        **(windows if arm.window else {}),
-        max_position_embeddings=32_768,
-        tie_word_embeddings=True,
-        attn_implementation=arm.attention,
-    )
-    model = Qwen3ForCausalLM(config)
-    if arm.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
-    return get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS)))
+    how = {"attn_implementation": arm.attention} | (windows if arm.window else {})
+    return random_qwen3(SMALL, checkpointing=arm.checkpointing, **how)
 
 
 class Given:
@@ -495,10 +489,8 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
     """Seconds and memory of the passes at each arm's longest length, as Markdown."""
-    lines = [
-        "| model | tokens | reference | old | learning | attention | without it | peak |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = "model", "tokens", "reference", "old", "learning", "attention", "without it", "peak"
+    rows = []
     for name, points in arms.items():
         point = points[-1]
         took = {**point["seconds"], "attention": point.get("attention")}
@@ -507,16 +499,14 @@ def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
         alone = others_of(point) / point["tokens"] * 1e3 if took["attention"] else None
         cells.append("" if alone is None else f"{alone:.2f} ms a token")
         cells.append(f"{peak_of(point):,.0f} MiB")
-        lines.append(f"| {ARM[name].words} | {point['length']:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([ARM[name].words, f"{point['length']:,}", *cells])
+    return markdown(head, rows)
 
 
 def growth_table(found: dict[str, dict[str, Fit]]) -> str:
     """What a doubling of the length multiplies, as Markdown."""
-    lines = [
-        "| model | seconds | without attention | memory as a line | that is off by |",
-        "|---|---|---|---|---|",
-    ]
+    head = "model", "seconds", "without attention", "memory as a line", "that is off by"
+    rows = []
     for name, fit in found.items():
         quantities = ("seconds", "seconds_without_attention")
         cells = [f"{fit[n]['last_doubling']:.2f}x" if n in fit else "" for n in quantities]
@@ -525,8 +515,8 @@ def growth_table(found: dict[str, dict[str, Fit]]) -> str:
             f"{memory['constant']:.0f} + {1000 * memory['per_token']:.0f} MiB a 1,000 tokens"
         )
         cells.append(f"{memory['largest_error']:.0%}")
-        lines.append(f"| {ARM[name].words} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([ARM[name].words, *cells])
+    return markdown(head, rows)
 
 
 def draw() -> None:
@@ -541,7 +531,7 @@ ARM = {arm.name: arm for arm in ARMS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 4k tokens; writes nothing")
     parser.add_argument("--only", nargs="+", choices=list(ARM), help="measure these arms again")
     parser.add_argument("--draw", action="store_true", help="write picture and tables again")

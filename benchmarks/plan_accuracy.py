@@ -13,7 +13,6 @@ measured in each step. The second step matters: what the first one left in the h
 is left in a process that has trained and released everything.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shared import RESULTS, ROOT, write_part, write_result
+from shared import RESULTS, ROOT, parser_of, read_lines, write_part, write_result
 
 RESULT = RESULTS / "plan_accuracy_cpu.json"
 PAGE = ROOT / "docs" / "how-to" / "plan.md"
@@ -161,7 +160,7 @@ def measured(overrides, folder):
     text = log.read_text()
     if process.returncode:
         raise SystemExit(text[-2000:])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     steps = [row["memory/peak_gib"] * 1024**3 for row in rows if "memory/peak_gib" in row]
     return int(max([peak, *steps])), text
 
@@ -228,7 +227,7 @@ def write_table(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=sorted(RUNS), help="these, in their places")
     parser.add_argument(
         "--again", action="store_true", help="plan again what was measured, after a change of plans"

@@ -6,8 +6,7 @@ Mean |log p(sampler) - log p(learner)| of 512 sampled tokens, in nats: what ``rl
 --precision`` compares.
 """
 
-import json
-from pathlib import Path
+from shared import write_result
 
 import rloo_kit as rk
 
@@ -16,12 +15,10 @@ rk.setup("transformers")
 from rloo_kit.job import read_config, read_prompts
 from rloo_kit.runs.precision import PRECISIONS, mismatch
 
-RESULTS = Path(__file__).parent / "results" / "precision_cpu.json"
-
 found = {}
 for name in ("quickstart", "smollm2"):
     config, base = read_config(name, ["model.backend=transformers"])
     rows = [*read_prompts(config, base)[0].select(range(8))]
     found[name] = {one: round(mismatch(config, base, rows, one), 6) for one in PRECISIONS}
     print(name, found[name], flush=True)
-RESULTS.write_text(f"{json.dumps(found, indent=1)}\n")
+write_result("precision_cpu", **found)

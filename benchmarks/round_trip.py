@@ -8,16 +8,16 @@ llama-cpp-python in an environment of its own, vLLM in the one that `make setup-
 neither is given, only transformers loads. Writes benchmarks/results/round_trip_NAME.json.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import tempfile
 from pathlib import Path
 
+from shared import parser_of, write_result
+
 import rloo_kit as rk
 
-RESULTS = Path(__file__).parent / "results"
 LLAMA = """
 import json, sys
 model, file = sys.argv[1:]
@@ -57,7 +57,7 @@ json.dump({"name": "vLLM", "texts": [one.outputs[0].text for one in found]}, ope
 
 def main() -> None:
     """Export, load, score, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--num-prompts", type=int)
     parser.add_argument("--llama-python", metavar="PATH")
@@ -134,11 +134,10 @@ def main() -> None:
             here(f"{kind}, transformers in 16 bit", load_base(other, **how), other)
             if kind == "merged" and args.vllm_python:
                 elsewhere("merged", args.vllm_python, VLLM, folder)
-    name = Path(args.run).resolve().name + (f"_on_{Path(args.base).name}" if args.base else "")
-    result = {"run": Path(args.run).resolve().name, "judge": judge, "rows": rows, "base": args.base}
-    file = RESULTS / f"round_trip_{name}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"judge: {judge}; written to {file}")
+    run = Path(args.run).resolve().name
+    name = f"round_trip_{run}" + (f"_on_{Path(args.base).name}" if args.base else "")
+    write_result(name, run=run, judge=judge, rows=rows, base=args.base)
+    print(f"judge: {judge}; written to {name}.json")
 
 
 if __name__ == "__main__":

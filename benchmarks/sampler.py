@@ -7,17 +7,15 @@ SmolLM2-135M with an adapter, two prompts with eight completions each; their len
 the process's largest resident set while it samples, beyond what it had before.
 """
 
-import argparse
 import functools
 import gc
-import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 
 import psutil
-from shared import ROOT, in_turn, ratios, write_result
+from shared import ROOT, SMOLLM2, in_turn, parser_of, ratios, read_lines, write_result
 
 import rloo_kit as rk
 
@@ -30,7 +28,6 @@ from transformers.utils import logging
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.sampling.decoding import complete
 
-SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Drawn from the model once; the mean is 52
 LENGTHS = [10, 14, 17, 17, 19, 21, 22, 27, 27, 35, 42, 50, 57, 74, 144, 256]
 MIB = 1024**2
@@ -74,7 +71,7 @@ def measure(draw: Callable[[], list[list[int]]]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--name", help="of the file in benchmarks/results")
     options = parser.parse_args()
@@ -82,7 +79,7 @@ def main() -> None:
     logging.set_verbosity_error()
     model, tokenizer = rk.load_model(str(SMOLLM2), max_seq_length=1024, load_in_4bit=False)
     model = rk.attach_lora(model, r=16, seed=1).eval()
-    posts = [json.loads(line)["post"] for line in (ROOT / "examples" / "posts.jsonl").open()][:2]
+    posts = [row["post"] for row in read_lines(ROOT / "examples" / "posts.jsonl")[:2]]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": f"{post}\n\nSum up in one short sentence."}],

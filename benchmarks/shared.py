@@ -1,10 +1,12 @@
 """Arms in turn, results in JSON, intervals and pictures, the same way in every benchmark."""
 
+import argparse
 import json
 import math
+import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +15,15 @@ sys.path.append(str(ROOT / "scripts"))
 from pages import write_part  # noqa: F401 # for reports
 
 RESULTS = ROOT / "benchmarks" / "results"
+SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, by the number of seeds
 Found = TypeVar("Found")
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that says what a program's docstring begins with."""
+    return argparse.ArgumentParser(description=str(doc).splitlines()[0])
 
 
 def in_turn(
@@ -62,6 +70,72 @@ def write_result(name: str | None, **content: Any) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(facts | content, indent=1) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file with one in each line; [] without the file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write such a file; return its path."""
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Path(path)
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to it."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def write_run(
+    name: str, prompts: str, rows: Iterable[dict[str, Any]], held_out: int, **trainer: Any
+) -> str:
+    """Write prompts, and the quickstart's run file with them; return its name."""
+    import yaml
+
+    from rloo_kit.config.run_file import EXAMPLES
+
+    write_lines(prompts, rows)
+    run = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
+    run["data"] = {"prompts": prompts, "held_out": held_out}
+    run["trainer"] |= trainer
+    run["output_dir"] = f"runs/{name}"
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(run))
+    return f"{name}.yaml"
+
+
+def skewed(longest: int, number: int) -> list[int]:
+    """Lengths as thinking runs have them: log-normal, about three padded tokens for a real one."""
+    rng = random.Random(3)
+    raw = [rng.lognormvariate(0.0, 0.9) for _ in range(number)]
+    return [max(4, round(length / max(raw) * longest)) for length in raw]
+
+
+def random_qwen3(
+    shape: Mapping[str, int], *, checkpointing: bool, device: str = "cpu", **config: Any
+) -> Any:
+    """Return a Qwen3 of random weights with a LoRA adapter of rank 16."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rloo_kit.config.run_file import PROJECTIONS
+
+    torch.manual_seed(0)
+    limits = {"max_position_embeddings": 32768, "tie_word_embeddings": True}
+    model = Qwen3ForCausalLM(Qwen3Config(**{**limits, **shape, **config})).to(device)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=list(PROJECTIONS)))
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    head, *lines = (f"| {' | '.join(line)} |" for line in (columns, *rows))
+    return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
 def start_pyplot() -> Any:

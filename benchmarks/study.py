@@ -15,18 +15,16 @@ prompts, group, rank, learning rate and length of verl's GRPO-LoRA runs (eric-ha
 gsm8k/*lorarank32*.log).
 """
 
-import argparse
 import gc
-import json
 import math
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from compared import environment, make_trainer, prepare  # sets Unsloth up
+from shared import RESULTS, append_line, parser_of, read_lines
 
 # isort: split
 
@@ -41,7 +39,6 @@ from rloo_kit.job import PreparedJob, read_prompts
 from rloo_kit.machine.lm_head import token_log_probs
 from rloo_kit.scoring.specs import load_rewards
 
-RESULTS = Path(__file__).parent / "results"
 # Arm -> trainer, settings that differ
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "kit RLOO": ("kit", {}),
@@ -207,13 +204,8 @@ def run(task: Task, arm: str, seed: int) -> dict[str, Any]:
     return {"curve": curve.points, "rewards": curve.rewards}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the finished runs."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--task", nargs="*", default=[], help=", ".join([*TASKS, *GPU_TASKS]))
     parser.add_argument("--arm", nargs="*", choices=ARMS, default=[])
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after that")
@@ -229,7 +221,7 @@ def main() -> None:
 
         titles = {name: task.title for name, task in (TASKS | GPU_TASKS).items()}
         planned = len(ARMS) * sum(task.seeds for task in TASKS.values())
-        rows = [row for file in sorted(RESULTS.glob("study_*.jsonl")) for row in read(file)]
+        rows = [row for file in sorted(RESULTS.glob("study_*.jsonl")) for row in read_lines(file)]
         write(rows, titles, planned)
         return
     prepare()
@@ -239,7 +231,7 @@ def main() -> None:
     chosen = {name: tasks[name] for name in options.task or tasks}
     known = {
         (row["task"], row["arm"], row["seed"])
-        for row in read(path)
+        for row in read_lines(path)
         if row["quiet"] or not options.quiet
     }
     for seed in range(1, 6):
@@ -248,8 +240,7 @@ def main() -> None:
                 continue
             about = {"task": name, "arm": arm, "seed": seed, "quiet": options.quiet}
             row = about | {"machine": environment.hardware.name} | run(tasks[name], arm, seed)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(path, row)
             print(name, arm, seed, row["curve"], flush=True)
             gc.collect()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from shared import ROOT, interval, start_pyplot, write_part
+from shared import ROOT, interval, markdown, start_pyplot, write_part
 
 pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "study.md"
@@ -138,8 +138,8 @@ def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> N
         for arm in runs
     ]
     names = [name for name in table[0] if any(row[name] for row in table)]
-    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in table)]
-    write_part(PAGE, "study", "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    shown = markdown(names, ([row[name] for name in names] for row in table))
+    write_part(PAGE, "study", shown)
     said = []
     for title, runs in (tasks | together(tasks, "SmolLM2-135M")).items():
         equal = {"steps": above_base, "seconds (those of the kit's RLOO)": above_base_in_time}

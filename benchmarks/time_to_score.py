@@ -12,14 +12,13 @@ With ``--partial`` a training goes on to ``PARTIAL_STEPS`` steps, and the score 
 of 64 further prompts, each completed 8 times.
 """
 
-import argparse
 import json
 import statistics
 import time
 from typing import Any
 
 from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, write_result
+from shared import RESULTS, parser_of, write_result
 
 # isort: split
 
@@ -99,7 +98,7 @@ def train(arm: str, seed: int, partial: dict[str, Any] | None = None) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--partial", action="store_true")
     options = parser.parse_args()

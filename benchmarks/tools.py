@@ -6,11 +6,10 @@ Held-out sums before and after: accuracy on large ones, and the share of small o
 which is needless. docs/how-to/tools.md shows the result.
 """
 
-import argparse
 import tempfile
 from typing import Any
 
-from shared import ROOT, interval, write_part, write_result
+from shared import ROOT, interval, markdown, parser_of, write_part, write_result
 
 import rloo_kit as rk
 
@@ -30,7 +29,7 @@ def shares(samples: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], help="settings of the run")
     parser.add_argument("--name", help="of the file in benchmarks/results")
@@ -50,7 +49,7 @@ def main() -> None:
         write_result(options.name, rows=rows)
     if not options.name:
         return
-    lines = ["| held-out sums, five seeds | before | after |", "|---|---|---|"]
+    lines = []
     for key, what in (
         ("large right", "large sums right"),
         ("large called", "large sums with a call"),
@@ -59,8 +58,9 @@ def main() -> None:
     ):
         mean, low, high = interval([row[key] for row in rows])
         before = interval([row[f"{key} before"] for row in rows])[0]
-        lines.append(f"| {what} | {before:.2f} | {mean:.2f} ({low:.2f} to {high:.2f}) |")
-    write_part(ROOT / "docs" / "how-to" / "tools.md", "tools", "\n".join(lines))
+        lines.append([what, f"{before:.2f}", f"{mean:.2f} ({low:.2f} to {high:.2f})"])
+    shown = markdown(["held-out sums, five seeds", "before", "after"], lines)
+    write_part(ROOT / "docs" / "how-to" / "tools.md", "tools", shown)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,22 @@ RLOO after it; RLOO alone for as long as both, counted in steps of RLOO. The hel
 accuracy on 128 sums, sampled at temperature 1.
 """
 
-import argparse
 import json
 import os
 import random
 import statistics
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import yaml
+from shared import parser_of, write_lines, write_result, write_run
 
-import rloo_kit as rk
-from rloo_kit.config.run_file import EXAMPLES
+# isort: split
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+# of scripts/, which `shared` adds to the path
 from worked_thought import worked_thought
 
-RESULTS = Path(__file__).resolve().parent / "results" / "warm_up_cpu.json"
+import rloo_kit as rk
+
 FORMS = {"known": "", "new": "="}  # task -> what stands before the answer
 EXAMPLES_GIVEN = 64
 TRAIN = 256
@@ -46,14 +43,9 @@ def write_files(task: str) -> None:
         answer = f"{FORMS[task]}{total}"
         completion = f"{thought}\n</think>\n\n{answer}"
         rows[a, b] = {"prompt": f"What is {a} + {b}?", "answer": answer, "completion": completion}
-    parts = {"examples": slice(EXAMPLES_GIVEN), "prompts": slice(EXAMPLES_GIVEN, None)}
-    for name, part in parts.items():
-        own = [*rows.values()][part]
-        Path(f"{task}-{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in own))
-    run = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
-    run["data"] = {"prompts": f"{task}-prompts.jsonl", "held_out": HELD_OUT}
-    run["output_dir"] = f"runs/{task}"
-    Path(f"{task}.yaml").write_text(yaml.safe_dump(run))
+    found = [*rows.values()]
+    write_lines(f"{task}-examples.jsonl", found[:EXAMPLES_GIVEN])
+    write_run(task, f"{task}-prompts.jsonl", found[EXAMPLES_GIVEN:], HELD_OUT)
 
 
 def train(task: str, seed: int, steps: int, *more: str) -> Any:
@@ -85,7 +77,7 @@ def compare(task: str, seed: int) -> dict:
 
 def main() -> None:
     """Compare the arms of every task and seed, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     args = parser.parse_args()
     found: dict = {"examples": EXAMPLES_GIVEN, "held_out": HELD_OUT, **WARM_UP, "tasks": {}}
@@ -97,7 +89,7 @@ def main() -> None:
             for seed in args.seeds:
                 runs[seed] = compare(task, seed)
                 print(task, seed, runs[seed], flush=True)
-    RESULTS.write_text(f"{json.dumps(found, indent=1)}\n")
+    write_result("warm_up_cpu", **found)
     for task, runs in found["tasks"].items():
         for arm in next(iter(runs.values())):
             scores = [run[arm]["score"] for run in runs.values()]

@@ -25,7 +25,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, ROOT, ratios, start_pyplot, write_part, write_result
+from shared import (
+    RESULTS,
+    ROOT,
+    SMOLLM2,
+    markdown,
+    parser_of,
+    ratios,
+    read_lines,
+    start_pyplot,
+    write_part,
+    write_result,
+)
 
 # isort: split
 
@@ -34,7 +45,6 @@ from transformers import TrainerCallback
 
 import rloo_kit as rk
 
-SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SEED = 42
 PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
 PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
@@ -74,7 +84,7 @@ def prompts_of(cell: Cell, steps: int) -> Dataset:
     """Return as many prompts as the steps take."""
     if cell.prompts == "arithmetic":
         return rk.load_prompts("arithmetic", num_prompts=cell.groups * steps, seed=SEED)
-    posts = [json.loads(one) for one in (ROOT / "examples" / "posts.jsonl").open()]
+    posts = read_lines(ROOT / "examples" / "posts.jsonl")
     at_once = 5 if cell.prompts == "several-posts" else 1
     texts = [
         "\n\n".join(post["post"] for post in posts[at_once * n : at_once * n + at_once])
@@ -288,19 +298,21 @@ def read_rows() -> list[dict]:
 
 def table() -> str:
     """Seconds of a step and ratios, as Markdown."""
-    lines = [
-        "| cell, the kit's sampler | kit s | TRL RLOO | TRL GRPO | faster than RLOO | than GRPO "
-        "| sampled tokens a second against RLOO |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in read_rows():
-        seconds = " | ".join(f"{row[arm]['step']:.1f}" for arm in TITLES)
-        faster = " | ".join(f"{row[f'faster than {arm}']:.2f}x" for arm in list(TITLES)[1:])
-        lines.append(
-            f"| {CELL_TITLES[row['cell']]}; {row['sampler']} | {seconds} | {faster} "
-            f"| {row['tokens a second against trl-rloo']:.2f}x |"
-        )
-    return "\n".join(lines)
+    columns = ["cell, the kit's sampler", "kit s", "TRL RLOO", "TRL GRPO", "faster than RLOO"]
+    columns += ["than GRPO", "sampled tokens a second against RLOO"]
+    others = [f"faster than {arm}" for arm in list(TITLES)[1:]]
+    others.append("tokens a second against trl-rloo")
+    return markdown(
+        columns,
+        (
+            [
+                f"{CELL_TITLES[row['cell']]}; {row['sampler']}",
+                *(f"{row[arm]['step']:.1f}" for arm in TITLES),
+                *(f"{row[name]:.2f}x" for name in others),
+            ]
+            for row in read_rows()
+        ),
+    )
 
 
 def sentence() -> str:
@@ -320,30 +332,28 @@ def sentence() -> str:
 def sampler() -> str:
     """Speed and memory of the sampler against ``generate``, as Markdown."""
     content = json.loads((RESULTS / "sampler_smollm2.json").read_text())
-    lines = ["| sampler | tokens a second | peak memory, MiB |", "|---|---|---|"]
-    for name in ("kit", "generate"):
-        row = content[name]
-        lines.append(f"| {name} | {row['tokens_per_second']:.1f} | {row['peak_mib']:+.0f} |")
+    arms = {name: content[name] for name in ("kit", "generate")}
+    shown = markdown(
+        ("sampler", "tokens a second", "peak memory, MiB"),
+        ((n, f"{x['tokens_per_second']:.1f}", f"{x['peak_mib']:+.0f}") for n, x in arms.items()),
+    )
     pairs = ", ".join(f"{one:.2f}x" for one in content["ratios"])
-    return "\n".join(lines) + f"\n\n{content['ratio']:.2f}x; single pairs: {pairs}."
+    return f"{shown}\n\n{content['ratio']:.2f}x; single pairs: {pairs}."
 
 
 def scores() -> str:
     """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
     content = json.loads((RESULTS / "time_to_score_cpu.json").read_text())
-    lines = [
-        f"| to a score of {content['score']:g} | seconds (lowest, highest) | steps |",
-        "|---|---|---|",
-    ]
+    columns = f"to a score of {content['score']:g}", "seconds (lowest, highest)", "steps"
+    rows = []
     for arm, name in TITLES.items():
         found = [row for row in content["rows"] if row["arm"] == arm and row["seconds"]]
         seconds = [row["seconds"] for row in found]
         steps = statistics.median(row["steps"] for row in found)
-        lines.append(
-            f"| {name}, {len(found)} seeds | {statistics.median(seconds):.0f} "
-            f"({min(seconds):.0f}, {max(seconds):.0f}) | {steps:g} |"
-        )
-    return "\n".join(lines)
+        spread = f"({min(seconds):.0f}, {max(seconds):.0f})"
+        median = f"{statistics.median(seconds):.0f} {spread}"
+        rows.append((f"{name}, {len(found)} seeds", median, f"{steps:g}"))
+    return markdown(columns, rows)
 
 
 def picture() -> None:
@@ -375,19 +385,16 @@ def write_report() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=CELLS)
-    parser.add_argument(
-        "--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first",
-    )  # fmt: skip
-    parser.add_argument("--sampler", default="transformers", choices=["transformers", "vllm"])
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a pair")
-    parser.add_argument(
-        "--in-flight", type=int, default=0, help="batches in flight of the kit's partial rollouts"
-    )
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--name", help="of the file in benchmarks/results")
-    parser.add_argument("--report", action="store_true", help="tables and picture from results")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--cells", nargs="*", default=list(CELLS), choices=CELLS)
+    add("--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first")
+    add("--sampler", default="transformers", choices=["transformers", "vllm"])
+    add("--steps", type=int, default=3, help="optimizer steps of a pair")
+    add("--in-flight", type=int, default=0, help="batches of the kit's partial rollouts")
+    add("--pairs", type=int, default=5)
+    add("--name", help="of the file in benchmarks/results")
+    add("--report", action="store_true", help="tables and picture from results")
     options = parser.parse_args()
     if options.report:
         write_report()
