@@ -25,20 +25,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import shared
 from compared import make_trainer, prepare  # sets Unsloth up
 from gpu_models import PUBLISHED, geometry_of, model_folder
-from shared import (
-    RESULTS,
-    ROOT,
-    markdown,
-    parser_of,
-    random_qwen3,
-    ratios,
-    skewed,
-    start_pyplot,
-    write_part,
-    write_result,
-)
 
 # isort: split
 
@@ -51,11 +40,11 @@ import rloo_kit as rk
 from rloo_kit.machine.cleanup import take_peak
 from rloo_kit.models.shape import TINY_THINKER
 
-TABLE = RESULTS / "learn_step_cpu.json"
-LONG = RESULTS / "learn_step_cpu_long.json"
+TABLE = shared.RESULTS / "learn_step_cpu.json"
+LONG = shared.RESULTS / "learn_step_cpu_long.json"
 # One pair of every cell with two iterations, gradients of both steps
-SECOND = RESULTS / "learn_step_cpu_second_step.json"
-PICTURE = ROOT / "docs" / "pictures" / "learn_step.svg"
+SECOND = shared.RESULTS / "learn_step_cpu_second_step.json"
+PICTURE = shared.ROOT / "docs" / "pictures" / "learn_step.svg"
 GENERATIONS = 4
 PROMPTS = 4
 # Rows of a micro-batch in the stock arm: per_device_train_batch_size
@@ -77,7 +66,7 @@ def outlier(longest: int) -> list[int]:
 
 DISTRIBUTIONS = {
     "uniform": uniform,
-    "skewed": partial(skewed, number=PROMPTS * GENERATIONS),
+    "skewed": partial(shared.skewed, number=PROMPTS * GENERATIONS),
     "outlier": outlier,
 }
 SIGNALS = {"all": 1.0, "half": 0.5, "none": 0.0}
@@ -113,7 +102,7 @@ def make_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
         model, _ = rk.load_model(folder, max_seq_length=8192, load_in_4bit=True)
         model = rk.attach_lora(model, r=16, lora_alpha=16, use_gradient_checkpointing=again)
     else:
-        model = random_qwen3(geometry_of(name), checkpointing=again, device=device)
+        model = shared.random_qwen3(geometry_of(name), checkpointing=again, device=device)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -310,7 +299,7 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
     ]
     trl = runs["trl"][1:]
     kit = runs["kit"][1:]
-    faster, all_ratios = ratios([run.seconds for run in trl], [run.seconds for run in kit])
+    faster, all_ratios = shared.ratios([run.seconds for run in trl], [run.seconds for run in kit])
     lengths = DISTRIBUTIONS[cell.lengths](bench.options.longest)
     row = {
         "cell": str(cell),
@@ -367,7 +356,7 @@ def second_steps(content: dict) -> str:
     """Gradient differences of the cells with two iterations, as one Markdown row."""
     worst = (max(row[name] for row in content["rows"]) for name in SECOND_STEPS.values())
     head = ["two iterations, largest of all cells", *SECOND_STEPS]
-    return markdown(head, [["gradient differs by", *(f"{value:.0e}" for value in worst)]])
+    return shared.markdown(head, [["gradient differs by", *(f"{value:.0e}" for value in worst)]])
 
 
 def summary(content: dict) -> str:
@@ -378,7 +367,7 @@ def summary(content: dict) -> str:
         "beta 0.05": rows["skewed/half/0.05/1"],
         "beta 0, half of the groups without signal": rows["skewed/half/0/1"],
     }
-    return markdown(
+    return shared.markdown(
         head,
         (
             [words, f"{row['time_ratio']:.1f}x", *cells_of(row)[-2:]]
@@ -390,7 +379,7 @@ def summary(content: dict) -> str:
 def picture(content: dict) -> None:
     """Speed-up of every cell with one iteration."""
     rows = [row for row in content["rows"] if row["iterations"] == 1]
-    figure, axes = start_pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
+    figure, axes = shared.start_pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
     names = [f"{r['lengths']}, signal in {r['signal']}, beta {r['beta']:g}" for r in rows]
     axes.barh(names, [row["time_ratio"] for row in rows], color="#3b6ea5")
     axes.axvline(1.0, color="black", linewidth=0.8)
@@ -406,15 +395,17 @@ def picture(content: dict) -> None:
 def write_report() -> None:
     """Write the tables and the picture."""
     short, long, second = (json.loads(path.read_text()) for path in (TABLE, LONG, SECOND))
-    page = ROOT / "docs" / "explanation" / "trainer.md"
-    write_part(page, "learn-step-long", markdown([*COLUMNS], map(cells_of, long["rows"])))
-    write_part(page, "learn-step-second", second_steps(second))
-    write_part(ROOT / "README.md", "learn-step", summary(long))
+    page = shared.ROOT / "docs" / "explanation" / "trainer.md"
+    shared.write_part(
+        page, "learn-step-long", shared.markdown([*COLUMNS], map(cells_of, long["rows"]))
+    )
+    shared.write_part(page, "learn-step-second", second_steps(second))
+    shared.write_part(shared.ROOT / "README.md", "learn-step", summary(long))
     picture(short)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = shared.parser_of(__doc__)
     add = parser.add_argument
     add("--cells", nargs="*", default=[""], help="parts of LENGTHS/SIGNAL/BETA/ITERATIONS")
     add("--geometry", choices=["12m", *PUBLISHED], default="12m")
@@ -443,7 +434,7 @@ def main() -> None:
     for cell in cells:
         rows.append(compare(bench, cell, options.pairs))
         print(dict(zip(COLUMNS, cells_of(rows[-1]), strict=True)), flush=True)
-        write_result(options.name, longest=options.longest, pairs=options.pairs, rows=rows)
+        shared.write_result(options.name, longest=options.longest, pairs=options.pairs, rows=rows)
 
 
 if __name__ == "__main__":

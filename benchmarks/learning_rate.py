@@ -19,19 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shared import (
-    RESULTS,
-    ROOT,
-    append_line,
-    markdown,
-    parser_of,
-    read_lines,
-    start_pyplot,
-    write_part,
-)
+import shared
 
-PAGE = ROOT / "docs" / "explanation" / "learning-rate.md"
-PICTURE = ROOT / "docs" / "pictures" / "learning_rate.svg"
+PAGE = shared.ROOT / "docs" / "explanation" / "learning-rate.md"
+PICTURE = shared.ROOT / "docs" / "pictures" / "learning_rate.svg"
 RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
 # Rank, alpha, layers: one differs from the first
@@ -58,7 +49,9 @@ SUBJECTS = {
         RATES,
         ("trainer.max_steps=24", "trainer.per_device_train_batch_size=32", "data.held_out=128"),
     ),
-    "smollm2": Subject(str(ROOT / "examples" / "smollm2.yaml"), 2, "coverage", RATES[3:], ()),
+    "smollm2": Subject(
+        str(shared.ROOT / "examples" / "smollm2.yaml"), 2, "coverage", RATES[3:], ()
+    ),
 }
 
 
@@ -97,12 +90,12 @@ def cells(subject: Subject) -> Iterator[Cell]:
 
 def results(model: str) -> Path:
     """The file of a model's cells."""
-    return RESULTS / f"learning_rate_{model}.jsonl"
+    return shared.RESULTS / f"learning_rate_{model}.jsonl"
 
 
 def read(model: str) -> list[dict]:
     """The cells that have been run, one dict each."""
-    return read_lines(results(model))
+    return shared.read_lines(results(model))
 
 
 def run(cell: Cell, subject: Subject) -> dict:
@@ -144,7 +137,7 @@ def sweep(model: str, wanted: list[str], minutes: float) -> None:
             print("out of time: start it again to continue")
             return
         row = run(cell, subject)
-        append_line(results(model), row)
+        shared.append_line(results(model), row)
         print(f"{cell.name}: {subject.metric} {row['score']}, {row.get('seconds')} s", flush=True)
 
 
@@ -179,7 +172,7 @@ def table(model: str) -> str:
         lines.append([layers, str(alpha), str(r), *values])
     whole = len(list(cells(subject)))
     before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
-    shown = markdown(["layers", "alpha", "r", *(f"{rate:.0e}" for rate in rates)], lines)
+    shown = shared.markdown(["layers", "alpha", "r", *(f"{rate:.0e}" for rate in rates)], lines)
     return (
         f"{shown}\n\n{model}: held-out {subject.metric} by learning rate, mean (range) of the "
         f"seeds that ran; {before:.2f} before training. {len(rows)} of {whole} cells have run."
@@ -188,7 +181,7 @@ def table(model: str) -> str:
 
 def picture(models: list[str]) -> None:
     """Score over learning rate, a line for each setting, bars from the lowest seed to the best."""
-    figure, panels = start_pyplot().subplots(
+    figure, panels = shared.start_pyplot().subplots(
         1, len(models), figsize=(6.4 * len(models), 3.8), layout="constrained", squeeze=False
     )
     for model, axes in zip(models, panels[0], strict=True):
@@ -210,7 +203,7 @@ def picture(models: list[str]) -> None:
 
 def main() -> None:
     """Run cells, or write what they found."""
-    parser = parser_of(__doc__)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--model", choices=SUBJECTS, default="tiny-thinker")
     parser.add_argument("--cells", nargs="*", default=[], help="only those with all these texts")
     parser.add_argument("--minutes", type=float, default=math.inf)
@@ -218,7 +211,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.report:
         models = [model for model in SUBJECTS if read(model)]
-        write_part(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
+        shared.write_part(PAGE, "learning-rate", "\n\n".join(table(model) for model in models))
         picture(models)
         return
     sweep(arguments.model, arguments.cells, arguments.minutes)

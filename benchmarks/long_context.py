@@ -27,20 +27,11 @@ from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any
 
-from shared import (
-    RESULTS,
-    ROOT,
-    markdown,
-    parser_of,
-    random_qwen3,
-    start_pyplot,
-    write_part,
-    write_result,
-)
+import shared
 
-RESULT = RESULTS / "long_context_cpu.json"
-PICTURE = ROOT / "docs" / "pictures" / "long_context.svg"
-PAGE = ROOT / "docs" / "explanation" / "long_contexts.md"
+RESULT = shared.RESULTS / "long_context_cpu.json"
+PICTURE = shared.ROOT / "docs" / "pictures" / "long_context.svg"
+PAGE = shared.ROOT / "docs" / "explanation" / "long_contexts.md"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 QUICK = (1024, 2048, 4096)
 ROWS = 2
@@ -202,7 +193,7 @@ def make_model(arm: Arm) -> Any:
     AttentionInterface.register("blocks", blocks_attention)
     windows = {"use_sliding_window": True, "sliding_window": arm.window, "max_window_layers": 0}
     how = {"attn_implementation": arm.attention} | (windows if arm.window else {})
-    return random_qwen3(SMALL, checkpointing=arm.checkpointing, **how)
+    return shared.random_qwen3(SMALL, checkpointing=arm.checkpointing, **how)
 
 
 class Given:
@@ -467,7 +458,7 @@ COLOURS = {
 
 def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
     """Draw seconds and memory against tokens; a thin dashed line is the fit."""
-    figure = start_pyplot().figure(figsize=(10, 3.6), layout="constrained")
+    figure = shared.start_pyplot().figure(figsize=(10, 3.6), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
         for name, words, value, style in curves:
             lengths = [point["length"] for point in arms[name]]
@@ -500,7 +491,7 @@ def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
         cells.append("" if alone is None else f"{alone:.2f} ms a token")
         cells.append(f"{peak_of(point):,.0f} MiB")
         rows.append([ARM[name].words, f"{point['length']:,}", *cells])
-    return markdown(head, rows)
+    return shared.markdown(head, rows)
 
 
 def growth_table(found: dict[str, dict[str, Fit]]) -> str:
@@ -516,22 +507,22 @@ def growth_table(found: dict[str, dict[str, Fit]]) -> str:
         )
         cells.append(f"{memory['largest_error']:.0%}")
         rows.append([ARM[name].words, *cells])
-    return markdown(head, rows)
+    return shared.markdown(head, rows)
 
 
 def draw() -> None:
     """Write the picture and the page's tables."""
     arms = json.loads(RESULT.read_text())["arms"]
     picture(arms)
-    write_part(PAGE, "long-passes", passes_table(arms))
-    write_part(PAGE, "long-growth", growth_table(fits(arms)))
+    shared.write_part(PAGE, "long-passes", passes_table(arms))
+    shared.write_part(PAGE, "long-growth", growth_table(fits(arms)))
 
 
 ARM = {arm.name: arm for arm in ARMS}
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = shared.parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="up to 4k tokens; writes nothing")
     parser.add_argument("--only", nargs="+", choices=list(ARM), help="measure these arms again")
     parser.add_argument("--draw", action="store_true", help="write picture and tables again")
@@ -550,7 +541,9 @@ def main() -> None:
         arms[name] = in_child(ARM[name], [n for n in ARM[name].lengths if n <= longest])
         if not asked.quick:
             measured = {name: arms[name] for name in ARM if name in arms}
-            write_result(RESULT.stem, model=SMALL, rows=ROWS, fits=fits(measured), arms=measured)
+            shared.write_result(
+                RESULT.stem, model=SMALL, rows=ROWS, fits=fits(measured), arms=measured
+            )
     print(growth_table(fits(arms)))
     if not asked.quick and set(arms) == set(ARM):
         draw()

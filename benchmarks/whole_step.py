@@ -24,19 +24,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import shared
 from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
-from shared import (
-    RESULTS,
-    ROOT,
-    SMOLLM2,
-    markdown,
-    parser_of,
-    ratios,
-    read_lines,
-    start_pyplot,
-    write_part,
-    write_result,
-)
 
 # isort: split
 
@@ -46,8 +35,8 @@ from transformers import TrainerCallback
 import rloo_kit as rk
 
 SEED = 42
-PAGE = ROOT / "docs" / "explanation" / "whole_step.md"
-PICTURE = ROOT / "docs" / "pictures" / "whole_step.svg"
+PAGE = shared.ROOT / "docs" / "explanation" / "whole_step.md"
+PICTURE = shared.ROOT / "docs" / "pictures" / "whole_step.svg"
 TITLES = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
 COLORS = {"sampling": "#3b6ea5", "rewards": "#999999", "learning": "#d08c3c"}
 CELL_TITLES = {
@@ -74,9 +63,9 @@ CELLS = {
     # The quickstart: 48 tokens at most, nearly even lengths
     "embedded": Cell("tiny-thinker", "arithmetic", 8, 8, 48, 0.02, load_in_4bit=True),
     # Natural lengths: about 50 tokens on average, the longest cut at 256
-    "smollm2": Cell(str(SMOLLM2), "posts", 2, 8, 256, 0.02),
+    "smollm2": Cell(str(shared.SMOLLM2), "posts", 2, 8, 256, 0.02),
     # Prompts of 400 tokens, answers of at most 16
-    "long-prompt": Cell(str(SMOLLM2), "several-posts", 2, 8, 16, 0.02),
+    "long-prompt": Cell(str(shared.SMOLLM2), "several-posts", 2, 8, 16, 0.02),
 }
 
 
@@ -84,7 +73,7 @@ def prompts_of(cell: Cell, steps: int) -> Dataset:
     """Return as many prompts as the steps take."""
     if cell.prompts == "arithmetic":
         return rk.load_prompts("arithmetic", num_prompts=cell.groups * steps, seed=SEED)
-    posts = read_lines(ROOT / "examples" / "posts.jsonl")
+    posts = shared.read_lines(shared.ROOT / "examples" / "posts.jsonl")
     at_once = 5 if cell.prompts == "several-posts" else 1
     texts = [
         "\n\n".join(post["post"] for post in posts[at_once * n : at_once * n + at_once])
@@ -276,8 +265,8 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
     for arm in options.arms[1:]:
         steps = {one: [t["step"] for t in counted[one]] for one in (arm, "kit")}
         speeds = {one: [t["tokens"] / t["sampling"] for t in counted[one]] for one in (arm, "kit")}
-        faster, all_ratios = ratios(steps[arm], steps["kit"])
-        speed, _ = ratios(speeds["kit"], speeds[arm])
+        faster, all_ratios = shared.ratios(steps[arm], steps["kit"])
+        speed, _ = shared.ratios(speeds["kit"], speeds[arm])
         row[f"faster than {arm}"] = faster
         row[f"ratios to {arm}"] = all_ratios
         row[f"tokens a second against {arm}"] = speed
@@ -291,7 +280,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
 
 def read_rows() -> list[dict]:
     """The cells of every result file."""
-    files = sorted(RESULTS.glob("whole_step_*.json"))
+    files = sorted(shared.RESULTS.glob("whole_step_*.json"))
     found = [row for file in files for row in json.loads(file.read_text())["rows"]]
     return sorted(found, key=lambda row: (list(CELL_TITLES).index(row["cell"]), row["sampler"]))
 
@@ -302,7 +291,7 @@ def table() -> str:
     columns += ["than GRPO", "sampled tokens a second against RLOO"]
     others = [f"faster than {arm}" for arm in list(TITLES)[1:]]
     others.append("tokens a second against trl-rloo")
-    return markdown(
+    return shared.markdown(
         columns,
         (
             [
@@ -331,9 +320,9 @@ def sentence() -> str:
 
 def sampler() -> str:
     """Speed and memory of the sampler against ``generate``, as Markdown."""
-    content = json.loads((RESULTS / "sampler_smollm2.json").read_text())
+    content = json.loads((shared.RESULTS / "sampler_smollm2.json").read_text())
     arms = {name: content[name] for name in ("kit", "generate")}
-    shown = markdown(
+    shown = shared.markdown(
         ("sampler", "tokens a second", "peak memory, MiB"),
         ((n, f"{x['tokens_per_second']:.1f}", f"{x['peak_mib']:+.0f}") for n, x in arms.items()),
     )
@@ -343,7 +332,7 @@ def sampler() -> str:
 
 def scores() -> str:
     """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
-    content = json.loads((RESULTS / "time_to_score_cpu.json").read_text())
+    content = json.loads((shared.RESULTS / "time_to_score_cpu.json").read_text())
     columns = f"to a score of {content['score']:g}", "seconds (lowest, highest)", "steps"
     rows = []
     for arm, name in TITLES.items():
@@ -353,13 +342,13 @@ def scores() -> str:
         spread = f"({min(seconds):.0f}, {max(seconds):.0f})"
         median = f"{statistics.median(seconds):.0f} {spread}"
         rows.append((f"{name}, {len(found)} seeds", median, f"{steps:g}"))
-    return markdown(columns, rows)
+    return shared.markdown(columns, rows)
 
 
 def picture() -> None:
     """What a step consists of, for each cell and arm."""
     found = read_rows()
-    figure, axes = start_pyplot().subplots(
+    figure, axes = shared.start_pyplot().subplots(
         1, len(found), figsize=(3.2 * len(found), 3.2), layout="constrained", squeeze=False
     )
     for axis, row in zip(axes[0], found, strict=True):
@@ -377,15 +366,15 @@ def picture() -> None:
 
 def write_report() -> None:
     """Write the tables and the picture."""
-    write_part(PAGE, "whole-step", table())
-    write_part(PAGE, "sampler", sampler())
-    write_part(PAGE, "time-to-score", scores())
-    write_part(ROOT / "README.md", "whole-step", sentence())
+    shared.write_part(PAGE, "whole-step", table())
+    shared.write_part(PAGE, "sampler", sampler())
+    shared.write_part(PAGE, "time-to-score", scores())
+    shared.write_part(shared.ROOT / "README.md", "whole-step", sentence())
     picture()
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = shared.parser_of(__doc__)
     add = parser.add_argument
     add("--cells", nargs="*", default=list(CELLS), choices=CELLS)
     add("--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first")
@@ -403,7 +392,7 @@ def main() -> None:
     rows = []
     for name in options.cells:
         rows.append(compare(name, options))
-        write_result(options.name, rows=rows)
+        shared.write_result(options.name, rows=rows)
 
 
 if __name__ == "__main__":
