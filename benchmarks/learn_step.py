@@ -85,15 +85,6 @@ class Cell:
         return f"{self.lengths}/{self.signal}/{self.beta:g}/{self.iterations}"
 
 
-@dataclass
-class Measured:
-    """One run of one arm."""
-
-    seconds: float
-    peak: int
-    gradients: list[torch.Tensor]
-
-
 def make_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
     """A random Qwen3 with a LoRA adapter of rank 16 that already does something."""
     name, again = options.geometry, options.checkpointing
@@ -254,8 +245,13 @@ class Bench:
                 step = torch.randn(start.shape, generator=generator, device=start.device)
                 parameter.data = start + noise * step
 
-    def run(self, name: str, trainer: object, *, trim: bool = False) -> Measured:
-        """One optimizer step per iteration; ``trim`` starts from as little memory as possible."""
+    def run(
+        self, name: str, trainer: object, *, trim: bool = False
+    ) -> tuple[float, int, list[torch.Tensor]]:
+        """Return seconds, peak and gradients of one optimizer step per iteration.
+
+        ``trim`` starts from as little memory as possible.
+        """
         self.place(name, noise=0.01)  # away from the reference
         trainer.gradients = []
         trainer.seconds = 0.0
@@ -270,7 +266,7 @@ class Bench:
         trainer.train()
         peak = take_peak()
         trainer.optimizer = trainer.lr_scheduler = None
-        return Measured(trainer.seconds, peak, trainer.gradients)
+        return trainer.seconds, peak, trainer.gradients
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -287,36 +283,35 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
     first pair is run with those sums in float64, to tell that from a difference of method.
     """
     trainers = bench.trainers(cell)
-    runs: dict[str, list[Measured]] = {"trl": [], "kit": []}
+    runs: dict[str, list] = {"trl": [], "kit": []}
     for pair in range(pairs + 1):  # the first pair warms up, and shows the peaks
         trainers["trl"].double_sums = pair == 0
         for name, trainer in trainers.items():
             runs[name].append(bench.run(name, trainer, trim=pair == 0))
-    peaks = {name: measured[0].peak for name, measured in runs.items()}
+    peaks = {name: measured[0][1] for name, measured in runs.items()}
     pairwise = [
-        [relative_difference(a, b) for a, b in zip(one.gradients, other.gradients, strict=True)]
-        for one, other in zip(runs["trl"], runs["kit"], strict=True)
+        list(map(relative_difference, one, other))
+        for (*_, one), (*_, other) in zip(runs["trl"], runs["kit"], strict=True)
     ]
-    trl = runs["trl"][1:]
-    kit = runs["kit"][1:]
-    faster, all_ratios = shared.ratios([run.seconds for run in trl], [run.seconds for run in kit])
+    seconds = {name: [one[0] for one in measured[1:]] for name, measured in runs.items()}
+    faster, all_ratios = shared.ratios(seconds["trl"], seconds["kit"])
     lengths = DISTRIBUTIONS[cell.lengths](bench.options.longest)
     row = {
         "cell": str(cell),
         **asdict(cell),
-        "seconds_trl": statistics.median(run.seconds for run in trl),
-        "seconds_kit": statistics.median(run.seconds for run in kit),
+        "seconds_trl": statistics.median(seconds["trl"]),
+        "seconds_kit": statistics.median(seconds["kit"]),
         "time_ratio": faster,
         "time_ratios": all_ratios,
         "peak_trl": peaks["trl"],
         "peak_kit": peaks["kit"],
+        "peak_ratio": peaks["kit"] / peaks["trl"],
         "gradient_difference": max(steps[0] for steps in pairwise),
         "second_step_difference": max(steps[-1] for steps in pairwise[1:]),
         "second_step_difference_double_sums": pairwise[0][-1],
         "mean_length": statistics.mean(lengths),
         "padded_per_real": max(lengths) * len(lengths) / sum(lengths),
     }
-    row["peak_ratio"] = row["peak_kit"] / row["peak_trl"]
     for trainer in trainers.values():
         trainer.model = trainer.model_wrapped = None
     for model in bench.models.values():

@@ -52,7 +52,9 @@ class Arm:
 
     name: str
     words: str
-    """For tables and the picture."""
+    """For tables."""
+    colour: str
+    """In the picture."""
     window: int | None = None
     attention: str = "sdpa"
     checkpointing: bool = False
@@ -65,12 +67,15 @@ class Arm:
 
 
 FEW = (1024, 4096, 16384)
+MASKED = (1024, 4096, 8192)
 ARMS = (
-    Arm("full", "full attention"),
-    Arm("window", "window, in blocks", WINDOW, "blocks", lengths=FEW),
-    Arm("window_mask", "window, by a mask", WINDOW, beta=0.0, lengths=(1024, 4096, 8192)),
-    Arm("full_checkpointing", "checkpointing", checkpointing=True, beta=0.0, lengths=FEW),
-    Arm("embedded", "embedded model", embedded=True, lengths=LENGTHS[:3]),
+    Arm("full", "full attention", "#3b6ea5"),
+    Arm("window", "window, in blocks", "#2a9d8f", WINDOW, "blocks", lengths=FEW),
+    Arm("window_mask", "window, by a mask", "#9b2226", WINDOW, beta=0.0, lengths=MASKED),
+    Arm(
+        "full_checkpointing", "checkpointing", "#c4622d", checkpointing=True, beta=0.0, lengths=FEW
+    ),
+    Arm("embedded", "embedded model", "#6a4c93", embedded=True, lengths=LENGTHS[:3]),
 )
 
 PASSES = ("reference pass", "old pass", "learning")
@@ -447,13 +452,6 @@ CURVES = {
         ("embedded", "passes", passes_of, ":"),
     ],
 }
-COLOURS = {
-    "full": "#3b6ea5",
-    "window": "#2a9d8f",
-    "window_mask": "#9b2226",
-    "full_checkpointing": "#c4622d",
-    "embedded": "#6a4c93",
-}
 
 
 def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
@@ -462,7 +460,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
     for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
         for name, words, value, style in curves:
             lengths = [point["length"] for point in arms[name]]
-            colour = COLOURS[name]
+            colour = ARM[name].colour
             values = [value(point) for point in arms[name]]
             axis.plot(lengths, values, style, marker="o", markersize=3, color=colour, label=words)
             fit = fitted(arms[name], value)

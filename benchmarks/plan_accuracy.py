@@ -29,30 +29,12 @@ PAGE = ROOT / "docs" / "how-to" / "plan.md"
 MIB = 1024**2
 TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
-SMOLLM2 = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49_152,
-}
-# SmolLM2-135M's, the same with six layers, and a small Qwen3; embeddings tied
+# SmolLM2-135M's, the same with six layers, and a small Qwen3: kind, hidden, inner, layers, heads,
+# key and value heads, vocabulary; heads have 64 dimensions, embeddings are tied
 GEOMETRIES = {
-    "135M": ("llama", {**SMOLLM2, "num_hidden_layers": 30}),
-    "50M": ("llama", {**SMOLLM2, "num_hidden_layers": 6}),
-    "35M": (
-        "qwen3",
-        {
-            "hidden_size": 512,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "vocab_size": 8192,
-        },
-    ),
+    "135M": ("llama", 576, 1536, 30, 9, 3, 49_152),
+    "50M": ("llama", 576, 1536, 6, 9, 3, 49_152),
+    "35M": ("qwen3", 512, 1536, 8, 8, 4, 8192),
 }
 
 
@@ -97,11 +79,18 @@ RUNS = {
 def make_model(geometry, folder):
     """Write a model of random weights with the embedded model's tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, shape = GEOMETRIES[geometry]
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
-        **shape,
+    kind, hidden, inner, layers, heads, kv_heads, vocabulary = GEOMETRIES[geometry]
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        vocab_size=vocabulary,
         eos_token_id=258,
         pad_token_id=256,
         bos_token_id=None,
