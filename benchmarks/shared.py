@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,13 +103,6 @@ def write_run(
     run["output_dir"] = f"runs/{name}"
     Path(f"{name}.yaml").write_text(yaml.safe_dump(run))
     return f"{name}.yaml"
-
-
-def skewed(longest: int, number: int) -> list[int]:
-    """Lengths as thinking runs have them: log-normal, about three padded tokens for a real one."""
-    rng = random.Random(3)
-    raw = [rng.lognormvariate(0.0, 0.9) for _ in range(number)]
-    return [max(4, round(length / max(raw) * longest)) for length in raw]
 
 
 def random_qwen3(
