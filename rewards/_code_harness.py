@@ -23,19 +23,22 @@ def canonical(value: Any) -> Any:
     >>> canonical((1.0, True)) == canonical((1, 1)), canonical([1]) == canonical((1,))
     (True, False)
     """
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple):
-        return ["list" if isinstance(value, list) else "tuple", *map(canonical, value)]
-    if isinstance(value, set | frozenset):
-        return ["set", *sorted(map(_text, value))]
-    if isinstance(value, dict):
-        return ["dict", *sorted([_text(key), _text(value[key])] for key in value)]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", value.hex()]
-    if isinstance(value, complex):
-        real = canonical(value.real)
-        return ["complex", real, canonical(value.imag)] if value.imag else real
+    match value:
+        case None | str():
+            return value
+        case list():
+            return ["list", *map(canonical, value)]
+        case tuple():
+            return ["tuple", *map(canonical, value)]
+        case set() | frozenset():
+            return ["set", *sorted(map(_text, value))]
+        case dict():
+            return ["dict", *sorted([_text(key), _text(value[key])] for key in value)]
+        case bytes() | bytearray():
+            return ["bytes", value.hex()]
+        case complex():
+            real = canonical(value.real)
+            return ["complex", real, canonical(value.imag)] if value.imag else real
     try:  # int, float, Fraction, Decimal
         numerator, denominator = value.as_integer_ratio()
     except (AttributeError, OverflowError, TypeError, ValueError):

@@ -53,13 +53,14 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
     """Return the value of a tree, and add its numbers to ``used``."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        used.append(node.value)
-        return Fraction(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
+    match node:
+        case ast.Constant(int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand, used)
+        case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
+            return _OPERATIONS[type(operation)](_value(left, used), _value(right, used))
     raise ValueError(type(node).__name__)
 
 

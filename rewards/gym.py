@@ -184,15 +184,19 @@ def _is_formula(text: str) -> bool:
     tree = parsed_expression(text) if len(text) <= MAX_FORMULA_CHARACTERS else None
     if tree is None or not _consists_of(tree, _FORMULA) or _nesting(tree) > 2:
         return False
-    nodes = list(ast.walk(tree))
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    powers = [n.right for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Pow)]
-    return (
-        all(isinstance(value, int | float) and value < math.inf for value in constants)
-        and not any(name.startswith("_") for name in names)
-        and all(map(_is_small, powers))
-    )
+    return all(map(_is_bounded, ast.walk(tree)))
+
+
+def _is_bounded(node: ast.AST) -> bool:
+    """Return whether a node is no infinite number, no private name and no large power."""
+    match node:
+        case ast.Constant(value):
+            return isinstance(value, int | float) and value < math.inf
+        case ast.Name(name):
+            return not name.startswith("_")
+        case ast.BinOp(_, ast.Pow(), exponent):
+            return _is_small(exponent)
+    return True
 
 
 def _is_small(exponent: ast.AST) -> bool:
