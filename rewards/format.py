@@ -21,21 +21,7 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class _Format(TextReward):
-    """A reward of 1.0 for a completion that fits, else 0.0."""
-
-    __name__ = "format"
-
-    def _score(self, text: str, opened: bool) -> float:
-        return float(self._fits(text, opened))
-
-    def _fits(self, text: str, opened: bool) -> bool:
-        """Return whether a completion fits, given whether the prompt opened its thought."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class RegexFormat(_Format):
+class RegexFormat(TextReward):
     r"""Reward a completion that fits a regular expression: 1.0 if it does, 0.0 if not.
 
     White space at the ends of the part is removed first, a dot matches line ends too, and the
@@ -52,6 +38,8 @@ class RegexFormat(_Format):
     >>> RegexFormat("[0-9]+", full=False, part="answer")(completions=["so</think>It is 4."])
     [1.0]
     """
+
+    __name__ = "format"
 
     pattern: str
     """The regular expression."""
@@ -73,13 +61,13 @@ class RegexFormat(_Format):
             ) from exc
         check_choices(self)
 
-    def _fits(self, text: str, opened: bool) -> bool:
+    def _score(self, text: str, opened: bool) -> float:
         part = part_text(text, self.part, opened=opened)
-        return part is not None and _matches(self.pattern, part.strip(), full=self.full)
+        return float(part is not None and _matches(self.pattern, part.strip(), full=self.full))
 
 
 @dataclass(frozen=True)
-class TagFormat(_Format):
+class TagFormat(TextReward):
     """Reward XML tags, each exactly once, in order, with nothing outside: 1.0 if so, 0.0 if not.
 
     Each tag is opened and closed once, before the next one is opened. A tag may hold anything but
@@ -95,6 +83,8 @@ class TagFormat(_Format):
     >>> TagFormat(tags="answer", part="answer")(completions=["hm</think><answer>4</answer>"])
     [1.0]
     """
+
+    __name__ = "format"
 
     tags: tuple[str, ...]
     """Names of the tags, without brackets."""
@@ -115,21 +105,21 @@ class TagFormat(_Format):
         check_choices(self)
         object.__setattr__(self, "tags", names)
 
-    def _fits(self, text: str, opened: bool) -> bool:
+    def _score(self, text: str, opened: bool) -> float:
         part = part_text(text, self.part, opened=opened)
         if part is None:
-            return False
+            return 0.0
         # The template's <think> is the first tag.
         if opened and self.part == "completion" and self.tags[0] == "think":
             part = THINK_OPEN + part
         names = "|".join(map(re.escape, self.tags))
         inside = rf"(?:(?!</?(?:{names})>).)*+"  # anything but one of the tags
         elements = (f"<{name}>{inside}</{name}>" for name in map(re.escape, self.tags))
-        return re.fullmatch(r"\s*+".join(["", *elements, ""]), part, re.DOTALL) is not None
+        return float(bool(re.fullmatch(r"\s*+".join(["", *elements, ""]), part, re.DOTALL)))
 
 
 @dataclass(frozen=True)
-class JsonFormat(_Format):
+class JsonFormat(TextReward):
     """Reward an answer that is JSON and valid under a JSON schema: 1.0 if it is, 0.0 if not.
 
     The answer is all text after the last ``</think>``, without white space at its ends: JSON, or
@@ -142,6 +132,8 @@ class JsonFormat(_Format):
     >>> reward(completions=['hm</think>{"total": 4}', 'hm</think>{"sum": 4}', "hm</think>4"])
     [1.0, 0.0, 0.0]
     """
+
+    __name__ = "format"
 
     schema: dict[str, Any] | bool = field(hash=False)
     """The JSON schema; ``{}`` is any JSON."""
@@ -158,7 +150,7 @@ class JsonFormat(_Format):
             ) from exc
         object.__setattr__(self, "schema", json.loads(text))
 
-    def _fits(self, text: str, opened: bool) -> bool:
+    def _score(self, text: str, opened: bool) -> float:
         answer = (part_text(text, "answer", opened=opened) or "").strip()
         fenced = _FENCED.fullmatch(answer)
         validator = _validator(json.dumps(self.schema, sort_keys=True))
@@ -166,10 +158,10 @@ class JsonFormat(_Format):
             value = json.loads(
                 fenced[1] if fenced else answer, parse_constant=_finite, parse_float=_finite
             )
-            return validator.is_valid(value)
+            return float(validator.is_valid(value))
         # Not JSON, or numbers or nesting beyond what can be read or checked
         except (ValueError, OverflowError, RecursionError):
-            return False
+            return 0.0
 
 
 def make_format(
