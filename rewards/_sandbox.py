@@ -165,9 +165,7 @@ def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
     fd = process.stdout.fileno()
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return header, bytes(output), "timeout"
+        while selector.select(max(0.0, deadline - time.monotonic())):
             chunk = os.read(fd, _CHUNK)
             output += chunk
             if not header and b"\n" in output:
@@ -177,12 +175,12 @@ def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
             if len(output) > limits.output_kib << 10:
                 return header, bytes(output[: limits.output_kib << 10]), "output"
             if not chunk:
+                # It may have closed its output and still run
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                    return header, bytes(output), ""
                 break
-    try:  # it may have closed its output and still run
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return header, bytes(output), "timeout"
-    return header, bytes(output), ""
+    return header, bytes(output), "timeout"
 
 
 def _refusal(word: str, rest: list[str]) -> str:
