@@ -402,12 +402,12 @@ class ThinkingFormat(TextReward):
     """Score the share of the three conditions that hold: opened, closed once, answered."""
 
     def _score(self, text: str, opened: bool) -> float:
-        head, close, tail = text.partition(THINK_CLOSE)
+        _, close, answer = text.rpartition(THINK_CLOSE)
         opens = text.count(THINK_OPEN)
-        begins_with_open = opens == 1 and head.lstrip().startswith(THINK_OPEN)
+        begins_with_open = opens == 1 and text.lstrip().startswith(THINK_OPEN)
         is_opened = opens == 0 if opened else begins_with_open
-        is_closed = bool(close) and THINK_CLOSE not in tail
-        is_answered = bool(close) and bool(tail.rpartition(THINK_CLOSE)[2].strip())
+        is_closed = text.count(THINK_CLOSE) == 1
+        is_answered = bool(close and answer.strip())
         held = is_opened + is_closed + is_answered
         return held / 3 if self.partial else float(held == 3)
 
