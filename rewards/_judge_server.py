@@ -128,13 +128,12 @@ class Server:
                     if judge.on_failure == "stop":
                         raise
 
-        async with client:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for text in questions:
-                        group.create_task(ask(text))
-            except* Failure:
-                pass
+        try:
+            async with client, asyncio.TaskGroup() as group:
+                for text in questions:
+                    group.create_task(ask(text))
+        except* Failure:
+            pass
         if self.failure is not None and judge.on_failure == "stop":
             raise RewardContractError(self.sentence(self.failure))
         return found

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
 from typing import Any, Literal
 
@@ -181,21 +182,18 @@ class Judge(TemplateAware):
         """Return the questions about a row: one, one for each order, or none."""
         question = _prompt_text(prompt)
         answer = self.answer_text(prompt, completion)
+        other = _reference_text(reference, keep_thought=self.keep_thought)
+        block = partial(_block, _mark(question, answer, other))
         if self.mode == "rubric":
-            mark = _mark(question, answer)
-            blocks = [{"completion": _block("answer", mark, answer)}]
+            blocks = [{"completion": block("answer", answer)}]
         else:
-            other = _reference_text(reference, keep_thought=self.keep_thought)
-            mark = _mark(question, answer, other)
             # Judges prefer a position (Zheng et al. 2023, section 3.4), so both orders are asked.
             orders = ((answer, other), (other, answer)) if other.strip() else ()
             blocks = [
-                {"first": _block("answer-1", mark, one), "second": _block("answer-2", mark, two)}
+                {"first": block("answer-1", one), "second": block("answer-2", two)}
                 for one, two in orders
             ]
-        return tuple(
-            self._filled(prompt=_block("question", mark, question), **block) for block in blocks
-        )
+        return tuple(self._filled(prompt=block("question", question), **one) for one in blocks)
 
     def answer_text(self, prompt: Completion, completion: Completion) -> str:
         """Return the part of a completion that the judge reads; "" if the thought was cut off."""
@@ -255,7 +253,7 @@ def _mark(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
-def _block(tag: str, mark: str, text: str) -> str:
+def _block(mark: str, tag: str, text: str) -> str:
     return f"<{tag}-{mark}>\n{text}\n</{tag}-{mark}>"
 
 
