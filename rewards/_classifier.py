@@ -154,13 +154,20 @@ def load_classifier(
         ModelError: It cannot be loaded, has no trained score weights, is a pickle, or needs code.
     """
     with loading(f"reward model {source.name!r}", source.place):
-        model, missing = _load_model(source, load_in_4bit, device, base)
-        tokenizer = _load_tokenizer(source, base, tokenizer)
-    if missing:
-        raise ModelError(
-            f"reward model {source.name!r} has no trained weights for "
-            f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
-        )
+        saved = _adapter_keys(source) if source.is_adapter else set()
+        place = find_base(source, base) if source.is_adapter else source.place
+        model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
+        if missing := missing - saved:
+            raise ModelError(
+                f"reward model {source.name!r} has no trained weights for "
+                f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
+            )
+        if source.is_adapter:
+            from peft import PeftModel
+
+            target = device if load_in_4bit else "cpu"
+            model = PeftModel.from_pretrained(model, source.place, torch_device=target)
+        tokenizer = _load_tokenizer(source, place, tokenizer)
     set_up_tokenizer(model, tokenizer, source.name)
     model.eval()
     return model, tokenizer
@@ -199,22 +206,6 @@ def loading(what: str, place: str) -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _load_model(
-    source: Source, load_in_4bit: bool, device: str, base: str | None
-) -> tuple[Any, set[str]]:
-    """Return the model and the names of weights that no file holds."""
-    saved = _adapter_keys(source) if source.is_adapter else set()
-    place = find_base(source, base) if source.is_adapter else source.place
-    model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
-    missing -= saved
-    if source.is_adapter and not missing:
-        from peft import PeftModel
-
-        target = device if load_in_4bit else "cpu"
-        model = PeftModel.from_pretrained(model, source.place, torch_device=target)
-    return model, missing
 
 
 def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
@@ -278,15 +269,14 @@ def _adapter_keys(source: Source) -> set[str]:
         return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118
 
 
-def _load_tokenizer(source: Source, base: str | None, given: Any) -> Any:
+def _load_tokenizer(source: Source, base: str, given: Any) -> Any:
+    """Return the tokenizer that is given, or else the source's own, or else its base's."""
     from transformers import AutoTokenizer
 
     if given is not None and not isinstance(given, str):
         return copy.deepcopy(given)
-    has_own = given or (source.folder / "tokenizer_config.json").is_file()
-    place = given or source.place
-    if source.is_adapter and not has_own:
-        place = find_base(source, base)
+    has_own = (source.folder / "tokenizer_config.json").is_file()
+    place = given or (source.place if has_own else base)
     return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
@@ -445,7 +435,6 @@ def logits(
     from torch.nn.utils.rnn import pad_sequence
 
     config = model.config.get_text_config()
-    device = next(model.parameters()).device
     found = [0.0] * len(rows)
     with torch.inference_mode():
         for batch in batches(list(map(len, rows)), tokens_per_batch):
@@ -459,7 +448,9 @@ def logits(
             ids = pad_sequence(tokens, batch_first=True, padding_value=config.pad_token_id)
             mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
             # one logit a row: (B, 1)
-            output = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            output = model(
+                input_ids=ids.to(model.device), attention_mask=mask.to(model.device)
+            ).logits
             for row, score in zip(batch, output[:, 0].float().tolist(), strict=True):
                 found[row] = score
     return found

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class Server:
     tokens: int = 0
     latencies: list[float] = field(default_factory=list)
 
-    async def answers(self, questions: list[str]) -> dict[str, float]:
+    async def answers(self, questions: Iterable[str]) -> dict[str, float]:
         """Return the judge's number for every question that has one.
 
         Raises:

@@ -123,8 +123,7 @@ class Judge(TemplateAware):
 
     def __post_init__(self) -> None:
         """Refuse parameters that cannot work, without showing anything that may be a key."""
-        _check_key_name(self.api_key_env)
-        _check_address(self.url)
+        _check_server(self.url, self.api_key_env)
         object.__setattr__(self, "scale", tuple(self.scale))  # a run file gives a list
         _check_parameters(self)
 
@@ -151,7 +150,7 @@ class Judge(TemplateAware):
         prompts = prompts or [""] * len(completions)
         rows = [*starmap(self._questions, zip(prompts, completions, references, strict=True))]
         server = Server(self, _key(self.api_key_env))
-        answers = await server.answers(list(dict.fromkeys(text for row in rows for text in row)))
+        answers = await server.answers(dict.fromkeys(text for row in rows for text in row))
         scores = [self._score(row, answers) for row in rows]
         unscored = sum(bool(row) and score is None for row, score in zip(rows, scores, strict=True))
         if server.failure is not None:
@@ -274,16 +273,13 @@ def _reference_text(reference: object, *, keep_thought: bool) -> str:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def _check_key_name(name: object) -> None:
+def _check_server(url: str, name: object) -> None:
     # The value is not shown. A ValueError would be shown with all parameters
     if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(name)):
         raise RewardLoadError(
             "api_key_env of reward 'judge' is not the name of an environment variable "
             "(upper-case letters, digits and underscores); put the key into one, and give its name"
         )
-
-
-def _check_address(url: str) -> None:
     if set(url) & set("@?#"):
         raise RewardLoadError(
             "the base_url of reward 'judge' holds more than an address; leave out user, password, "

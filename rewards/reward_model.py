@@ -134,20 +134,23 @@ class RewardModel:
 
         source = find_source(self.model)
         mean, std = _mean_and_std(source) if self.calibrated else (0.0, 1.0)
-        facts = source.facts
-        in_4bit = self.load_in_4bit
-        if in_4bit is None:
-            in_4bit = source.is_adapter and bool(facts.get("load_in_4bit"))
+
+        def chosen(name: str) -> Any:
+            value = getattr(self, name)
+            return source.facts.get(name) if value is None else value
+
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         model, tokenizer = load_classifier(
-            source, load_in_4bit=in_4bit, device=device, base=self.base, tokenizer=self.tokenizer
+            source,
+            load_in_4bit=bool(chosen("load_in_4bit")),
+            device=device,
+            base=self.base,
+            tokenizer=self.tokenizer,
         )
-        keep = facts.get("keep_thought") if self.keep_thought is None else self.keep_thought
-        offload = device != "cpu" and self.offload is not False
         # On one GPU the policy needs the memory between scorings.
-        model.to("cpu" if offload else device)
-        max_length = self.max_length or facts.get("max_length")
-        return _Loaded(model, tokenizer, device, offload, bool(keep), max_length, mean, std)
+        offload = device != "cpu" and self.offload is not False
+        keep = bool(chosen("keep_thought"))
+        return _Loaded(model, tokenizer, device, offload, keep, chosen("max_length"), mean, std)
 
 
 @dataclass
