@@ -3,13 +3,12 @@
 import contextlib
 import math
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -18,10 +17,10 @@ from rloo_kit.errors import BackendError
 
 from . import _confinement
 from ._text import check_least
+from ._time_limit import time_limit
 
 # A worker that is silent for longer has failed; a loaded machine starts one in a second
 _START_SECONDS = 30.0
-_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def run_python(
         # finishes its step. The program is not to blame then.
         if code not in (-signal.SIGTERM, -signal.SIGINT):
             break
-    word, *rest = header.split() or [""]
+    word, *rest = header.decode("ascii").split() or [""]
     if word != _confinement.READY:
         raise BackendError(_refusal(word, rest))
     if not reason and code:
@@ -98,7 +97,7 @@ def check_system(*, allow_weak: bool) -> None:
 
 def _run(
     program: bytes, stdin: bytes, limits: Limits, *, allow_weak: bool
-) -> tuple[int, str, bytes, str]:
+) -> tuple[int, bytes, bytes, str]:
     """Return the exit code of the ended process, and the results of ``_watch``."""
     folder = Path(tempfile.mkdtemp(prefix="rloo-kit-code-"))
     try:
@@ -107,12 +106,16 @@ def _run(
         with given.open("rb") as file:
             given.unlink()
             process = _start(file, folder, len(program), limits, allow_weak=allow_weak)
+
+        def end() -> None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
         with process:  # closes its output
             try:
-                found = _watch(process, limits)
+                found = _watch(process, limits, end)
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                end()
         return process.returncode, *found
     finally:
         # Only a program under weak protection leaves files here, such as folders a thousand deep
@@ -156,31 +159,20 @@ def _start(
         ) from exc
 
 
-def _watch(process: subprocess.Popen, limits: Limits) -> tuple[str, bytes, str]:
+def _watch(
+    process: subprocess.Popen, limits: Limits, end: Callable[[], None]
+) -> tuple[bytes, bytes, str]:
     """Return the worker's first line, the program's output, and why it must be ended or ""."""
-    output = bytearray()
-    header = ""
-    deadline = time.monotonic() + _START_SECONDS
     assert process.stdout is not None
-    fd = process.stdout.fileno()
-    with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        while selector.select(max(0.0, deadline - time.monotonic())):
-            chunk = os.read(fd, _CHUNK)
-            output += chunk
-            if not header and b"\n" in output:
-                line, _, output = output.partition(b"\n")
-                header = line.decode("ascii")
-                deadline = time.monotonic() + limits.timeout_seconds
-            if len(output) > limits.output_kib << 10:
-                return header, bytes(output[: limits.output_kib << 10]), "output"
-            if not chunk:
-                # It may have closed its output and still run
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                    return header, bytes(output), ""
-                break
-    return header, bytes(output), "timeout"
+    with time_limit(_START_SECONDS, end):
+        header = process.stdout.readline()
+    with time_limit(limits.timeout_seconds, end) as was_in_time:
+        most = limits.output_kib << 10
+        output = process.stdout.read(most + 1)
+        if len(output) > most:
+            return header, output[:most], "output"
+        process.wait()  # it may have closed its output and still run
+    return header, output, "" if was_in_time() else "timeout"
 
 
 def _refusal(word: str, rest: list[str]) -> str:

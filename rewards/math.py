@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completion, Score
 
 from ._text import check_least, column_of, expected_text
+from ._time_limit import time_limit
 from .thinking import AnswerReward
 
 # Importing sympy takes two seconds; on a loaded machine, many
@@ -97,20 +97,11 @@ class _Worker:
 
 
 def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
-    """Return the next line of a process as an object; None if it ends or takes too long.
-
-    A process that takes too long is killed, since Windows reads no pipe with a time limit.
-    """
+    """Return the next line of a process as an object; None if it ends or takes too long."""
     assert process.stdout is not None
-    limit = threading.Timer(seconds, process.kill)
-    start = time.monotonic()
-    try:
-        limit.start()
+    with time_limit(seconds, process.kill) as was_in_time:
         line = process.stdout.readline()
-    finally:
-        limit.cancel()
-    in_time = time.monotonic() - start < seconds  # after cancel, so that it was not killed
-    return json.loads(line) if in_time and line.endswith(b"\n") else None
+    return json.loads(line) if was_in_time() and line.endswith(b"\n") else None
 
 
 @dataclass(frozen=True)
