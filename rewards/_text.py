@@ -3,7 +3,7 @@
 import ast
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rloo_kit.errors import RewardContractError
@@ -157,6 +157,11 @@ def check_order(reward: object, *names: str) -> None:
 def is_missing(value: object) -> bool:
     """Return whether a dataset column has no value in a row: None or NaN."""
     return value is None or value != value  # only NaN differs from itself
+
+
+def n_grams(units: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
+    """Return all runs of ``n`` units, in order."""
+    return list(zip(*(units[start:] for start in range(n)), strict=False))
 
 
 def expected_text(value: object) -> str | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rloo_kit.types import Completion, Score
 
-from ._text import check_choices, check_least, completion_text, ids_to_count
+from ._text import check_choices, check_least, completion_text, ids_to_count, n_grams
 
 Unit = Literal["tokens", "words"]
 
@@ -63,11 +63,9 @@ class Repetition:
         return list(map(self._score, ids_to_count(completion_ids, self.__name__)))
 
     def _score(self, units: Sequence[object]) -> float:
-        total = len(units) - self.ngram_size + 1
-        if total < 1:
-            return 0.0
-        distinct = len(set(zip(*(units[i:] for i in range(self.ngram_size)), strict=False)))
-        return self.max_penalty * (total - distinct) / total if distinct < total else 0.0
+        found = n_grams(units, self.ngram_size)
+        repeated = len(found) - len(set(found))
+        return self.max_penalty * repeated / len(found) if repeated else 0.0
 
 
 # The reward with its defaults

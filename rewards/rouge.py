@@ -9,7 +9,7 @@ from typing import Literal
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Completion, Score
 
-from ._text import check_choices, column_of
+from ._text import check_choices, column_of, n_grams
 from .thinking import TemplateAware, TextReward, part_text
 
 Kind = Literal["L", "1", "2"]
@@ -58,7 +58,7 @@ class Rouge(TextReward):
         if self.kind == "L":
             common = longest_common_subsequence(wanted, given)
         else:
-            wanted, given = (_n_grams(words, int(self.kind)) for words in (wanted, given))
+            wanted, given = (n_grams(words, int(self.kind)) for words in (wanted, given))
             common = (Counter(wanted) & Counter(given)).total()
         sizes = {
             "precision": len(given),
@@ -122,7 +122,3 @@ def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hasha
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
-
-
-def _n_grams(words: list[str], n: int) -> list[tuple[str, ...]]:
-    return [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
