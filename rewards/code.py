@@ -130,15 +130,13 @@ class Code(AnswerReward):
         finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
             pool.shutdown(cancel_futures=True)
 
-    def _program(self, text: str, opened: bool) -> str | None:
-        answer = self.answer(text, opened)
-        program = None if answer is None else fenced_code(answer)
-        return answer if program is None and not self.require_fence else program
-
     def _score(self, text: str, opened: bool, tests: list[_Test]) -> Score:
         if not tests:
             return None
-        program = self._program(text, opened)
+        answer = self.answer(text, opened)
+        program = fenced_code(answer or "")
+        if program is None and not self.require_fence:
+            program = answer
         if program is None:
             return 0.0
         count = self._runs_passed if "input" in tests[0] else self._checks_passed

@@ -216,7 +216,6 @@ def _matches(pattern: str, text: str, *, full: bool) -> bool:
 def _validator(schema: str) -> Any:
     """Return the validator of a schema written as JSON."""
     try:
-        import jsonschema
         import jsonschema.validators
         import referencing.jsonschema
     except ImportError as exc:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
+from statistics import fmean
 from typing import Any, Literal
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
@@ -160,12 +161,11 @@ class Judge(TemplateAware):
                 stacklevel=2,
             )
         if log_metric is not None:
-            prefix = f"rewards/{self.__name__}/"
-            log_metric(f"{prefix}unscored", float(unscored))
-            log_metric(f"{prefix}tokens", float(server.tokens))
+            metrics = {"unscored": unscored, "tokens": server.tokens}
             if server.latencies:
-                mean = sum(server.latencies) / len(server.latencies)
-                log_metric(f"{prefix}latency_seconds", mean)
+                metrics["latency_seconds"] = fmean(server.latencies)
+            for name, value in metrics.items():
+                log_metric(f"rewards/{self.__name__}/{name}", float(value))
         return scores
 
     def check_columns(self, names: Iterable[str]) -> None:

@@ -161,7 +161,8 @@ class Math(AnswerReward):
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
         scores: list[Score] = []
         for text, opened, gold in self.rows(completions, prompts, golds):
-            answer = self._answer(text, opened)
+            answer = (self.answer(text, opened) or "").strip()
+            answer = last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
             is_known = gold is not None and ask(gold=gold)
             is_right = is_known and answer and ask(gold=gold, answer=answer)
             scores.append(float(bool(is_right)) if is_known else None)
@@ -173,11 +174,6 @@ class Math(AnswerReward):
 
     def _ask(self, **request: str) -> bool | None:
         return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
-
-    def _answer(self, text: str, opened: bool) -> str:
-        """Return the text to compare; "" if it is wrong without a comparison."""
-        answer = (self.answer(text, opened) or "").strip()
-        return last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
 
 
 def last_boxed(text: str) -> str:

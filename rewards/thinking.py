@@ -168,13 +168,11 @@ class ThoughtTokens(Bound):
     @property
     def marks(self) -> ThoughtMarks:
         """The marks of thoughts, by the ids or else by the text of the model's own marks."""
-        end = self.end_token_id
-        start = self.start_token_id
         own = thought_marks(self._tokenizer)
-        if own is not None and end == own.end.token:
+        if own is not None and self.end_token_id == own.end.token:
             return own
-        if end is None:
-            end = QWEN3_THINK_CLOSE_ID
+        end = QWEN3_THINK_CLOSE_ID if self.end_token_id is None else self.end_token_id
+        start = self.start_token_id
         if start is None and end == QWEN3_THINK_CLOSE_ID:
             start = QWEN3_THINK_OPEN_ID
         return ThoughtMarks(Mark(THINK_OPEN, token=start), Mark(THINK_CLOSE, token=end))
