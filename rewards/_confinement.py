@@ -83,9 +83,9 @@ _OWN_FOLDER = 0b111_0001_1011_1110  # all but: execute, sockets, pipes, devices
 def main() -> None:
     """Confine this process, report what holds, and run the program."""
     folder, *rest = sys.argv[1:]
-    parent, size, seconds, memory, disk, allow_weak = map(int, rest)
+    parent, size, allow_weak, *limits = map(int, rest)
     try:
-        held = confine(folder, parent, (seconds, memory, disk))
+        held = confine(folder, parent, limits)
         missing = [] if allow_weak else [name for name in NEEDED if name not in held]
         words = [REFUSED, *missing] if missing else [READY, *held]
     except Exception as exc:
@@ -100,7 +100,7 @@ def main() -> None:
     exec(compile(program, "program.py", "exec", dont_inherit=True), module.__dict__)
 
 
-def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]:
+def confine(folder: str, parent: int, limits: list[int]) -> list[str]:
     """Apply each protection that the kernel allows; return the names of those that hold.
 
     The limits are CPU seconds, MiB of memory and MiB of files.
@@ -109,8 +109,8 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
 
     held = ["rlimits"]
     os.chmod(folder, 0o755)  # for another user; it is empty
-    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    if libc is not None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
         held += _separate(libc, folder, limits[2])
         if os.getuid() == 0 and _become(libc, 2**30 + os.getpid()):
             held.append("other_user")
@@ -124,19 +124,16 @@ def confine(folder: str, parent: int, limits: tuple[int, int, int]) -> list[str]
             held.append("landlock")
         if _filter_system_calls(libc, os.uname().machine):
             held.append("seccomp")
-    counted = "namespaces" in held or "other_user" in held
-    _limit(limits, counted=counted, threads="seccomp" in held)
+    _limit(limits, held)
     return held
 
 
-def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> None:
-    """Set the limits of resources.
-
-    ``counted``: the kernel counts this process apart from the user's other processes. ``threads``:
-    new processes are refused by other means; otherwise threads are refused too.
-    """
+def _limit(limits: list[int], held: list[str]) -> None:
+    """Set the limits of resources, some of which depend on the protections that hold."""
     import resource
 
+    # Whether new processes are refused by other means; otherwise threads are refused too
+    threads = "seccomp" in held
     seconds, memory, disk = limits
     wanted = {
         "RLIMIT_CORE": 0,
@@ -145,7 +142,8 @@ def _limit(limits: tuple[int, int, int], *, counted: bool, threads: bool) -> Non
         "RLIMIT_FSIZE": disk << 20,
         "RLIMIT_NOFILE": 64,
     }
-    if counted or not threads:
+    # With one of these the kernel counts this process apart from the user's other processes
+    if not threads or "namespaces" in held or "other_user" in held:
         wanted["RLIMIT_NPROC"] = MAX_THREADS if threads else 0
     for name, value in wanted.items():
         number = getattr(resource, name)

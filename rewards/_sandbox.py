@@ -137,8 +137,8 @@ def _start(
     stdin: IO[bytes], folder: Path, size: int, limits: Limits, *, allow_weak: bool
 ) -> subprocess.Popen:
     numbers = (
-        os.getpid(), size, math.ceil(limits.timeout_seconds) + 1, limits.memory_mib,
-        limits.disk_mib, int(allow_weak),
+        os.getpid(), size, int(allow_weak), math.ceil(limits.timeout_seconds) + 1,
+        limits.memory_mib, limits.disk_mib,
     )  # fmt: skip
     # Isolated, without site-packages, writing no bytecode.
     flags = ["-I", "-S", "-B", "-X", "utf8"]
