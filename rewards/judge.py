@@ -182,7 +182,9 @@ class Judge(TemplateAware):
         question = _prompt_text(prompt)
         answer = self.answer_text(prompt, completion)
         other = _reference_text(reference, keep_thought=self.keep_thought)
-        block = partial(_block, _mark(question, answer, other))
+        # A mark that depends on the texts, so that no text can guess it
+        content = "\0".join((question, answer, other)).encode("utf-8", "surrogatepass")
+        block = partial(_block, hashlib.sha256(content).hexdigest()[:12])
         if self.mode == "rubric":
             blocks = [{"completion": block("answer", answer)}]
         else:
@@ -245,11 +247,6 @@ class Judge(TemplateAware):
 
 
 # --- parts of a question --------------------------------------------------------------------------
-
-
-def _mark(*texts: str) -> str:
-    """Return a mark for tags that depends on the texts, so that no text can guess it."""
-    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def _block(mark: str, tag: str, text: str) -> str:

@@ -32,7 +32,7 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type["_Worker"], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the running process; the copy starts its own."""
         return type(self), ()
 
