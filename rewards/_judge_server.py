@@ -151,8 +151,8 @@ class Server:
         except _Unusable:
             return self._read(await self._request(client, self.judge.body(text, again=True)))
 
-    async def _request(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> bytes:
-        """Return the body of an answer with status 200, retrying as often as allowed."""
+    async def _request(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> "httpx.Response":
+        """Return an answer with status 200, retrying as often as allowed."""
         attempt = 0
         while True:
             try:
@@ -168,7 +168,7 @@ class Server:
                 await asyncio.sleep(failure.wait or backoff * _JITTER.uniform(0.5, 1.0))
                 attempt += 1
 
-    async def _post(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> bytes:
+    async def _post(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> "httpx.Response":
         import httpx
 
         judge = self.judge
@@ -193,9 +193,9 @@ class Server:
         if answer.status_code != httpx.codes.OK:
             raise self._refusal(answer)
         self.latencies.append(answer.elapsed.total_seconds())
-        return answer.content
+        return answer
 
-    def _read(self, content: bytes) -> float:
+    def _read(self, response: "httpx.Response") -> float:
         """Return the number of a chat completion.
 
         Raises:
@@ -203,13 +203,13 @@ class Server:
         """
         judge = self.judge
         try:
-            answer = json.loads(content)
+            answer = response.json()
             choice = answer["choices"][0]
             text = str(content_text(choice["message"]["content"]))
             self.tokens += int((answer.get("usage") or {}).get("total_tokens") or 0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             raise _Unusable(
-                f"gives no chat completion ({self._excerpt(content)})",
+                f"gives no chat completion ({self._excerpt(response.text)})",
                 "check base_url, which usually ends in /v1",
             ) from None
         key = MODES[judge.mode][0]
@@ -228,7 +228,7 @@ class Server:
     def _refusal(self, answer: "httpx.Response") -> Failure:
         judge = self.judge
         status = answer.status_code
-        what = f"answers {status} ({self._excerpt(answer.content)})"
+        what = f"answers {status} ({self._excerpt(answer.text)})"
         if status in _RETRIED or status >= 500:
             remedy = "lower max_concurrency" if status == 429 else "look at the server's log"
             return Failure(what, remedy, True, _seconds_to_wait(answer.headers))
@@ -245,9 +245,8 @@ class Server:
             f"check base_url, model {judge.model!r}, extra_body and the server's context length",
         )
 
-    def _excerpt(self, content: str | bytes) -> str:
+    def _excerpt(self, text: str) -> str:
         """Return the beginning of a text in one line, without the key and other secrets."""
-        text = content if isinstance(content, str) else content.decode("utf-8", "replace")
         if self.key:
             text = text.replace(self.key, "***")
         return repr(" ".join(redact(text).split())[:160])

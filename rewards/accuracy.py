@@ -171,8 +171,8 @@ class Accuracy(TextReward, AnswerReward):
         expected = self._expected(answer)
         if expected is None:
             return None
-        given = self.answer(text, opened)
-        return float(given is not None and self._is_right(given.strip(), expected))
+        given = (self.answer(text, opened) or "").strip()
+        return float(self._is_right(given, expected))
 
     def _expected(self, answer: Answer) -> str | Decimal | None:
         """Return what the answer is compared with; None if it is missing or of another kind."""

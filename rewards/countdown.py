@@ -110,8 +110,7 @@ class Countdown(AnswerReward):
             return None
         available = _whole_numbers(numbers)
         wanted = _fraction(target)
-        answer = self.answer(text, opened)
-        found = None if answer is None else _stated_expression(tagged_answer(answer))
+        found = _stated_expression(tagged_answer(self.answer(text, opened) or ""))
         if found is None:
             return 0.0
         value, used = found

@@ -160,12 +160,15 @@ MAX_EXPONENT = 30
 
 def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
     """Return whether a tree has only these nodes, and calls only elementary functions."""
-    nodes = list(ast.walk(tree))
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    return all(isinstance(node, kinds) for node in nodes) and all(
-        isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS and not call.keywords
-        for call in calls
-    )
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(ast.Name(name), _, []) if name in _FUNCTIONS:
+                pass
+            case ast.Call():
+                return False
+        if not isinstance(node, kinds):
+            return False
+    return True
 
 
 def _is_literal(text: str) -> bool:
