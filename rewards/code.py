@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Score, Scores
 
 from . import _code_harness
 from ._sandbox import Limits, check_system, run_python
@@ -111,10 +111,10 @@ class Code(AnswerReward):
 
     def __call__(
         self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
+        completions: Completions,
+        prompts: Completions | None = None,
         **columns: Any,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion; None for a row without tests.
 
         Raises:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Score, Scores
 
 from ._text import check_least, is_missing, parsed_expression, tagged_answer
 from .thinking import AnswerReward
@@ -96,12 +96,12 @@ class Countdown(AnswerReward):
 
     def __call__(
         self,
-        completions: list[Completion],
+        completions: Completions,
         numbers: list[list[int] | None],
         target: list[int | float | None],
-        prompts: list[Completion] | None = None,
+        prompts: Completions | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion; None for a row without numbers or target."""
         return [self._score(*row) for row in self.rows(completions, prompts, numbers, target)]
 

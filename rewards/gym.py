@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Score, Scores
 
 from ._text import parsed_expression, tagged_answer
 from .thinking import AnswerReward
@@ -43,11 +43,11 @@ class ReasoningGym(AnswerReward):
 
     def __call__(
         self,
-        completions: list[Completion],
+        completions: Completions,
         entry: list[str | None],
-        prompts: list[Completion] | None = None,
+        prompts: Completions | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion; None for a row of another source."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # answers that are read as Python cause some

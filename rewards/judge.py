@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
 from rloo_kit.text.wording import content_text, text_of
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion, Completions, Score, Scores
 
 from ._judge_server import MODES, Server
 from ._text import (
@@ -135,11 +135,11 @@ class Judge(TemplateAware):
 
     async def __call__(
         self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
+        completions: Completions,
+        prompts: Completions | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion, in [0, 1] or None.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from rloo_kit.types import Completion, Score, Tokenizer
+from rloo_kit.types import Completions, Scores, Tokenizer
 
 from ._text import check_choices, check_least, check_order, completion_text, ids_to_count
 from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
@@ -43,7 +43,7 @@ class Length:
         """Refuse an empty range."""
         check_order(self, "min_words", "max_words")
 
-    def __call__(self, completions: list[Completion], **_: object) -> list[Score]:
+    def __call__(self, completions: Completions, **_: object) -> Scores:
         """Return one score per completion."""
         return [self._score(completion_text(completion)) for completion in completions]
 
@@ -105,11 +105,11 @@ class LengthBand(ThoughtTokens, TemplateAware):
 
     def __call__(
         self,
-        completions: list[Completion],
+        completions: Completions,
         completion_ids: list[list[int]] | None = None,
-        prompts: list[Completion] | None = None,
+        prompts: Completions | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion.
 
         Raises:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo_kit.errors import RewardLoadError
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Scores
 
 from ._text import check_least, column_of, expected_text
 from ._time_limit import time_limit
@@ -145,10 +145,10 @@ class Math(AnswerReward):
 
     def __call__(
         self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
+        completions: Completions,
+        prompts: Completions | None = None,
         **columns: Any,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion, in {0.0, 1.0}; None without an expected answer.
 
         Raises:
@@ -159,7 +159,7 @@ class Math(AnswerReward):
         unread = sum(gold is not None and not ask(gold=gold) for gold in golds)
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
-        scores: list[Score] = []
+        scores: Scores = []
         for text, opened, gold in self.rows(completions, prompts, golds):
             answer = (self.answer(text, opened) or "").strip()
             answer = last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Scores
 
 from ._text import check_choices, check_least, completion_text, ids_to_count, n_grams
 
@@ -49,10 +49,10 @@ class Repetition:
 
     def __call__(
         self,
-        completions: list[Completion],
+        completions: Completions,
         completion_ids: list[list[int]] | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion.
 
         Raises:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.text.numbers import finite_number
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Scores
 
 from ._classifier import (
     CALIBRATION,
@@ -90,11 +90,11 @@ class RewardModel:
 
     def __call__(
         self,
-        completions: list[Completion],
-        prompts: list[Completion],
+        completions: Completions,
+        prompts: Completions,
         completion_ids: list[list[int]] | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion; ``completion_ids`` are read with ``policy_tokens``."""
         import torch
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completions, Score, Scores
 
 from ._text import check_choices, column_of, n_grams
 from .thinking import TemplateAware, TextReward, part_text
@@ -89,9 +89,7 @@ class Coverage(TemplateAware):
     column: str | None = None
     """Dataset column of the sources, texts; None: the prompt, or its last chat message."""
 
-    def __call__(
-        self, completions: list[Completion], prompts: list[Completion], **columns: object
-    ) -> list[Score]:
+    def __call__(self, completions: Completions, prompts: Completions, **columns: object) -> Scores:
         """Return one score per completion."""
         sources = list(map(text_of, prompts))
         if self.column is not None:

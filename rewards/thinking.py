@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import Mark, ThoughtMarks, opens_thought, thought_marks, token_id
-from rloo_kit.types import Completion, Score, Tokenizer
+from rloo_kit.types import Completion, Completions, Score, Scores, Tokenizer
 
 from ._text import (
     THINK_CLOSE,
@@ -94,7 +94,7 @@ class TemplateAware(Bound):
         return opens_thought(self._tokenizer, prompt)
 
     def rows(
-        self, completions: list[Completion], prompts: list[Completion] | None, *columns: list[Any]
+        self, completions: Completions, prompts: Completions | None, *columns: list[Any]
     ) -> list[tuple[Any, ...]]:
         """Return B rows: a text, whether the prompt opened its thought, the values of columns."""
         opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
@@ -106,10 +106,10 @@ class TextReward(TemplateAware):
 
     def __call__(
         self,
-        completions: list[Completion],
-        prompts: list[Completion] | None = None,
+        completions: Completions,
+        prompts: Completions | None = None,
         **columns: Any,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
         column = getattr(self, "column", None)
         read = [] if column is None else [column_of(columns, column, self.__name__)]
@@ -182,8 +182,8 @@ class TokenReward:
     """A reward that scores a completion by its text and its token ids."""
 
     def __call__(
-        self, completions: list[Completion], completion_ids: list[list[int]], **_: object
-    ) -> list[Score]:
+        self, completions: Completions, completion_ids: list[list[int]], **_: object
+    ) -> Scores:
         """Return one score per completion."""
         texts = map(completion_text, completions)
         return [self._score(*row) for row in zip(texts, completion_ids, strict=True)]
@@ -265,11 +265,11 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
 
     def __call__(
         self,
-        completions: list[Completion],
+        completions: Completions,
         completion_ids: list[list[int]],
-        prompts: list[Completion] | None = None,
+        prompts: Completions | None = None,
         **_: object,
-    ) -> list[Score]:
+    ) -> Scores:
         """Return one score per completion, in {0.0, 1.0}."""
         return [self._score(*row) for row in self.rows(completions, prompts, completion_ids)]
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion, Completions, Scores
 
 from ._text import check_least
 
@@ -54,7 +54,7 @@ class ToolUse:
         for name in ("called", "failed", "repeated", "cost"):
             check_least(name, getattr(self, name), 0.0)
 
-    def __call__(self, completions: list[Completion], **_: object) -> list[Score]:
+    def __call__(self, completions: Completions, **_: object) -> Scores:
         """Return one score per completion."""
         return [self._score(completion) for completion in completions]
 

@@ -11,6 +11,9 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
+# Those of a batch, or its prompts: a column of B values
+Completions: TypeAlias = list[Completion]
+
 # One prompt, in the same form
 Prompt: TypeAlias = str | list[Message]
 
@@ -19,6 +22,9 @@ Row: TypeAlias = dict[str, Any]
 
 # One reward; None if the reward does not apply to the row, which then does not affect the baseline
 Score: TypeAlias = float | None
+
+# Those of a batch: B values
+Scores: TypeAlias = list[Score]
 
 # Prints, logs or collects a line for the user
 Say: TypeAlias = Callable[[str], None]
