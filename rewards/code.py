@@ -18,7 +18,7 @@ from ._sandbox import Limits, check_system, run_python
 from ._text import check_least, column_of, is_missing
 from .thinking import AnswerReward
 
-_PYTHON_TAGS = {"python", "python3", "py"}
+_TAGS = {"python", "python3", "py", ""}
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 
 
@@ -31,21 +31,16 @@ def fenced_code(text: str) -> str | None:
     True
     """
     found: dict[bool, str] = {}  # whether the block says that it is Python -> its text
-    tag: str | None = None
-    block: list[str] = []
-    indent = marks = ""
-    for line in text.splitlines(keepends=True):
-        fence = _FENCE.fullmatch(line)
-        if tag is None and fence:
-            indent = fence[1]
-            marks = fence[2]
-            tag = fence[3].lower()
-            block = []
-        elif tag is not None and (end := line.strip()).startswith(marks) and not end.strip(marks):
-            if tag in {"", *_PYTHON_TAGS}:
-                found[tag != ""] = "".join(block)
-            tag = None
-        else:
+    lines = iter(text.splitlines(keepends=True))
+    for fence in filter(None, map(_FENCE.fullmatch, lines)):
+        indent, marks, tag = fence.groups()
+        block = []
+        for line in lines:
+            end = line.strip()
+            if end.startswith(marks) and not end.strip(marks):
+                if tag.lower() in _TAGS:
+                    found[tag != ""] = "".join(block)
+                break
             block.append(line.removeprefix(indent))
     return found.get(True, found.get(False))
 
