@@ -67,7 +67,7 @@ def find_source(name: str) -> Source:
     return Source(name, folder, read_json(facts) if facts.is_file() else {})
 
 
-def find_base(source: Source, base: str | None = None) -> str:
+def find_base(source: Source, base: str | None) -> str:
     """Return the folder or hub name of the model that an adapter was trained on.
 
     The result is ``base`` if given, else the folder that the training recorded by its path relative
@@ -136,10 +136,10 @@ def _looks_like_path(name: str) -> bool:
 def load_classifier(
     source: Source,
     *,
-    load_in_4bit: bool = False,
-    device: str = "cpu",
-    base: str | None = None,
-    tokenizer: Any = None,
+    load_in_4bit: bool,
+    device: str,
+    base: str | None,
+    tokenizer: Any,
 ) -> tuple[Any, Any]:
     """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
 

@@ -213,12 +213,14 @@ class Server:
                 "check base_url, which usually ends in /v1",
             ) from None
         key = MODES[judge.mode][0]
-        is_cut = choice.get("finish_reason") == "length"
-        number = None if is_cut else read_verdict(text, key)
-        if number is not None and judge.accepts(number):
+        if choice.get("finish_reason") == "length":
+            why = f"an answer cut off at max_tokens ({judge.max_tokens})"
+        elif (number := read_verdict(text, key)) is None:
+            why = f"no {key}"
+        elif judge.accepts(number):
             return number
-        why = f"no {key}" if number is None else f"a {key} that is not asked for"
-        why = f"an answer cut off at max_tokens ({judge.max_tokens})" if is_cut else why
+        else:
+            why = f"a {key} that is not asked for"
         raise _Unusable(
             f"gave {why} ({self._excerpt(text)})",
             "ask for JSON with response_format in extra_body, raise max_tokens, or use a "

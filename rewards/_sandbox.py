@@ -45,7 +45,7 @@ class Outcome:
     ok: bool  # it ended by itself, within its limits, with exit code 0
     reason: str  # "" if it is ok, else "exit", "signal", "timeout" or "output"
     stdout: str  # printed text, up to the limit; bytes that are not UTF-8 are replaced
-    layers: tuple[str, ...] = field(default=(), repr=False)  # protections that it ran under
+    layers: tuple[str, ...] = field(repr=False)  # protections that it ran under
 
 
 def run_python(

@@ -12,7 +12,6 @@ from ._text import check_choices, expected_text
 from .thinking import AnswerReward, TextReward
 
 Answer = str | int | float | None
-Match = Literal["auto", "exact", "number", "choice"]
 
 # A sign, digits (whole, or in groups of three), a decimal part, an exponent, a full stop.
 _NUMBER = re.compile(
@@ -149,7 +148,7 @@ class Accuracy(TextReward, AnswerReward):
 
     column: str = "answer"
     """Dataset column of the expected answers."""
-    match: Match = "auto"
+    match: Literal["auto", "exact", "number", "choice"] = "auto"
     """``auto``: the whole answer equals the expected text, or both are numbers of the same value
     (85 equals 85.0, and 1,234 equals 1234). ``exact``: it equals the text. ``number``: the last
     number in it equals the expected one. ``choice``: the letter it chooses is the expected one."""
@@ -159,7 +158,7 @@ class Accuracy(TextReward, AnswerReward):
     def __post_init__(self) -> None:
         """Refuse another way to compare, and a tolerance that would not be used or is below 0."""
         check_choices(self)
-        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
+        if not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
         if self.tolerance and self.match != "number":
             raise ValueError(

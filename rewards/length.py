@@ -9,8 +9,6 @@ from rloo_kit.types import Completions, Scores, Tokenizer
 from ._text import check_choices, check_least, check_order, completion_text, ids_to_count
 from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
 
-Unit = Literal["words", "tokens", "characters"]
-
 
 @dataclass(frozen=True)
 class Length:
@@ -82,7 +80,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
     """Greatest length that scores 1.0."""
     falloff: float = 10
     """Units outside the band over which the score falls to 0.0; 0: it falls at once."""
-    unit: Unit = "words"
+    unit: Literal["words", "tokens", "characters"] = "words"
     """``words``: runs of characters between white space. ``tokens``: token ids; those of a
     completion or an answer include the end-of-sequence token. ``characters``: those of the decoded
     text, white space included."""

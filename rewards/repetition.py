@@ -9,8 +9,6 @@ from rloo_kit.types import Completions, Scores
 
 from ._text import check_choices, check_least, completion_text, ids_to_count, n_grams
 
-Unit = Literal["tokens", "words"]
-
 
 @dataclass(frozen=True)
 class Repetition:
@@ -34,14 +32,14 @@ class Repetition:
     """Units in an n-gram."""
     max_penalty: float = -1.0
     """Score that a completion approaches if it only repeats itself; 0 or less."""
-    unit: Unit = "tokens"
+    unit: Literal["tokens", "words"] = "tokens"
     """``tokens``: the completion's token ids, for any language. ``words``: lower-cased runs of
     characters between white space, for languages that have it."""
 
     def __post_init__(self) -> None:
         """Refuse empty n-grams, a positive penalty and another unit."""
         check_least("ngram_size", self.ngram_size, 1)
-        if not (self.max_penalty <= 0 and math.isfinite(self.max_penalty)):
+        if not -math.inf < self.max_penalty <= 0:
             raise ValueError(
                 f"max_penalty is {self.max_penalty!r}; give a finite number of 0 or less"
             )

@@ -12,9 +12,6 @@ from rloo_kit.types import Completions, Score, Scores
 from ._text import check_choices, column_of, n_grams
 from .thinking import TemplateAware, TextReward, part_text
 
-Kind = Literal["L", "1", "2"]
-Measure = Literal["f1", "precision", "recall"]
-
 
 @dataclass(frozen=True)
 class Rouge(TextReward):
@@ -38,9 +35,9 @@ class Rouge(TextReward):
 
     __name__ = "rouge"
 
-    kind: Kind = "L"
+    kind: Literal["L", "1", "2"] = "L"
     """``L``, ``1`` or ``2``."""
-    measure: Measure = "f1"
+    measure: Literal["f1", "precision", "recall"] = "f1"
     """``f1``, ``precision`` or ``recall``. Recall alone pays for length."""
     column: str = "reference"
     """Dataset column of the references, texts."""
