@@ -74,6 +74,10 @@ _PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = 9
 _CAP_DAC_READ_SEARCH = 1 << 2
 
+_READABLE = """
+/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo
+/etc/ld.so.cache /etc/localtime /dev/null /dev/urandom
+"""
 _READ_FILE = 1 << 2
 _READ_DIR = 1 << 3
 _WRITE_AND_TRUNCATE = 1 << 1 | 1 << 14
@@ -112,7 +116,7 @@ def confine(folder: str, parent: int, limits: list[int]) -> list[str]:
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         held += _separate(libc, folder, limits[2])
-        if os.getuid() == 0 and _become(libc, 2**30 + os.getpid()):
+        if os.getuid() == 0 and _become_other(libc):
             held.append("other_user")
         else:
             _keep_capabilities(libc, 0)
@@ -122,7 +126,7 @@ def confine(folder: str, parent: int, limits: list[int]) -> list[str]:
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         if _restrict_files(libc, writable="tmpfs" in held):
             held.append("landlock")
-        if _filter_system_calls(libc, os.uname().machine):
+        if _filter_system_calls(libc):
             held.append("seccomp")
     _limit(limits, held)
     return held
@@ -177,8 +181,9 @@ def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
     return ["namespaces", "tmpfs"]
 
 
-def _become(libc: ctypes.CDLL, uid: int) -> bool:
+def _become_other(libc: ctypes.CDLL) -> bool:
     """Drop root to an unused, unprivileged UID; return whether that worked."""
+    uid = 2**30 + os.getpid()
     library = os.path.dirname(os.__file__)
     try:
         os.seteuid(uid)
@@ -212,11 +217,8 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
 def _readable() -> list[str]:
     """Return the paths that Python reads: its library, shared libraries, time zones."""
     own = {sys.base_prefix, sys.base_exec_prefix}
-    return [
-        *(os.path.join(prefix, name) for prefix in own for name in ("lib", "lib64")),
-        *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
-        *("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"),
-    ]
+    found = [os.path.join(prefix, name) for prefix in own for name in ("lib", "lib64")]
+    return found + _READABLE.split()
 
 
 def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
@@ -252,8 +254,9 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
 # --- seccomp --------------------------------------------------------------------------------------
 
 
-def _filter_system_calls(libc: ctypes.CDLL, machine: str) -> bool:
+def _filter_system_calls(libc: ctypes.CDLL) -> bool:
     """Refuse the system calls above from now on."""
+    machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         return False
     code = b"".join(struct.pack("<HBBI", *line) for line in system_call_filter(machine))

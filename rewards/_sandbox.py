@@ -68,9 +68,9 @@ def run_python(
     limits = limits or Limits()
     check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
-    given = stdin.encode("utf-8", "surrogatepass")
+    given = program + stdin.encode("utf-8", "surrogatepass")
     for _ in range(2):
-        code, header, output, reason = _run(program, given, limits, allow_weak=allow_weak)
+        code, header, output, reason = _run(given, len(program), limits, allow_weak=allow_weak)
         # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
         # finishes its step. The program is not to blame then.
         if code not in (-signal.SIGTERM, -signal.SIGINT):
@@ -96,16 +96,19 @@ def check_system(*, allow_weak: bool) -> None:
 
 
 def _run(
-    program: bytes, stdin: bytes, limits: Limits, *, allow_weak: bool
+    given: bytes, size: int, limits: Limits, *, allow_weak: bool
 ) -> tuple[int, bytes, bytes, str]:
-    """Return the exit code of the ended process, and the results of ``_watch``."""
+    """Run the program in the first ``size`` bytes of ``given``; the rest is its input.
+
+    The result is the exit code of the ended process, and the results of ``_watch``.
+    """
     folder = Path(tempfile.mkdtemp(prefix="rloo-kit-code-"))
     try:
-        given = folder / "input"
-        given.write_bytes(program + stdin)
-        with given.open("rb") as file:
-            given.unlink()
-            process = _start(file, folder, len(program), limits, allow_weak=allow_weak)
+        place = folder / "input"
+        place.write_bytes(given)
+        with place.open("rb") as file:
+            place.unlink()
+            process = _start(file, folder, size, limits, allow_weak=allow_weak)
 
         def end() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -140,11 +143,11 @@ def _start(
         os.getpid(), size, int(allow_weak), math.ceil(limits.timeout_seconds) + 1,
         limits.memory_mib, limits.disk_mib,
     )  # fmt: skip
-    # Isolated, without site-packages, writing no bytecode.
-    flags = ["-I", "-S", "-B", "-X", "utf8"]
+    # Isolated, without site-packages, writing no bytecode
+    command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_confinement.__file__)]
     try:
         return subprocess.Popen(
-            [sys.executable, *flags, str(_confinement.__file__), str(folder), *map(str, numbers)],
+            [*command, str(folder), *map(str, numbers)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

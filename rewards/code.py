@@ -1,13 +1,13 @@
 """Reward of a program that passes its tests in a sandbox."""
 
 import ast
+import inspect
 import json
 import os
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
@@ -155,7 +155,7 @@ class Code(AnswerReward):
         # a secret that marks the answers it sent itself.
         text = json.dumps({"program": program, "cases": tests})
         secret = secrets.token_hex(_code_harness.SECRET_BYTES // 2)
-        harness = Path(_code_harness.__file__).read_text(encoding="utf-8")
+        harness = inspect.getsource(_code_harness)
         stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
         outcome = run_python(harness, stdin=stdin, limits=self._limits, allow_weak=self.allow_weak)
         first, *lines = outcome.stdout.split("\n")
