@@ -23,13 +23,11 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 # Characters right before letters that are a product; @ is a command
 _STUCK = re.compile(r"(?:[0-9)\]}^_*=(+-]|@\s*)$")
 _PLAIN_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
-_NO_PROSE = {"or", "and", "pi", "sin", "cos", "tan", "log", "ln", "exp", "sqrt"}
-_UNITS = frozenset(
-    """
-    mm cm dm km in ft yd mi sq mg kg lb lbs oz ml mL cl dl gal sec min hr hrs ms mph kph kmh Hz kHz
-    MHz kW kWh cents cent degrees degree deg
-    """.split()  # noqa: SIM905 - a table
-)
+_NO_PROSE = "or and pi sin cos tan log ln exp sqrt".split()  # noqa: SIM905 - a table
+_UNITS = """
+mm cm dm km in ft yd mi sq mg kg lb lbs oz ml mL cl dl gal sec min hr hrs ms mph kph kmh Hz kHz
+MHz kW kWh cents cent degrees degree deg
+""".split()  # noqa: SIM905 - a table
 
 
 def main() -> None:
@@ -94,10 +92,10 @@ def _is_prose(line: str) -> bool:
     bare = _COMMAND.sub("@", _WRAPPED.sub("", line))
     for match in _WORD.finditer(bare):
         word = match[0]
-        follows = bare[match.end() : match.end() + 1]
         if word in _NO_PROSE:
             continue
-        is_product = _STUCK.search(bare[: match.start()]) or (follows and follows in "^_*=(")
+        is_before = bare.startswith(tuple("^_*=("), match.end())
+        is_product = is_before or _STUCK.search(bare[: match.start()])
         if word in _UNITS or not is_product:
             return True
     return False
