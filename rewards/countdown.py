@@ -42,16 +42,15 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     text = text.translate(_SIGNS)
     if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    # In brackets, so that a line break is like any other white space
-    tree = parsed_expression(f"({text})")
     used: list[int] = []
     try:
-        return (_value(tree, used), used) if tree is not None else None
+        # In brackets, so that a line break is like any other white space
+        return _value(parsed_expression(f"({text})"), used), used
     except (ValueError, ZeroDivisionError):
         return None
 
 
-def _value(node: ast.expr, used: list[int]) -> Fraction:
+def _value(node: ast.expr | None, used: list[int]) -> Fraction:
     """Return the value of a tree, and add its numbers to ``used``."""
     match node:
         case ast.Constant(int(number)):
@@ -133,7 +132,7 @@ def _whole_numbers(numbers: object) -> Counter:
     if isinstance(numbers, list | tuple) and all(
         isinstance(number, int | float) and number == number // 1 for number in numbers
     ):
-        return Counter(int(number) for number in numbers)
+        return Counter(map(int, numbers))
     raise _unfit("numbers", numbers, "a list of whole numbers such as [7, 3, 6]")
 
 

@@ -153,11 +153,11 @@ class JsonFormat(TextReward):
     def _score(self, text: str, opened: bool) -> float:
         answer = (part_text(text, "answer", opened=opened) or "").strip()
         fenced = _FENCED.fullmatch(answer)
-        validator = _validator(json.dumps(self.schema, sort_keys=True))
         try:
             value = json.loads(
                 fenced[1] if fenced else answer, parse_constant=_finite, parse_float=_finite
             )
+            validator = _validator(json.dumps(self.schema, sort_keys=True))
             return float(validator.is_valid(value))
         # Not JSON, or numbers or nesting beyond what can be read or checked
         except (ValueError, OverflowError, RecursionError):

@@ -133,7 +133,7 @@ class Language(TextReward):
             return None
         words = _NOT_LANGUAGE.sub(" ", unicodedata.normalize("NFKC", part))
         wanted = total = 0
-        sentences = filter(None, _SENTENCE_END.split(words))
+        sentences = _SENTENCE_END.split(words)
         if self.language not in _ALONE:
             sentences = _joined(sentences, _SCRIPT_OF[self.language])
         for passage in sentences:
@@ -160,7 +160,7 @@ def _script(character: str) -> str:
     """Return the script of a letter; "" for any other character."""
     if not character.isalpha():
         return ""
-    first = unicodedata.name(character, "UNKNOWN").partition(" ")[0]
+    first = unicodedata.name(character, "UNKNOWN").split()[0]
     return _NAMED_OTHERWISE.get(first, first)
 
 
@@ -189,7 +189,7 @@ def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
     yield "\n".join([*full, *waiting])
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 

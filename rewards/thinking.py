@@ -153,16 +153,15 @@ class ThoughtTokens(Bound):
         marks = thought_marks(tokenizer)
         end = self.end_token_id
         start = self.start_token_id
-        if marks is None and end is None:
+        if marks is not None:
+            end = marks.end.token if end is None else end
+            start = marks.start.token if start is None else start
+        elif end is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} looks for the end of a thought, and this tokenizer has "
                 "no known mark for it: use a thinking model, give its marks as thinking: "
                 "{start: ..., end: ...} in the run file, or give end_token_id"
             )
-        if marks is not None and end is None:
-            end = marks.end.token
-        if marks is not None and start is None:
-            start = marks.start.token
         return replace(super().bind(tokenizer), end_token_id=end, start_token_id=start)
 
     @property
@@ -241,8 +240,7 @@ class Thinking(ThoughtTokens, TokenReward):
         if len(thought) < self.short:
             return self.short_score
         score = self.medium_score if len(thought) < self.long else self.long_score
-        asks = "?" in (thought_text(text) or "")
-        return score + self.question_bonus if asks else score
+        return score + self.question_bonus if "?" in (thought_text(text) or "") else score
 
 
 @dataclass(frozen=True)
@@ -276,8 +274,8 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     def _score(self, _: str, opened: bool, ids: Sequence[int]) -> float:
         closes = self.marks.closed(ids)
         opens = self.marks.opened(ids)
-        in_order = opens[:1] < closes  # a missing opening mark is in order too
-        return float(len(closes) == 1 and opened + len(opens) <= 1 and in_order)
+        # A missing opening mark is in order too
+        return float(len(closes) == 1 and opened + len(opens) <= 1 and opens[:1] < closes)
 
 
 @dataclass(frozen=True)
@@ -402,8 +400,8 @@ class ThinkingFormat(TextReward):
     def _score(self, text: str, opened: bool) -> float:
         _, close, answer = text.rpartition(THINK_CLOSE)
         opens = text.count(THINK_OPEN)
-        begins_with_open = opens == 1 and text.lstrip().startswith(THINK_OPEN)
-        is_opened = opens == 0 if opened else begins_with_open
+        begins = text.lstrip().startswith(THINK_OPEN)
+        is_opened = opens == 0 if opened else opens == 1 and begins
         is_closed = text.count(THINK_CLOSE) == 1
         is_answered = bool(close and answer.strip())
         held = is_opened + is_closed + is_answered
