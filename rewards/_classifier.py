@@ -42,8 +42,8 @@ class Source:
     @property
     def is_adapter(self) -> bool:
         """True for a PEFT adapter, which needs a base."""
-        has_config = (self.folder / "config.json").is_file()
-        return (self.folder / ADAPTER_CONFIG).is_file() and not has_config
+        folder = self.folder
+        return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
     @property
     def place(self) -> str:
@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: It cannot be read.
     """
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as exc:
         raise ModelError(f"{str(path)!r} cannot be read ({exc}); write it again") from exc
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Mode -> key of the judge's JSON, and the names that a template must hold
 MODES = {"rubric": ("score", ("completion",)), "pairwise": ("winner", ("first", "second"))}
-_RETRIED = frozenset({408, 409, 429})
+_RETRIED = {408, 409, 429}
 # Seconds before the first retry; doubles with each one
 BACKOFF_SECONDS = 0.5
 # A server that asks for a longer pause counts as failed

@@ -51,13 +51,11 @@ def text_after_thought(text: str) -> str:
 
 def template_opens_thought(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer's chat template ends a prompt with an opened thought."""
-    if not tokenizer.chat_template:
-        return False
     try:
         rendered: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
         )
-    except Exception:  # a broken template is reported where the prompts are rendered
+    except Exception:  # no template, or a broken one, which is reported where prompts are rendered
         return False
     return opens_thought(tokenizer, rendered)
 

@@ -11,8 +11,6 @@ from rloo_kit.types import Score
 from ._text import check_choices, expected_text
 from .thinking import AnswerReward, TextReward
 
-Answer = str | int | float | None
-
 # A sign, digits (whole, or in groups of three), a decimal part, an exponent, a full stop.
 _NUMBER = re.compile(
     r"(?P<number>[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\.?"
@@ -111,8 +109,7 @@ def chosen_letter(text: str) -> str | None:
     >>> chosen_letter("B or C"), chosen_letter("A cat")
     (None, None)
     """
-    whole = _WHOLE.fullmatch(text)
-    if whole:
+    if whole := _WHOLE.fullmatch(text):
         return whole[1].upper()
     text = text[-_MAX_CHOICE_CHARACTERS:]
     for pattern in _STATED:
@@ -166,14 +163,13 @@ class Accuracy(TextReward, AnswerReward):
                 "to 'number', or remove it"
             )
 
-    def _score(self, text: str, opened: bool, answer: Answer) -> Score:
+    def _score(self, text: str, opened: bool, answer: object) -> Score:
         expected = self._expected(answer)
         if expected is None:
             return None
-        given = (self.answer(text, opened) or "").strip()
-        return float(self._is_right(given, expected))
+        return float(self._is_right((self.answer(text, opened) or "").strip(), expected))
 
-    def _expected(self, answer: Answer) -> str | Decimal | None:
+    def _expected(self, answer: object) -> str | Decimal | None:
         """Return what the answer is compared with; None if it is missing or of another kind."""
         text = expected_text(answer)
         if text and self.match == "number":

@@ -56,7 +56,7 @@ class _Worker:
             finally:  # after Ctrl-C too: a late reply must not count for the next request
                 if reply is None:
                     self.end()
-            return reply["reply"] if reply is not None else None
+            return reply["reply"] if reply else None
 
     def end(self) -> None:
         """End the process, if there is one."""
@@ -73,8 +73,12 @@ class _Worker:
         self.end()
         self._process = process = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", f"{__package__}._math_worker"),
-                *(str(timeout_seconds), str(memory_mib)),
+                sys.executable,
+                "-P",
+                "-m",
+                f"{__package__}._math_worker",
+                str(timeout_seconds),
+                str(memory_mib),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,11 +90,11 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for this process
         )
         weakref.finalize(self, process.kill)
-        first = _reply(process, _START_SECONDS)
-        if first is None or "error" in first:
+        first = _reply(process, _START_SECONDS) or {"error": "it ended or took too long"}
+        if "error" in first:
             raise RewardLoadError(
                 "the process of the reward 'math' did not start: "
-                f"{(first or {}).get('error', 'it ended or took too long')}; "
+                f"{first['error']}; "
                 "pip install math-verify, or raise memory_mib"
             )
         return process

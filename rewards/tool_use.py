@@ -51,8 +51,8 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         """Refuse parameters below 0."""
-        for name in ("called", "failed", "repeated", "cost"):
-            check_least(name, getattr(self, name), 0.0)
+        for name, value in vars(self).items():
+            check_least(name, value, 0.0)
 
     def __call__(self, completions: Completions, **_: object) -> Scores:
         """Return one score per completion."""
