@@ -156,6 +156,7 @@ def load_classifier(
     with loading(f"reward model {source.name!r}", source.place):
         saved = _adapter_keys(source) if source.is_adapter else set()
         place = find_base(source, base) if source.is_adapter else source.place
+        model: Any
         model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
         if missing := missing - saved:
             raise ModelError(

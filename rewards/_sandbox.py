@@ -1,6 +1,7 @@
 """Sandbox for untrusted Python in a process of its own: the parent's side."""
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -69,12 +70,12 @@ def run_python(
     check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
     given = program + stdin.encode("utf-8", "surrogatepass")
-    for _ in range(2):
-        code, header, output, reason = _run(given, len(program), limits, allow_weak=allow_weak)
-        # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
-        # finishes its step. The program is not to blame then.
-        if code not in (-signal.SIGTERM, -signal.SIGINT):
-            break
+    run = functools.partial(_run, given, len(program), limits, allow_weak=allow_weak)
+    code, header, output, reason = run()
+    # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
+    # finishes its step. The program is not to blame then.
+    if code in (-signal.SIGTERM, -signal.SIGINT):
+        code, header, output, reason = run()
     word, *rest = header.decode("ascii").split() or [""]
     if word != _confinement.READY:
         raise BackendError(_refusal(word, rest))

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
 from statistics import fmean
 from typing import Any, Literal
 
@@ -148,8 +147,8 @@ class Judge(TemplateAware):
         references: list[Any] = [None] * len(completions)
         if self.mode == "pairwise":
             references = column_of(columns, self.column, self.__name__)
-        prompts = prompts or [""] * len(completions)
-        rows = [*starmap(self._questions, zip(prompts, completions, references, strict=True))]
+        given = zip(prompts or [""] * len(completions), completions, references, strict=True)
+        rows = [self._questions(*row) for row in given]
         server = Server(self, _key(self.api_key_env))
         answers = await server.answers(dict.fromkeys(text for row in rows for text in row))
         scores = [self._score(row, answers) for row in rows]
@@ -161,7 +160,7 @@ class Judge(TemplateAware):
                 stacklevel=2,
             )
         if log_metric is not None:
-            metrics = {"unscored": unscored, "tokens": server.tokens}
+            metrics: dict[str, float] = {"unscored": unscored, "tokens": server.tokens}
             if server.latencies:
                 metrics["latency_seconds"] = fmean(server.latencies)
             for name, value in metrics.items():
@@ -218,7 +217,7 @@ class Judge(TemplateAware):
             return None
         if self.mode == "pairwise":
             # 1 names the answer put first, 2 the other one
-            return {(1, 2): 1.0, (2, 1): 0.0}.get(numbers, 0.5)
+            return 1.0 if numbers == (1, 2) else 0.0 if numbers == (2, 1) else 0.5
         low, high = self.scale
         return (numbers[0] - low) / (high - low)
 

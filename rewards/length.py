@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from rloo_kit.types import Completions, Scores, Tokenizer
 
@@ -99,7 +99,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
             return self
         if self.unit == "tokens":
             return super().bind(tokenizer)
-        return TemplateAware.bind(self, tokenizer)
+        return cast(Self, TemplateAware.bind(self, tokenizer))
 
     def __call__(
         self,

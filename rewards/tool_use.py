@@ -2,28 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
+from rloo_kit.text.wording import TOOL_ERROR, calls_of, results_of
 from rloo_kit.types import Completion, Completions, Scores
 
 from ._text import check_least
-
-# How TRL begins the result of a call that failed
-ERROR = "{'error':"
-
-
-def calls_of(completion: Completion) -> list[Any]:
-    """Return the calls of a completion."""
-    return [call for turn in _turns(completion) for call in turn.get("tool_calls") or ()]
-
-
-def results_of(completion: Completion) -> list[str]:
-    """Return the results of tools that a completion has."""
-    return [str(turn.get("content")) for turn in _turns(completion) if turn.get("role") == "tool"]
-
-
-def _turns(completion: Completion) -> list[Any]:
-    return [] if isinstance(completion, str) else completion
 
 
 @dataclass(frozen=True)
@@ -62,8 +45,8 @@ class ToolUse:
         # the result of a call in the last turn is missing
         calls = [
             json.dumps(call.get("function"), sort_keys=True, default=str)
-            for call in calls_of(_turns(completion)[:-1])
+            for call in calls_of(completion[:-1])
         ]
-        lost = self.failed * sum(text.startswith(ERROR) for text in results_of(completion))
+        lost = self.failed * sum(text.startswith(TOOL_ERROR) for text in results_of(completion))
         lost += self.repeated * (len(calls) - len(set(calls))) + self.cost * len(calls)
         return (self.called if calls else 0.0) - lost

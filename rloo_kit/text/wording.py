@@ -9,8 +9,10 @@ import os
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rloo_kit.text.redaction import redact
+from rloo_kit.types import Completion
 
 # Characters of a value
 LONGEST_VALUE = 100
@@ -122,3 +124,21 @@ def content_text(content: object) -> str:
         parts = (part for part in content if isinstance(part, dict))
         return "".join(str(part.get("text") or "") for part in parts)
     return content if isinstance(content, str) else ""
+
+
+# How TRL begins the result of a call that failed
+TOOL_ERROR = "{'error':"
+
+
+def calls_of(completion: Completion) -> list[Any]:
+    """Return the calls of tools in a completion."""
+    return [call for turn in _turns(completion) for call in turn.get("tool_calls") or ()]
+
+
+def results_of(completion: Completion) -> list[str]:
+    """Return the results of tools that a completion has."""
+    return [str(turn.get("content")) for turn in _turns(completion) if turn.get("role") == "tool"]
+
+
+def _turns(completion: Completion) -> list[dict[str, Any]]:
+    return [] if isinstance(completion, str) else completion

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TypeGuard
 
-from rloo_kit.rewards.tool_use import ERROR, calls_of, results_of
+from rloo_kit.text.wording import TOOL_ERROR, calls_of, results_of
 from rloo_kit.types import Completion
 
 # Most characters of a tool's result that the model reads
@@ -57,7 +57,7 @@ def call_numbers(
     count = max(1, len(results))
     found = (
         fmean(calls),
-        sum(text.startswith(ERROR) for text in results) / count,
+        sum(text.startswith(TOOL_ERROR) for text in results) / count,
         sum(len(text) > MAX_RESULT for text in results) / count,
         fmean(unread),
         fmean(gains) if gains else math.nan,

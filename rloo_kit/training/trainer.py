@@ -175,7 +175,9 @@ class LeaveOneOutTrainer(StepTrainer):
             check_tools(self.step_choice)
             if tokenizer is None:  # as TRL does
                 name = model if isinstance(model, str) else model.config.name_or_path
-                tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+                tokenizer = AutoTokenizer.from_pretrained(
+                    name, padding_side="left", trust_remote_code=False
+                )
                 parts["processing_class"] = tokenizer
             if others.get("eval_dataset") is not None:
                 raise ConfigError(
@@ -183,7 +185,9 @@ class LeaveOneOutTrainer(StepTrainer):
                     "held-out prompts by a run file (data.held_out)"
                 )
         is_name = isinstance(model, str)  # TRL loads it later
-        config = AutoConfig.from_pretrained(model) if is_name else getattr(model, "config", None)
+        config = getattr(model, "config", None)
+        if is_name:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         limits = [getattr(config, "max_position_embeddings", None), args.vllm_max_model_length]
         limits += [None if is_name else notes_of(model).max_seq_length]
         longest = min((limit for limit in limits if limit), default=sys.maxsize)
