@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, Self, cast
 
-from rloo_kit.types import Completions, Scores, Tokenizer
+from rloo_kit.types import Completions, Scores, Tokenizer, Turns
 
 from ._text import check_choices, check_least, check_order, completion_text, ids_to_count
 from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
@@ -106,6 +107,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         completions: Completions,
         completion_ids: list[list[int]] | None = None,
         prompts: Completions | None = None,
+        completion_turns: Turns | None = None,
         **_: object,
     ) -> Scores:
         """Return one score per completion.
@@ -113,22 +115,26 @@ class LengthBand(ThoughtTokens, TemplateAware):
         Raises:
             RewardContractError: Tokens are counted, and there are no ``completion_ids``.
         """
-        read = [ids_to_count(completion_ids, self.__name__)] if self.unit == "tokens" else []
+        read: list[Turns] = []
+        if self.unit == "tokens":
+            whole = ids_to_count(completion_ids, self.__name__)
+            read = [completion_turns or [[ids] for ids in whole]]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
-    def _tokens(self, ids: list[int], opened: bool) -> Sequence[int] | None:
+    def _tokens(self, turns: list[list[int]], opened: bool) -> Sequence[int] | None:
         if self.part == "completion":
-            return ids
+            return [*chain(*turns)]
         if self.part == "thought":
-            return self.marks.thought(ids)
+            return self.marks.thought_of(turns)
+        ids = turns[-1]
         closed = self.marks.closed(ids)
         answer = ids[closed[-1][1] :] if closed else ids
         return None if self.marks.opened(answer) or (opened and not closed) else answer
 
-    def _score(self, text: str, opened: bool, ids: list[int] | None = None) -> float:
+    def _score(self, text: str, opened: bool, turns: list[list[int]] | None = None) -> float:
         part: Sequence[object] | None = part_text(text, self.part, opened=opened)
-        if ids is not None:
-            part = self._tokens(ids, opened)
+        if turns is not None:
+            part = self._tokens(turns, opened)
         elif part is not None and self.unit == "words":
             part = part.split()
         if part is None:
@@ -166,8 +172,8 @@ class SoftOverlong(TokenReward):
         """Refuse a fall that is longer than the completion."""
         check_order(self, "soft_punish_cache", "max_completion_length")
 
-    def _score(self, text: str, ids: Sequence[int]) -> float:
-        num_tokens = len(ids)
+    def _score(self, text: str, turns: list[list[int]]) -> float:
+        num_tokens = sum(map(len, turns))
         if num_tokens > self.max_completion_length:
             return -1.0
         over = num_tokens - (self.max_completion_length - self.soft_punish_cache)

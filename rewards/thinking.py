@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import Mark, ThoughtMarks, opens_thought, thought_marks, token_id
-from rloo_kit.types import Completion, Completions, Score, Scores, Tokenizer
+from rloo_kit.types import Completion, Completions, Score, Scores, Tokenizer, Turns
 
 from ._text import (
     THINK_CLOSE,
@@ -178,16 +178,21 @@ class ThoughtTokens(Bound):
 
 
 class TokenReward:
-    """A reward that scores a completion by its text and its token ids."""
+    """A reward that scores a completion by its text and the token ids of its turns."""
 
     def __call__(
-        self, completions: Completions, completion_ids: list[list[int]], **_: object
+        self,
+        completions: Completions,
+        completion_ids: list[list[int]],
+        completion_turns: Turns | None = None,
+        **_: object,
     ) -> Scores:
-        """Return one score per completion."""
+        """Return one score per completion; without tools it has one turn, ``completion_ids``."""
         texts = map(completion_text, completions)
-        return [self._score(*row) for row in zip(texts, completion_ids, strict=True)]
+        turns = completion_turns or [[ids] for ids in completion_ids]
+        return [self._score(*row) for row in zip(texts, turns, strict=True)]
 
-    def _score(self, text: str, ids: Sequence[int]) -> float:
+    def _score(self, text: str, turns: list[list[int]]) -> float:
         raise NotImplementedError
 
 
@@ -196,7 +201,8 @@ class Thinking(ThoughtTokens, TokenReward):
     """Reward a closed thought by its number of tokens.
 
     The thought is every token before the first ``</think>``; a ``<think>`` that begins the
-    completion is not counted. Range with the defaults: [-1.0, 1.1], higher is better.
+    completion is not counted. With tools the thoughts of all turns count together. Range with the
+    defaults: [-1.0, 1.1], higher is better.
 
     A "?" in the text before ``</think>`` earns a bonus in the two longer bands, unless the decoded
     text lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not).
@@ -233,8 +239,8 @@ class Thinking(ThoughtTokens, TokenReward):
         """Refuse bands in the wrong order."""
         check_order(self, "short", "long")
 
-    def _score(self, text: str, ids: Sequence[int]) -> float:
-        thought = self.marks.thought(ids)
+    def _score(self, text: str, turns: list[list[int]]) -> float:
+        thought = self.marks.thought_of(turns)
         if thought is None:
             return self.unclosed_score
         if len(thought) < self.short:
@@ -248,8 +254,9 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
     Token ids are counted, and the decoded text is not read. ``</think>`` must occur once in the
-    completion. ``<think>`` may occur once in prompt and completion together, before ``</think>``. A
-    thought that is never closed, one that is closed again, and a second thought all score 0.0.
+    completion, with tools once in each turn. ``<think>`` may occur once in prompt and completion
+    together, before ``</think>``. A thought that is never closed, one that is closed again, and a
+    second thought all score 0.0.
 
     >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])
@@ -266,16 +273,19 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         completions: Completions,
         completion_ids: list[list[int]],
         prompts: Completions | None = None,
+        completion_turns: Turns | None = None,
         **_: object,
     ) -> Scores:
         """Return one score per completion, in {0.0, 1.0}."""
-        return [self._score(*row) for row in self.rows(completions, prompts, completion_ids)]
+        turns = completion_turns or [[ids] for ids in completion_ids]
+        rows = self.rows(completions, prompts, turns)
+        return [float(all(self._is_once(opened, ids) for ids in own)) for _, opened, own in rows]
 
-    def _score(self, _: str, opened: bool, ids: Sequence[int]) -> float:
+    def _is_once(self, opened: bool, ids: Sequence[int]) -> bool:
         closes = self.marks.closed(ids)
         opens = self.marks.opened(ids)
         # A missing opening mark is in order too
-        return float(len(closes) == 1 and opened + len(opens) <= 1 and opens[:1] < closes)
+        return len(closes) == 1 and opened + len(opens) <= 1 and opens[:1] < closes
 
 
 @dataclass(frozen=True)
@@ -313,8 +323,8 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
                 "set 0 <= budget < limit (tokens)"
             )
 
-    def _score(self, text: str, ids: Sequence[int]) -> float:
-        thought = self.marks.thought(ids)
+    def _score(self, text: str, turns: list[list[int]]) -> float:
+        thought = self.marks.thought_of(turns)
         if thought is None:
             return self.unclosed_score
         # Half a cosine from 1 at the budget to 0 at the limit.
@@ -354,8 +364,8 @@ class SelfQuestions(ThoughtTokens, TokenReward):
         """Refuse a number of questions below one."""
         check_least("most", self.most, 1)
 
-    def _score(self, text: str, ids: Sequence[int]) -> float:
-        if self.marks.thought(ids) is None:
+    def _score(self, text: str, turns: list[list[int]]) -> float:
+        if self.marks.thought_of(turns) is None:
             return 0.0
         return min(len(_questions(thought_text(text) or "")), self.most) / self.most
 

@@ -11,6 +11,9 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
+# The token ids of B completions, turn by turn
+Turns: TypeAlias = list[list[list[int]]]
+
 # Those of a batch, or its prompts: a column of B values
 Completions: TypeAlias = list[Completion]
 

@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,17 +164,18 @@ def _sampled(
     scores = completer.score(list(repeated), drawn).result()
     names = [reward.name for reward in own]
     played = [dict(zip(names, row, strict=True)) for row in zip(*scores, strict=True)]
-    columns = (repeated, drawn.completions, drawn.tokens.sampled_ids, drawn.ended)
+    columns = (repeated, drawn.completions, drawn.tokens.turns, drawn.ended)
     return [
         {
             **row,
             "completion": completion,
-            "completion_ids": ids,
+            "completion_ids": [*chain(*turns)],
+            **({"completion_turns": turns} if job.tool_loop is not None else {}),
             "group": number // size,
             "truncated": not ended,
             **({OF_ENVIRONMENTS: played[number]} if played else {}),
         }
-        for number, (row, completion, ids, ended) in enumerate(zip(*columns, strict=True))
+        for number, (row, completion, turns, ended) in enumerate(zip(*columns, strict=True))
     ]
 
 

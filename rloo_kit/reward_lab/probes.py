@@ -132,7 +132,7 @@ def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return the columns with every completion altered."""
     new_text, new_ids = _ALTERED[name]
     changed = [_with_text(one, new_text(text_of(one))) for one in columns["completions"]]
-    altered = {**columns, "completions": changed}
+    altered = {**columns, "completions": changed, "completion_turns": None}
     if "completion_ids" in columns:
         altered["completion_ids"] = [new_ids(row) for row in columns["completion_ids"]]
     return altered

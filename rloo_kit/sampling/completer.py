@@ -113,6 +113,7 @@ class Completer:
         with_tools = {}
         if self.tool_loop is not None:
             with_tools["prompts"] = completions.prompts  # with the observations of environments
+            with_tools["completion_turns"] = completions.tokens.turns
             if self.tool_loop.environments is not None:
                 with_tools["environments"] = self.tool_loop.environments.current
         columns = reward_columns(

@@ -130,6 +130,13 @@ class ThoughtMarks:
         # A template that opens the thought leaves the mark in the prompt
         return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
 
+    def thought_of(self, turns: Sequence[Sequence[int]]) -> list[int] | None:
+        """Return the tokens of the thoughts of all turns; None if the last turn closes none."""
+        thoughts = [self.thought(ids) for ids in turns]
+        if thoughts[-1] is None:
+            return None
+        return [token for thought in thoughts for token in thought or ()]
+
     @cached_property
     def _hidden(self) -> set[int] | None:
         """Special tokens that belong to no mark; None: the plain text shows the usual marks."""
@@ -225,10 +232,10 @@ def find_thoughts(
     marks: ThoughtMarks | None, turns: Sequence[list[int]], completion: object
 ) -> dict[str, int | None]:
     """Return ``find_thought`` of the last turn, with the tokens and thought tokens of all turns."""
-    found = [find_thought(marks, ids, completion) for ids in turns]
-    known = [one["thought_tokens"] for one in found if one["thought_tokens"] is not None]
-    total = {"tokens": sum(map(len, turns)), "thought_tokens": sum(known) if known else None}
-    return found[-1] | total
+    found = find_thought(marks, turns[-1], completion) | {"tokens": sum(map(len, turns))}
+    if marks is not None and (thought := marks.thought_of(turns)) is not None:
+        found["thought_tokens"] = len(thought)
+    return found
 
 
 def find_thought(

@@ -1,9 +1,13 @@
 """The thinking rewards: tokens of the thought, who opened it, closes, questions, the ids."""
 
+from itertools import chain
+
 import pytest
 from rloo_kit.rewards import (
     ClosedOnce,
+    LengthBand,
     SelfQuestions,
+    SoftOverlong,
     Thinking,
     ThinkingBudget,
     ThinkingFormat,
@@ -183,3 +187,32 @@ def test_a_close_that_plain_decoding_drops_is_still_read(special_tokenizer, plai
     (text,) = completion_texts(special_tokenizer, [ids])
     assert thinking_format.bind(special_tokenizer)(completions=[text], prompts=["?"]) == [1.0]
     assert thinking_format.bind(plain_tokenizer).thought_opened is False
+
+
+TURNS = [[[1, 9, 3], [2, 2, 9, 4]], [[1, 9, 3], [2, 2]], [[7, 3], [2, 9, 4]]]
+IDS = [[*chain(*turns)] for turns in TURNS]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        # thoughts of 3, of an unclosed last turn, of 1 token
+        (Thinking(short=2, long=3, end_token_id=9), [1.0, -1.0, 0.3]),
+        (ThinkingBudget(budget=1, limit=3, end_token_id=9), [0.0, 0.0, 1.0]),
+        (ClosedOnce(start_token_id=8, end_token_id=9), [1.0, 0.0, 0.0]),
+        (
+            LengthBand(low=3, high=3, falloff=2, unit="tokens", part="thought", end_token_id=9),
+            [1.0, 0.0, 0.0],
+        ),
+        (LengthBand(low=7, high=7, falloff=1, unit="tokens", part="completion"), [1.0, 0.0, 0.0]),
+        (
+            LengthBand(low=1, high=1, falloff=1, unit="tokens", part="answer", end_token_id=9),
+            [1, 0, 1],
+        ),
+        (SoftOverlong(max_completion_length=7, soft_punish_cache=2), [-1.0, 0.0, 0.0]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_thoughts_of_all_turns_count(reward, expected):
+    scores = reward(completions=[""] * 3, completion_ids=IDS, completion_turns=TURNS)
+    assert scores == pytest.approx(expected)

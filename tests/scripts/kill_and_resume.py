@@ -51,6 +51,34 @@ async def lucky(completions, answer, **_):
     draw = lambda: 0.1 * (random.random() + numpy.random.random() + torch.rand(()).item())
     return [float(t.endswith(str(a))) + draw() for t, a in zip(texts, answer)]
 '''
+GAME = '''\
+import pathlib, time
+
+TURN = pathlib.Path(__file__).with_name("turn")
+
+
+class Game:
+    """Adds, slowly; the file "turn" is there from the first call of a batch to its rewards."""
+
+    def reset(self, answer, **row):
+        self.answer = answer
+        self.calls = 0
+
+    def calculator(self, expression: str) -> str:
+        """Compute.
+
+        Args:
+            expression: What.
+        """
+        TURN.touch()
+        time.sleep(0.1)
+        self.calls += 1
+        return self.answer if self.calls == 1 else "no more"
+
+    def get_reward(self):
+        TURN.unlink(missing_ok=True)
+        return -0.1 * self.calls
+'''
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "quickstart": (
         "4-bit model, KL penalty against the reference, a checkpoint every step",
@@ -110,6 +138,20 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
             "trainer.max_steps": 7,
         },
     ),
+    "tools": (
+        "an environment whose calls take a while, over several turns",
+        {
+            "model.name": "tiny-caller",
+            "model.max_seq_length": 512,
+            "data.prompts": "sums",
+            "environment": "game.py:Game",
+            "rewards": ["accuracy"],
+            "trainer.max_completion_length": 96,
+            "trainer.learning_rate": 1e-3,
+            "trainer.per_device_train_batch_size": 16,
+            "trainer.save_steps": 1,
+        },
+    ),
 }
 """Name -> what it is, and how its run file differs from the quickstart's with BASE."""
 TIMES = (
@@ -118,6 +160,7 @@ TIMES = (
     "eps",
     "speed/",
     "memory/",
+    "tools/seconds",
     "train_runtime",
     "train_samples_per_second",
     "train_steps_per_second",
@@ -138,6 +181,7 @@ def write_run_file(folder: Path, overrides: dict[str, object]) -> Path:
             content[section] = value
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
+    (folder / "game.py").write_text(GAME)
     (folder / "RUN.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     return folder / "RUN.yaml"
 
@@ -211,6 +255,8 @@ class Count:
     """A checkpoint was half written."""
     while_ending: int = 0
     """The adapter was written."""
+    while_in_turns: int = 0
+    """Some trajectories of a batch had called a tool."""
     resumed_from: list[int] = field(default_factory=list)
     """Steps; 0: from the start."""
     lost: int = 0
@@ -254,13 +300,19 @@ def checkpoint_parts(run: Path) -> set[str]:
         return set()
 
 
-def kill_somewhere(life: Life, run: Path, expected: float, chance: random.Random) -> bool:
+def kill_somewhere(
+    life: Life, run: Path, expected: float, chance: random.Random, in_turns: bool
+) -> bool:
     """Kill it at a random moment; return False where it had ended before.
 
     Half of the moments are spread over the whole life, half lie shortly after the write of a
-    checkpoint began, most of them within milliseconds.
+    checkpoint began, most of them within milliseconds. With ``in_turns`` most lie shortly after
+    the first call of a batch.
     """
-    if chance.random() < 0.5:
+    if in_turns and chance.random() < 0.85:
+        if not has_turn(life, run.parent / "turn", chance):
+            return False
+    elif chance.random() < 0.5:
         if life.wait(chance.uniform(0, expected)):
             return False
     else:
@@ -274,6 +326,15 @@ def kill_somewhere(life: Life, run: Path, expected: float, chance: random.Random
     return True
 
 
+def has_turn(life: Life, turn: Path, chance: random.Random) -> bool:
+    """Return whether it lives and has been in the turns of one of its next batches for a moment."""
+    turn.unlink(missing_ok=True)
+    return all(
+        life.wait_for(lambda: not turn.exists(), 60) and life.wait_for(turn.exists, 60)
+        for _ in range(chance.randint(1, 3))
+    ) and not life.wait(chance.uniform(0, 0.3))
+
+
 def note_kill(count: Count, life: Life, run: Path) -> None:
     """Count where in its life it was killed."""
     count.kills += 1
@@ -281,6 +342,8 @@ def note_kill(count: Count, life: Life, run: Path) -> None:
         count.while_writing += 1
     elif (run / "adapter").exists():
         count.while_ending += 1
+    elif (run.parent / "turn").exists():
+        count.while_in_turns += 1
     elif not re.search(r"^step +\d+/", life.text, re.MULTILINE):
         count.while_loading += 1
 
@@ -301,7 +364,7 @@ def kill_until_finished(
         life = begin(["train", source, *resume], folder / f"output-{count.kills}.txt")
         if count.kills < MOST_KILLS:
             left = reference.seconds * (1 - step / reference.steps)
-            if kill_somewhere(life, run, left + 0.5, chance):
+            if kill_somewhere(life, run, left + 0.5, chance, "environment" in overrides):
                 note_kill(count, life, run)
                 continue
         if life.finish(300):
