@@ -133,20 +133,19 @@ def _whole_numbers(numbers: object) -> Counter:
         isinstance(number, int | float) and number == number // 1 for number in numbers
     ):
         return Counter(map(int, numbers))
-    raise _unfit("numbers", numbers, "a list of whole numbers such as [7, 3, 6]")
+    raise RewardContractError(
+        f"reward 'countdown' got {numbers!r} in the column 'numbers'; write a list of whole "
+        "numbers such as [7, 3, 6] there"
+    )
 
 
 def _fraction(target: Any) -> Fraction:
     try:
         return Fraction(target)
     except (TypeError, ValueError, OverflowError):
-        raise _unfit("target", target, "a finite number") from None
-
-
-def _unfit(column: str, value: object, wanted: str) -> RewardContractError:
-    return RewardContractError(
-        f"reward 'countdown' got {value!r} in the column {column!r}; write {wanted} there"
-    )
+        raise RewardContractError(
+            f"reward 'countdown' got {target!r} in the column 'target'; write a finite number there"
+        ) from None
 
 
 # The reward with its defaults
