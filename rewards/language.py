@@ -79,19 +79,21 @@ _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 
 @dataclass(frozen=True)
 class Language(TextReward):
-    """Reward the wanted language: the share of the letters that belong to text written in it.
+    """Reward the wanted language: the share of letters that belong to text in that language.
 
-    Range: [0.0, 1.0], higher is better. None if there are fewer than ``min_letters`` letters. An
-    unfinished thought is judged like a finished one. Digits, punctuation, code, LaTeX, addresses,
-    tags and single letters (variables) do not count. Source: the language consistency reward of
-    DeepSeek-R1 (arXiv 2501.12948, section 2.3.2); departure: letters are counted instead of words,
-    since not every script separates words.
+    Range: [0.0, 1.0], higher is better. Only the thought is judged, even if it is unfinished;
+    ``part`` chooses the answer or the whole completion. None if there is no such part, or if it has
+    fewer than ``min_letters`` letters. Digits, punctuation, code, LaTeX, addresses, tags and single
+    letters (variables) do not count. Source: the language consistency reward of DeepSeek-R1 (arXiv
+    2501.12948, section 2.3.2). That reward counts words; this one counts letters, since not every
+    script separates words.
 
-    A letter of another script is foreign. A language with a script of its own (Greek, Korean) is
-    recognised by the script; a sentence with kana is Japanese, one with only Chinese characters is
-    Chinese. py3langid guesses languages that share a script (Latin, Cyrillic, Arabic, Devanagari,
-    Bengali), sentence by sentence, short ones together with the next. A doubtful sentence counts as
-    wanted, so foreign words inside a sentence may be missed.
+    A letter of another script is foreign. Many languages have a script of their own (Greek, Korean)
+    and are recognised by it. Chinese characters count as Japanese in a sentence with kana, and as
+    Chinese in any other. Other languages share a script (Latin, Cyrillic, Arabic, Devanagari,
+    Bengali). For these, py3langid guesses the language of each sentence; a short sentence is joined
+    to the next one first. If the guess is in doubt, the sentence counts as wanted. Each sentence
+    gets one language, so foreign words inside it may be missed.
 
     >>> chinese, english = "\u56db\u52a0\u56db\u7b49\u4e8e\u516b", "so eight"
     >>> reward = Language("zh", min_letters=6)

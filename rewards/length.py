@@ -13,11 +13,12 @@ from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
 
 @dataclass(frozen=True)
 class Length:
-    """Reward a completion of a medium number of words, and one that ends with a full stop.
+    """Reward a medium number of words, and a full stop at the end.
 
-    Range with the defaults: [-0.5, 1.5], higher is better. Words are runs of characters between
-    white space, and a thought counts as part of the completion. Source: the length reward of the
-    notebook this kit grew from, unchanged.
+    With the defaults, 10 to 50 words score 1.0, fewer -0.5 and more 0.0. A full stop at the end
+    adds 0.5. Range with the defaults: [-0.5, 1.5], higher is better. White space separates words,
+    and those of the thought count too. Source: the length reward of the notebook from which this
+    kit was developed, unchanged.
 
     >>> Length()(completions=["Too short.", "one two three four five six seven eight nine ten."])
     [0.0, 1.5]

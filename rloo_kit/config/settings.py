@@ -176,8 +176,8 @@ class KitSettings:
     )
     rows_in_flight: int | None = setting(
         None,
-        "Number of completions in the groups that `partial_rollouts` has begun; null: those of two "
-        "generation batches (of one with `max_rollout_age: 0`).",
+        "Number of completions that `partial_rollouts` keeps in flight (begun, but not trained "
+        "yet); null: two generation batches (one with `max_rollout_age: 0`).",
         minimum=2,
         **_LEARNING,
     )

@@ -14,9 +14,10 @@ RESAMPLES = 2000
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the unbiased probability that at least one of k completions is right.
+    """Return an unbiased estimate of the probability that one or more of k completions are right.
 
-    Chen et al. 2021, arXiv 2107.03374, equation 1: 1 - C(n - c, k) / C(n, k).
+    This is pass@k. With n = ``num_samples`` and c = ``num_correct`` it is
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). ``k`` is at most n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
@@ -81,11 +82,17 @@ def _room(num: int) -> float:
 
 
 def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Difference:
-    """Return the difference ``after`` - ``before``, prompt by prompt.
+    """Return the mean of ``after`` - ``before`` over the prompts, with its interval and p-value.
 
-    The interval is a bootstrap over prompts. The test is Fisher's: the signs of the n differences
-    are drawn at random (all 2 ** n ways if they are few), and the p-value is the probability of a
-    mean at least as far from 0.
+    The 95% interval comes from a bootstrap over prompts. The p-value comes from Fisher's
+    randomization test: each prompt's difference gets a random sign, and the p-value is the
+    probability that the mean is then at least as far from 0 as the real one. With few prompts all
+    combinations of signs are tried instead of random ones.
+
+    Args:
+        before: One value per prompt.
+        after: One value per prompt, in the same order.
+        seed: Seed of the bootstrap and of the random signs.
 
     Raises:
         ValueError: There is no value, or the numbers of values differ.

@@ -144,13 +144,15 @@ def score_models(
     rewards_for: Callable[[Tokenizer], list[LoadedReward]],
     say: Say,
 ) -> list[Row]:
-    """Return rows of the models in their order, each sampled in several ways.
+    """Sample and score each model in several ways; return one row for each model and way.
+
+    The rows are in the order of ``models``, and those of one model in the order of ``how``.
 
     Args:
         held_out: The prompts.
-        models: Models, whose bases are loaded one after another.
-        how: Keywords of ``evaluate`` to replace, one dict for each way of sampling.
-        rewards_for: Returns the rewards for the tokenizer of a base.
+        models: The models. Each base is loaded once, and released before the next one.
+        how: Ways of sampling, each as keywords that replace those of ``evaluate``.
+        rewards_for: Called with the tokenizer of each base; returns the rewards.
         say: Called with each line for the user.
     """
     rows = []

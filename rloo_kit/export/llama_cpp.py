@@ -57,8 +57,8 @@ def check_quantiser(dtype: str) -> None:
     if dtype in K_QUANTS and installed_version("llama-cpp-python") is None:
         raise ConfigError(
             f"{dtype} needs llama.cpp's quantiser, which is missing: pip install "
-            f"llama-cpp-python (without a wheel it needs a C++ compiler and minutes), or use "
-            f"--dtype q8_0"
+            f"llama-cpp-python (if there is no wheel for this machine, pip compiles it, which "
+            f"needs a C++ compiler and takes minutes), or use --dtype q8_0"
         )
 
 

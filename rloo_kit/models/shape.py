@@ -58,7 +58,7 @@ class Linear:
 
     @property
     def size(self) -> int:
-        """Weights of one layer."""
+        """Number of weights in one of these layers."""
         return self.rows * self.columns
 
 

@@ -38,7 +38,7 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
-    """Return the peak memory of the run in bytes after the changes (see ``apply``)."""
+    """Return the planned peak memory in bytes of a run with ``options`` (see ``apply``)."""
     return plan_memory(make_job(apply(config, options), facts)).peak_bytes
 
 

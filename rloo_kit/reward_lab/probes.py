@@ -33,13 +33,17 @@ REPEATED_SECONDS = 5.0
 def probe(
     reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
-    """Return a reward's scores of B completions, and of altered ones if the first call succeeds.
+    """Score completions with a reward, as they are and altered.
+
+    The first call gets all completions of the batch. If it succeeds, the reward is also called with
+    some of them again, in another order, and altered: empty, cut off, masked and the like
+    (``wanted_probes``). If it fails, the result holds only the fault.
 
     Args:
         reward: The reward.
         columns: Keywords with which the trainer would call it.
         batch: The completions.
-        timeout: Time limit of a call, in seconds.
+        timeout: Time limit of a call, in seconds; None: no limit.
     """
     func = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)

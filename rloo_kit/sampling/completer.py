@@ -79,8 +79,8 @@ class Completer:
         """
         if has_images(rows):
             raise DataError(
-                "the prompts have images, and only TRL's step samples from images: train with "
-                "them, which scores held-out prompts too, or leave the images out"
+                "the prompts have images, and only a training can sample from images: leave them "
+                "out, or train on these prompts (a training also scores its held-out prompts)"
             )
         prompts = [row["prompt"] for row in rows]
         return tokenize_prompts(self.processing_class, prompts, self.template_settings)

@@ -434,7 +434,7 @@ def finite_logits() -> Iterator[None]:
 
 @dataclass
 class Pieces:
-    """Runs a call over rows, all at once or in pieces that fit into memory."""
+    """Calls a function on many rows; if memory runs out, on fewer rows at a time."""
 
     what: str  # the work, such as "sampling"
     remedy: str

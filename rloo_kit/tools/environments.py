@@ -105,7 +105,10 @@ class Environments:
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
-        """One reward for each class that has ``get_reward``, under its name."""
+        """The rewards of environments: one for each class with a method ``get_reward``.
+
+        Each reward has the name of its class, and returns None for rows of other classes.
+        """
         kinds = [type(one) for one in self.samples.values() if hasattr(one, "get_reward")]
         return [_reward_of(kind) for kind in dict.fromkeys(kinds)]
 

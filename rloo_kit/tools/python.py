@@ -38,7 +38,7 @@ class PythonSession:
     """
 
     def reset(self, **row: Any) -> None:
-        """Begin without earlier programs."""
+        """Begin a new trajectory: forget all earlier programs."""
         self._before: list[str] = []
 
     def python(self, code: str) -> str:

@@ -43,7 +43,7 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
         """Search a collection of texts.
 
         Args:
-            query: A few words of the text.
+            query: Words to look for in the texts.
         """
         words = bm25s.tokenize(query, return_ids=False, show_progress=False)
         places, scores = index.retrieve(words, k=min(results, len(texts)), show_progress=False)

@@ -292,7 +292,11 @@ class LeaveOneOutTrainer(StepTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train after a dry run, or resume without one; close callbacks with ``close`` at the end.
+        """Train, or resume a training.
+
+        A new training begins with a dry run, unless ``args.dry_run`` rules it out or one was made
+        already; a resumed training has none. At the end, also after an error, every callback that
+        has a method ``close`` is closed.
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
@@ -301,7 +305,8 @@ class LeaveOneOutTrainer(StepTrainer):
 
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
-            MemoryRanOutError: The worst case does not fit (``args.dry_run``).
+            MemoryRanOutError: The dry run's step, the largest possible one, does not fit into
+                memory.
             KeyboardInterrupt: A signal stopped the training; its last step is saved.
         """
         if not self.by_trl:
