@@ -380,11 +380,12 @@ def kills() -> str:
     rows = json.loads((ROOT / "benchmarks/results/kills.json").read_text())
     names = ("kills", "while_loading", "while_writing", "while_ending", "lost")
     killed, loading, writing, ending, lost = (sum(row[name] for row in rows) for name in names)
+    turns = sum(row.get("while_in_turns", 0) for row in rows)
     different = sum(len(row["different"]) - row["lost"] for row in rows)
     return (
         f"{killed} kills of runs with {len(rows)} settings: {loading} while loading, {writing} "
-        f"while a checkpoint was half written, {ending} after the adapter was written, the others "
-        f"between. {lost} runs lost, {different} different "
+        f"while a checkpoint was half written, {ending} after the adapter was written, {turns} "
+        f"between the turns of tools, the others between. {lost} runs lost, {different} different "
         "(`benchmarks/results/kills.json`).\n"
     )
 
