@@ -185,12 +185,20 @@ def evaluate(
         model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, rewards
     )
     completer.tool_loop = tool_loop
-    completions = (sample or completer.sample)(rows)
-    found = completer.score(rows, completions).result()
-    scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
-    samples = _samples(tokenizer, completions, scores)
-    means = {name: mean_or_none(own) for name, own in scores.items()}
-    length = fmean(map(len, completions.tokens.sampled_ids))
+    has_environments = tool_loop is not None and tool_loop.environments is not None
+    size = batch_size if has_environments else len(rows)  # they are used again for the next batch
+    samples: list[dict[str, Any]] = []
+    for at in range(0, len(rows), size):
+        batch = rows[at : at + size]
+        completions = (sample or completer.sample)(batch)
+        found = completer.score(batch, completions).result()
+        scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
+        samples += _samples(tokenizer, completions, scores)
+    means = {
+        reward.name: mean_or_none([one["rewards"][reward.name] for one in samples])
+        for reward in rewards
+    }
+    length = fmean(one["tokens"] for one in samples)
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 

@@ -127,8 +127,9 @@ class HeldOut:
     ) -> Evaluation:
         """Return the evaluation of one model; ``how`` replaces keywords of ``evaluate``."""
         size = self.batch_size or self.args.per_device_train_batch_size
-        # without gradients a CPU holds more rows than the run's batch
-        if self.batch_size is None and base.model.device.type == "cpu":
+        # without gradients a CPU holds more rows than the run's batch, but not more environments
+        is_cpu = base.model.device.type == "cpu"
+        if self.batch_size is None and is_cpu and not self.job.config.environment:
             size = max(size, BATCH_TOKENS // self.job.config.model.max_seq_length)
         settings = settings_of(self.args) | {"batch_size": size, "engine": engine}
         settings |= {"tool_loop": self._tool_loop(base.tokenizer)} | how
