@@ -61,11 +61,8 @@ STOP_ON = (
     "no_signal",
     "learning_rate_too_low",
     "high_variance",
-    "tools_never_called",
     "tool_calls_fail",
     "calls_without_answer",
-    "tool_results_cut",
-    "needless_calls",
 )
 
 

@@ -483,6 +483,9 @@ add_kinds(RULES)
 @RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
 def _tools(run: RunRecord) -> Iterator[Seen]:
     """Find what is wrong with the calls at the end of a run, if five steps or more tell."""
+    calls = run.series("tools/call_frequency")
+    if calls and max(calls) > 0 and run.last("tools/call_frequency") == 0:
+        return  # it learned not to call
     yield from seen_in_calls(
         {name: run.last(name) if len(run.series(name)) >= 5 else math.nan for name in CALL_NUMBERS}
     )

@@ -1,6 +1,5 @@
 """``rloo-kit chat``: chat with a trained model in the terminal, its thought dimmed."""
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -27,6 +26,9 @@ from rloo_kit.text.wording import printable
 from rloo_kit.tools.python import python
 from rloo_kit.tools.specs import load_tools
 from rloo_kit.types import Model, Tokenizer
+
+# Question before a program runs
+ASKED = "\nrun this program? [y/N] "
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,14 +154,17 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "
     if not config.tools:
         return None
     settings = {**DEFAULTS, **config.trainer}
+    tools = load_tools(config.tools, say=lambda line: console.out(line, style="dim"))
     limits = ToolLimits(
         max_tokens=settings["max_completion_length"],
-        max_length=config.model.max_seq_length,
+        max_length=sys.maxsize,  # `_say` finds a conversation that is too long
         max_rounds=settings.get("max_tool_calling_iterations"),
+        # the user may take time to answer, and the sandbox has a limit of its own
+        timeout=None if python in tools else settings.get("tool_timeout_seconds"),
     )
-    tools = [seen(tool, console) for tool in load_tools(config.tools)]
     template = template_settings(config) or {}
-    return ToolLoop(tools, None, tokenizer, template, limits, run_tool_loop)
+    shown = [seen(tool, console) for tool in tools]
+    return ToolLoop(shown, None, tokenizer, template, limits, run_tool_loop)
 
 
 def _with_calls(
@@ -176,17 +181,37 @@ def _with_calls(
 
 
 def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
-    """Return a tool whose result is printed, and which asks before it runs a program."""
+    """Return a tool whose result or error is printed, and which asks before it runs a program."""
+
+    @contextlib.contextmanager
+    def shown() -> Iterator[list[Any]]:
+        results: list[Any] = []
+        try:
+            yield results
+        except Exception as exc:
+            results.append(f"{type(exc).__name__}: {exc}")
+            raise
+        finally:
+            text = printable(str(*results))
+            console.out(f"\n{tool.__name__}: {text}", style="dim", highlight=False)
+
+    if inspect.iscoroutinefunction(tool):
+
+        @functools.wraps(tool)
+        async def wait(**arguments: Any) -> Any:
+            with shown() as results:
+                results.append(await tool(**arguments))
+            return results[0]
+
+        return wait
 
     @functools.wraps(tool)
     def call(**arguments: Any) -> Any:
-        if tool is python and console.input("\nrun this program? [y/N] ").lower().strip() != "y":
-            raise PermissionError("the user did not run the program")
-        result = tool(**arguments)
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-        console.out(f"\n{tool.__name__}: {printable(str(result))}", style="dim", highlight=False)
-        return result
+        with shown() as results:
+            if tool is python and console.input(ASKED, markup=False).lower().strip() != "y":
+                raise PermissionError("the user did not run the program")
+            results.append(tool(**arguments))
+        return results[0]
 
     return call
 

@@ -82,6 +82,7 @@ def check_rewards(  # noqa: PLR0913
         DataError: Prompts or completions cannot be read.
         ModelError: The model cannot be loaded.
         RewardLoadError: A reward cannot be loaded.
+        RewardContractError: The ``get_reward`` of an environment raised.
     """
     if source is None and (completions is None or rewards is None):
         raise ConfigError("there is nothing to check: give a run file, or completions and rewards")
@@ -160,23 +161,30 @@ def _sampled(
         model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine, own
     )
     completer.tool_loop = job.tool_loop
-    drawn = completer.sample(list(repeated))
-    scores = completer.score(list(repeated), drawn).result()
-    names = [reward.name for reward in own]
-    played = [dict(zip(names, row, strict=True)) for row in zip(*scores, strict=True)]
-    columns = (repeated, drawn.completions, drawn.tokens.turns, drawn.ended)
-    return [
-        {
-            **row,
-            "completion": completion,
-            "completion_ids": [*chain(*turns)],
-            **({"completion_turns": turns} if job.tool_loop is not None else {}),
-            "group": number // size,
-            "truncated": not ended,
-            **({OF_ENVIRONMENTS: played[number]} if played else {}),
-        }
-        for number, (row, completion, turns, ended) in enumerate(zip(*columns, strict=True))
-    ]
+    at_once = batch_size if config.environment else len(repeated)  # environments are used again
+    found: list[Row] = []
+    for at in range(0, len(repeated), at_once):
+        rows = list(repeated.select(range(at, min(at + at_once, len(repeated)))))
+        drawn = completer.sample(rows)
+        scores = completer.score(rows, drawn).result()
+        columns = (rows, drawn.completions, drawn.tokens.turns, drawn.ended)
+        found += [
+            {
+                **row,
+                "completion": completion,
+                "completion_ids": [*chain(*turns)],
+                **({"completion_turns": turns} if job.tool_loop is not None else {}),
+                "group": (at + place) // size,
+                "truncated": not ended,
+                **(
+                    {OF_ENVIRONMENTS: {r.name: s[place] for r, s in zip(own, scores, strict=True)}}
+                    if own
+                    else {}
+                ),
+            }
+            for place, (row, completion, turns, ended) in enumerate(zip(*columns, strict=True))
+        ]
+    return found
 
 
 def _load(

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from rloo_kit.diagnosis.registry import Seen
@@ -136,8 +137,11 @@ def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return the columns with every completion altered."""
     new_text, new_ids = _ALTERED[name]
     changed = [_with_text(one, new_text(text_of(one))) for one in columns["completions"]]
-    altered = {**columns, "completions": changed, "completion_turns": None}
-    if "completion_ids" in columns:
+    altered = {**columns, "completions": changed}
+    if turns := columns.get("completion_turns"):
+        altered["completion_turns"] = [[*others, new_ids(last)] for *others, last in turns]
+        altered["completion_ids"] = [[*chain(*row)] for row in altered["completion_turns"]]
+    elif "completion_ids" in columns:
         altered["completion_ids"] = [new_ids(row) for row in columns["completion_ids"]]
     return altered
 

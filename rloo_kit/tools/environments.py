@@ -28,19 +28,21 @@ class Environments:
         self._factories = {**given} if isinstance(given, Mapping) else {None: given}
         if not self._factories:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
-        self._pool = {name: [factory()] for name, factory in self._factories.items()}
+        self.samples = {name: factory() for name, factory in self._factories.items()}
+        self._pool = {name: [one] for name, one in self.samples.items()}
         self.current: list[Any] = []  # those of the newest batch
-        for (one,) in self._pool.values():
+        for one in self.samples.values():
             if not callable(getattr(one, "reset", None)):
                 raise ConfigError(
                     f"environment {type(one).__name__} has no method reset: add def reset(self, "
                     "**row), which returns None or a text for the end of the prompt"
                 )
 
-    @property
-    def samples(self) -> dict[str | None, Any]:
-        """Name -> one instance."""
-        return {name: pool[0] for name, pool in self._pool.items()}
+    def release(self) -> None:
+        """Drop all instances, which may hold connections."""
+        self.samples.clear()
+        self._pool.clear()
+        self.current = []
 
     def name_of(self, row: Mapping[str, Any]) -> str | None:
         """Return the name of a row's environment; None if all rows have the same.

@@ -89,10 +89,13 @@ class ToolLoop:
         self.environments = None if environments is None else Environments(environments)
         self._tools = [*tools]
         samples = {None: None} if self.environments is None else self.environments.samples
-        self._known = {name: self._tools_with(one) for name, one in samples.items()}
+        known_tools = {name: self._tools_with(one) for name, one in samples.items()}
         # Name of an environment -> what its prompts show
-        self.schemas = {name: schemas_of(known) for name, known in self._known.items()}
-        for known in self._known.values():
+        self.schemas = {name: schemas_of(known) for name, known in known_tools.items()}
+        self._has_async = any(
+            inspect.iscoroutinefunction(tool) for known in known_tools.values() for tool in known
+        )
+        for known in known_tools.values():
             names = [one.__name__ for one in known]
             if len({*names}) < len(names):
                 raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
@@ -209,7 +212,7 @@ class ToolLoop:
         """A loop in a thread of its own, if a tool is async."""
         from trl.trainer.utils import start_event_loop_in_daemon
 
-        if not any(inspect.iscoroutinefunction(one) for all in self._known.values() for one in all):
+        if not self._has_async:
             return None
         _, loop, is_ready = start_event_loop_in_daemon("tools")
         is_ready.wait()

@@ -1,6 +1,8 @@
 """Environments on an OpenEnv server (the package ``openenv-core``)."""
 
+import contextlib
 import json
+import threading
 import weakref
 from typing import Any, ClassVar
 
@@ -10,21 +12,10 @@ from rloo_kit.errors import ConfigError
 class OpenEnv:
     """Base class of environments on an OpenEnv server, with a session for each trajectory.
 
-    A subclass has the address of the server, and a method for each kind of action::
-
-        class Guess(OpenEnv):
-            url = "http://127.0.0.1:8000"
-
-            def guess(self, number: int) -> str:
-                \"\"\"Guess the number.
-
-    Args:
-                    number: A whole number from 1 to 100.
-                \"\"\"
-                return self._step(number=number)
-
-    The server must allow a session for each completion that is sampled at a time, held-out ones
-    included (``max_concurrent_envs`` of its ``create_app``).
+    A subclass has the address of the server, and a method for each kind of action, such as
+    ``def guess(self, number: int) -> str`` that returns ``self._step(number=number)``
+    (docs/how-to/tools.md). The server must allow a session for each completion of a batch, and as
+    many for held-out ones (``max_concurrent_envs`` of its ``create_app``).
     """
 
     url: ClassVar[str]
@@ -35,6 +26,8 @@ class OpenEnv:
     def reset(self, **row: Any) -> str:
         """Begin an episode; return its first observation, for the end of the prompt.
 
+        A lost connection is opened again.
+
         Args:
             **row: Columns of the prompt's row; the server takes those that its ``reset`` has.
 
@@ -42,19 +35,16 @@ class OpenEnv:
             ConfigError: ``openenv-core`` is missing.
             ConnectionError: The server cannot be reached.
         """
-        if self._client is None:
-            try:
-                from openenv.core import GenericEnvClient
-            except ImportError as exc:
-                raise ConfigError(
-                    "an OpenEnv server needs the package openenv-core: pip install openenv-core"
-                ) from exc
-            self._client = GenericEnvClient(self.url).sync()
-            # its thread would keep the session; also at exit, before that thread ends
-            weakref.finalize(self, self._client.close)
         self._reward = 0.0
         self._done = False
-        return self._seen(self._client.reset(**row))
+        is_new = self._client is None
+        sent = {name: value for name, value in row.items() if _is_json(value)}
+        try:
+            return self._ask("reset", **sent)
+        except Exception:
+            if is_new:
+                raise
+            return self._ask("reset", **sent)
 
     def get_reward(self) -> float:
         """Return the sum of the rewards that the server gave in the episode."""
@@ -66,17 +56,48 @@ class OpenEnv:
         Args:
             **action: Fields of the server's action.
         """
-        if self._done:
-            return "The episode has ended."
-        return self._seen(self._client.step(action))
+        return "The episode has ended." if self._done else self._ask("step", action)
 
     def _text(self, observation: dict[str, Any]) -> str:
         """Return the text that the model reads: the value of an only field, or JSON."""
-        if len(observation) == 1:
-            (observation,) = observation.values()
-        return observation if isinstance(observation, str) else json.dumps(observation)
+        value = next(iter(observation.values())) if len(observation) == 1 else observation
+        return value if isinstance(value, str) else json.dumps(value)
 
-    def _seen(self, result: Any) -> str:
+    def _ask(self, what: str, *args: Any, **columns: Any) -> str:
+        """Call the server; after a call that did not end in time, its answer must not be read."""
+        if self._client is None:
+            self._connect()
+        try:
+            result = getattr(self._client, what)(*args, **columns)
+        except RuntimeError:  # the server's own answer
+            raise
+        except BaseException:
+            self._end()
+            self._client = None
+            raise
         self._done = result.done
         self._reward += float(result.reward or 0.0)
         return self._text(result.observation)
+
+    def _connect(self) -> None:
+        try:
+            from openenv.core import GenericEnvClient
+        except ImportError as exc:
+            raise ConfigError(
+                "an OpenEnv server needs the package openenv-core: pip install openenv-core"
+            ) from exc
+        self._client = GenericEnvClient(self.url).sync()
+        self._end = weakref.finalize(self, _close, self._client)
+        self._end.atexit = False  # the server notices that the program ends
+
+
+def _close(client: Any) -> None:
+    """End a session in the background: the server may be busy."""
+    threading.Thread(target=client.close, daemon=True).start()
+
+
+def _is_json(value: object) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        json.dumps(value)
+        return True
+    return False

@@ -8,11 +8,14 @@ from rloo_kit.rewards._sandbox import run_python
 _FRAME = """\
 import contextlib
 import io
+import random
 import traceback
 
+random.seed(0)
 names = {{"__name__": "__main__"}}
 for program in {before!r}:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+    dropped = io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(dropped), contextlib.suppress(Exception, SystemExit):
         exec(program, names)
 try:
     exec(compile({code!r}, "program", "exec"), names)
@@ -34,7 +37,7 @@ class PythonSession:
     """Environment of Python programs that know the names of earlier ones in their trajectory.
 
     Each program runs in a sandbox of its own, after the earlier ones, whose prints are dropped. All
-    of them share the time limit.
+    of them share the time limit. Random numbers are the same each time; clocks are not.
     """
 
     def reset(self, **row: Any) -> None:

@@ -34,10 +34,11 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{place}: the column text holds no text, which search needs")
         texts.append(text)
-    if not texts:
-        raise DataError(f"{format_value(str(file))} has no rows, so there is nothing to search")
+    words_of = bm25s.tokenize(texts, return_ids=False, show_progress=False) if texts else []
+    if not any(words_of):
+        raise DataError(f"{format_value(str(file))} has no words, so there is nothing to search")
     index = bm25s.BM25()
-    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    index.index(words_of, show_progress=False)
 
     def found(query: str) -> str:
         """Search a collection of texts.

@@ -44,17 +44,25 @@ def load_tools(
     return [
         _made(dict(spec), base_dir, say)
         if isinstance(spec, Mapping)
-        else _load(spec, "tool", TOOLS, base_dir, say)
+        else _plain(spec, base_dir, say)
         for spec in specs
     ]
+
+
+def _plain(spec: Any, base_dir: str | Path | None, say: Say | None) -> Any:
+    if isinstance(spec, str) and spec in MADE:
+        raise ConfigError(f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}")
+    return _load(spec, "tool", TOOLS, base_dir, say)
 
 
 def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
     """Return the tool of a table."""
     name = table.pop("name", None)
+    if name in TOOLS:
+        raise ConfigError(f"tool {name} has no parameters: write its name alone")
     make = _load(name, "tool", MADE, base_dir, say)
     if "file" in table:
-        table["file"] = Path(base_dir or "", str(table["file"]))
+        table["file"] = Path(base_dir or "", Path(str(table["file"])).expanduser())
     try:
         tool = make(**table)
     except TypeError as exc:

@@ -1,5 +1,6 @@
 """The loop of tools for the settings of a training."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,5 +95,6 @@ def with_prompts(
         raise ConfigError(
             "without a train_dataset max_steps gives the length of the training: set it"
         )
-    count = args.max_steps * args.generation_batch_size // args.num_generations
+    per_step = math.ceil(args.gradient_accumulation_steps / args.steps_per_generation)
+    count = args.max_steps * per_step * args.generation_batch_size // args.num_generations
     return Dataset.from_dict({"prompt": [empty] * count, "seed": range(count)})

@@ -170,28 +170,30 @@ class LeaveOneOutTrainer(StepTrainer):
         environments: Any,
     ) -> ToolLoop | None:
         """Return the loop of the tools, or None without any."""
-        model, tokenizer = parts["model"], parts["processing_class"]
-        if tools or environments is not None:
-            check_tools(self.step_choice)
-            if tokenizer is None:  # as TRL does
-                name = model if isinstance(model, str) else model.config.name_or_path
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name, padding_side="left", trust_remote_code=False
-                )
-                parts["processing_class"] = tokenizer
-            if others.get("eval_dataset") is not None:
-                raise ConfigError(
-                    "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
-                    "held-out prompts by a run file (data.held_out)"
-                )
-        is_name = isinstance(model, str)  # TRL loads it later
+        if not tools and environments is None:
+            return make_tool_loop(tools, environments, None, args, sys.maxsize)
+        check_tools(self.step_choice)
+        if others.get("eval_dataset") is not None:
+            raise ConfigError(
+                "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
+                "held-out prompts by a run file (data.held_out)"
+            )
+        model = parts["model"]
+        is_name = isinstance(model, str)  # TRL loads it later, with these arguments
+        name = model if is_name else model.config.name_or_path
+        revision = (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main"
+        trust = args.trust_remote_code
+        if parts["processing_class"] is None:
+            parts["processing_class"] = AutoTokenizer.from_pretrained(
+                name, revision=revision, trust_remote_code=trust, padding_side="left"
+            )
+        limits = [args.vllm_max_model_length, None if is_name else notes_of(model).max_seq_length]
         config = getattr(model, "config", None)
         if is_name:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        limits = [getattr(config, "max_position_embeddings", None), args.vllm_max_model_length]
-        limits += [None if is_name else notes_of(model).max_seq_length]
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
+        limits += [getattr(config, "max_position_embeddings", None)]
         longest = min((limit for limit in limits if limit), default=sys.maxsize)
-        loop = make_tool_loop(tools, environments, tokenizer, args, longest)
+        loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
         if loop is not None and loop.environments is not None:
             loop.environments.check_names(parts["train_dataset"])
         return loop
@@ -254,6 +256,8 @@ class LeaveOneOutTrainer(StepTrainer):
             if model is not None:
                 release_model(model)
         self._release_rewards()
+        if self.tool_loop is not None and self.tool_loop.environments is not None:
+            self.tool_loop.environments.release()
         if self.engine is not None:
             self.engine.close()
         if self.optimizer is not None:

@@ -204,6 +204,13 @@ WELL = {
     "few calls are compared": record(
         {"tools/score_gain": line(-0.1, -0.3), "tools/compared_frequency": [0.2] * 24}
     ),
+    "it learned not to call": record(
+        {
+            "tools/call_frequency": line(0.9, 0.0)[:12] + [0.0] * 12,
+            "tools/score_gain": line(-0.1, -0.1),
+            "tools/compared_frequency": [0.9] * 24,
+        }
+    ),
     "calls that help": record(
         {
             "tools/call_frequency": [0.5] * 24,

@@ -245,7 +245,8 @@ def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
 
 
 def test_the_run_file_can_stop_on_the_registered_kinds():
-    assert set(KINDS) == set(STOP_ON)
+    only_warnings = {"tools_never_called", "tool_results_cut", "needless_calls"}
+    assert set(KINDS) - only_warnings == set(STOP_ON)
 
 
 # --- a real run ----------------------------------------------------------------------------------

@@ -114,13 +114,18 @@ def test_the_model_calls_the_tools_of_its_run(tmp_path, capsys):
 
 def test_the_user_confirms_each_program(monkeypatch):
     console = Console(file=io.StringIO())
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: (asked.append(1), sys.stdin.readline())[1])
     run_program = seen(python, console)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     with pytest.raises(PermissionError, match="the user did not run the program"):
         run_program(code="print(6 * 7)")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert run_program(code="print(6 * 7)") == "42\n"
-    assert "python: 42" in console.file.getvalue()
+    said = console.file.getvalue()
+    assert said.count("run this program? [y/N] ") == len(asked) == 2
+    assert "PermissionError: the user did not run the program" in said
+    assert "python: 42" in said
 
 
 def test_terminal_dims_the_thought_and_escapes_control_characters():

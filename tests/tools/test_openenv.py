@@ -1,6 +1,7 @@
 """Environments on a real OpenEnv server: sessions, rewards, and the same training as without."""
 
 import contextlib
+import datetime
 import gc
 import json
 import socket
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.errors import DataError
+from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.environments import Environments
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.long
 
 SERVER = '''
 import sys
+import time
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
@@ -50,7 +53,9 @@ class Calculator(Environment):
         return Result(result="")
 
     def step(self, action, timeout_s=None, **others):
-        value = calculator(action.expression)
+        if action.expression == "slow":
+            time.sleep(2)
+        value = calculator(action.expression.replace("slow", "99"))
         self.left -= 1
         return Result(result=value, reward=-0.1, done=not self.left)
 
@@ -154,6 +159,42 @@ def test_an_open_session_does_not_keep_a_program_from_ending(tmp_path):
                 [sys.executable, "-c", program, url], timeout=120, check=True, capture_output=True
             )
             assert (ran.stdout, ran.stderr) == (b"done\n", b"")
+
+
+def test_a_late_answer_is_never_read(tmp_path):
+    with server(tmp_path, 8) as url:
+        one = played_at(url)()
+        row = {"prompt": [], "day": datetime.date(2026, 11, 26)}  # a value that is no JSON
+        one.reset(**row)
+        with pytest.raises(OverdueError):
+            within(0.3, lambda: one.calculator("slow"))
+        assert one.reset(**row) == ""
+        assert one.calculator("1 + 1") == "2"
+        assert one.get_reward() == pytest.approx(-0.1)
+
+
+def test_a_lost_connection_is_opened_again_by_reset(tmp_path):
+    with server(tmp_path, 8) as url:
+        one = played_at(url)()
+        one.reset()
+        client = one._client
+        client._run(client._async._ws.close())
+        with pytest.raises(Exception, match=r"."):
+            one.calculator("1 + 1")
+        assert one.reset() == ""
+        client = one._client
+        client._run(client._async._ws.close())
+        assert one.reset() == ""
+        assert one.calculator("1 + 1") == "2"
+
+
+def test_a_release_ends_all_sessions(tmp_path, trainer_of):
+    with server(tmp_path, 16) as url:
+        for _ in range(2):
+            trainer = trainer_of(tmp_path, max_steps=1, environment_factory=played_at(url))
+            trainer.train()
+            rk.release(trainer)
+            assert trainer.environments == []
 
 
 def test_a_server_that_is_gone_is_named(tmp_path):

@@ -110,7 +110,10 @@ def test_a_session_of_python_knows_earlier_programs():
     assert session.python("numbers = [1, 2]\nprint('first')") == "first\n"
     assert "ZeroDivisionError" in session.python("numbers.append(3)\n1 / 0")
     assert session.python("while True: pass").endswith("The program was ended: timeout.")
+    assert session.python("import random, sys\nlucky = random.random()\nsys.exit(0)") == ""
+    assert session.python("import sys\nsys.stdout.buffer.write(b'x\\n')\nafter = 1") == "x\n"
     assert session.python("print(numbers)") == "[1, 2, 3]\n"
+    assert session.python("print(lucky, after)") == session.python("print(lucky, after)") != ""
     other = ENVIRONMENTS["python_session"]()
     other.reset(prompt="a")
     assert "NameError" in other.python("print(numbers)")
@@ -140,10 +143,17 @@ def test_search_finds_texts_by_their_words(tmp_path):
         load_tools([table | {"results": 0}], tmp_path)
     with pytest.raises(ConfigError, match="cannot be made from"):
         load_tools([{"name": "search"}], tmp_path)
+    with pytest.raises(ConfigError, match="tool search needs a table"):
+        load_tools(["search"])
+    with pytest.raises(ConfigError, match="tool calculator has no parameters"):
+        load_tools([{"name": "calculator"}])
     with pytest.raises(ConfigError, match="unknown tool 'serch'"):
         load_tools([{"name": "serch", "file": "notes.jsonl"}], tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         load_tools([{"name": "search", "file": "other.jsonl"}], tmp_path)
+    (tmp_path / "notes.jsonl").write_text(json.dumps({"text": "the of a"}))
+    with pytest.raises(DataError, match="has no words"):
+        load_tools([table], tmp_path)
     (tmp_path / "notes.jsonl").write_text(json.dumps({"text": texts[3]}))
     with pytest.raises(DataError, match="line 1: the column text holds no text"):
         load_tools([table], tmp_path)

@@ -276,6 +276,9 @@ def test_an_environment_can_own_its_prompts(tmp_path, trainer_of):
         trainer_of(tmp_path, max_steps=-1, **how)
     with pytest.raises(ConfigError, match="a table of environments requires a `train_dataset`"):
         trainer_of(tmp_path, **how | {"environment_factory": {"a": Sum}})
+    several = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3}
+    trainer = trainer_of(tmp_path, **how | several)
+    assert len(trainer.train_dataset) == 24  # two batches of four prompts in a step
     rows = Dataset.from_dict({"seed": range(8)})  # without prompts
     trainer = trainer_of(tmp_path, dataset=rows, **how | {"max_steps": 1})
     trainer.train()
