@@ -27,8 +27,10 @@ SETUPS = {
     "4 x 24 GB": (4, 24),
     "8 x 24 GB": (8, 24),
     "2 nodes, 8 x 24 GB": (16, 24),
-    "8 x 80 GB": (8, 80),
 }
+LARGE = {"8 x 80 GB": (8, 80)}
+# Words in the planner's name of a way -> its name on the page, which explains it
+SHORT = {"(DDP)": "DDP", "server": "vLLM's server"}
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Of the published config.json: the four numbers above, the type, heads of keys, tokens
 BASES = {
@@ -52,23 +54,55 @@ def job_of(base: str, gib: int) -> Job:
     return make_job(run, replace(facts, vllm=False, unsloth=True))
 
 
-def table(base: str) -> str:
-    """Return the table of one base: a row for each way, a column for each set of cards."""
-    cells: dict[str, list[str]] = {}
-    for cards, gib in SETUPS.values():
+def cells(base: str, setups: dict[str, tuple[int, int]]) -> dict[str, list[str]]:
+    """Return the GiB of each way, for each set of cards; bold where it fits."""
+    found: dict[str, list[str]] = {}
+    for cards, gib in setups.values():
         job = job_of(base, gib)
         for way in find_ways(job, cards):
             size = f"{way.peak_bytes / GIB:.1f}"
-            name = way.name if "server" not in way.name else "vLLM's server on half of the cards"
-            cells.setdefault(name, []).append(f"**{size}**" if way.peak_bytes <= job.room else size)
+            (name,) = [short for words, short in SHORT.items() if words in way.name] or [way.name]
+            found.setdefault(name, []).append(f"**{size}**" if way.peak_bytes <= job.room else size)
+    return found
+
+
+def table(base: str) -> str:
+    """Return the table of one base: a row for each way, a column for each set of cards."""
     lines = [f"| {base} | {' | '.join(SETUPS)} |", "|---" * (1 + len(SETUPS)) + "|"]
-    lines += [f"| {name} | {' | '.join(sizes)} |" for name, sizes in cells.items()]
+    lines += [f"| {name} | {' | '.join(sizes)} |" for name, sizes in cells(base, SETUPS).items()]
     return "\n".join(lines)
+
+
+def misses(base: str, setups: dict[str, tuple[int, int]]) -> list[str]:
+    """Return the ways that do not fit."""
+    return [
+        f"{name.partition(':')[0]} on {setup} ({size} GiB)"
+        for name, sizes in cells(base, setups).items()
+        for setup, size in zip(setups, sizes, strict=True)
+        if "*" not in size
+    ]
+
+
+def sentences(smallest: str, others: list[str]) -> str:
+    """Return what is not in the tables: the smallest base, and the largest cards.
+
+    Raises:
+        ValueError: A base does not fit on the largest cards.
+    """
+    if any(misses(base, LARGE) for base in others):
+        raise ValueError(f"{', '.join(LARGE)} needs a column: not every way fits")
+    exceptions = ", ".join(misses(smallest, SETUPS | LARGE))
+    return (
+        f"On {', '.join(LARGE)} every way fits. {smallest} fits in every way on all these cards, "
+        f"except with {exceptions}."
+    )
 
 
 def written(page: str) -> str:
     """Return the page with the tables of now between its markers."""
-    return with_part(page, "card_ways", "\n\n".join(map(table, BASES)))
+    smallest, *others = BASES
+    text = "\n\n".join([*map(table, others), sentences(smallest, others)])
+    return with_part(page, "card_ways", text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """Plans of run files: verdicts, changes, a run file that fills a card, the command, the report."""
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -143,15 +141,6 @@ def test_exit_code_says_whether_it_fits(capsys, arguments, code, text):
     assert main(["plan", *arguments]) == code
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
-
-
-@pytest.mark.long
-def test_docs_list_vllms_share_of_every_run_file():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-    from write_vllm_shares import PAGE, written
-
-    page = PAGE.read_text()
-    assert written(page) == page, "run scripts/write_vllm_shares.py"
 
 
 def test_a_share_that_is_too_small_is_not_called_a_small_card():
