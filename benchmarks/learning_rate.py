@@ -11,6 +11,7 @@ line, and cells that are there are not run again: stop it when you like, and sta
 ``--minutes`` begins no further cell after that time.
 """
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -156,27 +157,46 @@ def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
     return found
 
 
+# A rate whose mean score is nearer than this to the score before training teaches nothing
+NOTHING = 0.01
+
+
 def table(model: str) -> str:
-    """Held-out score of every setting that was run, as Markdown."""
+    """Held-out score of every setting and every rate that teaches anything, as Markdown."""
     settings = grouped(model)
     rows = read(model)
     subject = SUBJECTS[model]
+    before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
     rates = sorted({rate for runs in settings.values() for rate in runs})
+    low = list(itertools.takewhile(lambda rate: teaches_nothing(settings, rate, before), rates))
+    rates = rates[len(low) :]
     lines = []
     for (layers, alpha, r), runs in settings.items():
         values = []
         for rate in rates:
-            mean, low, high = mean_and_range(runs[rate]) if rate in runs else (math.nan,) * 3
-            spread = f" ({low:.2f} to {high:.2f})" if low < high else ""
+            mean, lowest, highest = mean_and_range(runs[rate]) if rate in runs else (math.nan,) * 3
+            spread = f" ({lowest:.2f} to {highest:.2f})" if lowest < highest else ""
             values.append("" if math.isnan(mean) else f"{mean:.2f}{spread}")
         lines.append([layers, str(alpha), str(r), *values])
     whole = len(list(cells(subject)))
-    before = statistics.fmean(row["before"] for row in rows if row.get("before") is not None)
     shown = shared.markdown(["layers", "alpha", "r", *(f"{rate:.0e}" for rate in rates)], lines)
-    return (
+    text = (
         f"{shown}\n\n{model}: held-out {subject.metric} by learning rate, mean (range) of the "
-        f"seeds that ran; {before:.2f} before training. {len(rows)} of {whole} cells have run."
+        f"seeds; {before:.2f} before training."
     )
+    if low:
+        text += f" At {low[0]:.0e} to {low[-1]:.0e} every mean is within {NOTHING} of that."
+    if len(rows) < whole:
+        text += f" {len(rows)} of {whole} cells have run."
+    return text
+
+
+def teaches_nothing(
+    settings: dict[tuple, dict[float, list[dict]]], rate: float, before: float
+) -> bool:
+    """Return whether the rate leaves the score as it was, with every setting."""
+    runs = [runs[rate] for runs in settings.values() if rate in runs]
+    return all(abs(mean_and_range(one)[0] - before) < NOTHING for one in runs)
 
 
 def picture(models: list[str]) -> None:

@@ -477,32 +477,31 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """Seconds and memory of the passes at each arm's longest length, as Markdown."""
-    head = "model", "tokens", "reference", "old", "learning", "attention", "without it", "peak"
+    """Seconds and memory of the passes at the longest length, where attention was measured."""
+    head = "model", "reference", "old", "learning", "attention", "without it, ms a token", "MiB"
     rows = []
     for name, points in arms.items():
         point = points[-1]
-        took = {**point["seconds"], "attention": point.get("attention")}
+        if not point.get("attention"):
+            continue
+        took = {**point["seconds"], "attention": point["attention"]}
         names = (*PASSES, "attention")
-        cells = [f"{took[n]:.1f} s" if (took.get(n) or 0) > 0.05 else "" for n in names]
-        alone = others_of(point) / point["tokens"] * 1e3 if took["attention"] else None
-        cells.append("" if alone is None else f"{alone:.2f} ms a token")
-        cells.append(f"{peak_of(point):,.0f} MiB")
-        rows.append([ARM[name].words, f"{point['length']:,}", *cells])
+        cells = [f"{took[n]:.1f}" if (took.get(n) or 0) > 0.05 else "" for n in names]
+        cells.append(f"{others_of(point) / point['tokens'] * 1e3:.2f}")
+        cells.append(f"{peak_of(point):,.0f}")
+        rows.append([ARM[name].words, *cells])
     return shared.markdown(head, rows)
 
 
 def growth_table(found: dict[str, dict[str, Fit]]) -> str:
     """What a doubling of the length multiplies, as Markdown."""
-    head = "model", "seconds", "without attention", "memory as a line", "that is off by"
+    head = "model", "seconds", "without attention", "MiB at k thousand tokens", "off by"
     rows = []
     for name, fit in found.items():
         quantities = ("seconds", "seconds_without_attention")
         cells = [f"{fit[n]['last_doubling']:.2f}x" if n in fit else "" for n in quantities]
         memory = fit["mib"]
-        cells.append(
-            f"{memory['constant']:.0f} + {1000 * memory['per_token']:.0f} MiB a 1,000 tokens"
-        )
+        cells.append(f"{memory['constant']:.0f} + {1000 * memory['per_token']:.0f} k")
         cells.append(f"{memory['largest_error']:.0%}")
         rows.append([ARM[name].words, *cells])
     return shared.markdown(head, rows)

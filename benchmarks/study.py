@@ -220,9 +220,8 @@ def main() -> None:
         from study_report import write
 
         titles = {name: task.title for name, task in (TASKS | GPU_TASKS).items()}
-        planned = len(ARMS) * sum(task.seeds for task in TASKS.values())
         rows = [row for file in sorted(RESULTS.glob("study_*.jsonl")) for row in read_lines(file)]
-        write(rows, titles, planned)
+        write(rows, titles)
         return
     prepare()
     arms = options.arm or [arm for arm in ARMS if not options.gpu or ARMS[arm][0] == "kit"]

@@ -57,7 +57,6 @@ def cells(runs: Runs, arm: str) -> dict[str, str]:
     base = quiet(runs, BASE)
     paces = [row["curve"][-1][1] / row["curve"][-1][0] for row in timed.values()]
     return {
-        "seeds": str(len(curves)),
         "score at the end": shown([curve[-1][2] for curve in curves]),
         "above kit RLOO": "" if arm == BASE else shown(above_base(runs, arm), "+"),
         "KL": f"{statistics.fmean(curve[-1][3] for curve in curves):.2f}",
@@ -68,20 +67,21 @@ def cells(runs: Runs, arm: str) -> dict[str, str]:
     }
 
 
+def seeds(runs: Runs) -> str:
+    """Return how many seeds the arms of a task have."""
+    counts = sorted({len(one) for one in runs.values()})
+    return f"{' or '.join(map(str, counts))} seeds"
+
+
 def verdict(runs: Runs, above: Callable[[Runs, str], list[float]]) -> str:
-    """Say which arms differ from the kit's RLOO by more than chance; "": too few seeds to tell."""
-    enough = {arm: above(runs, arm) for arm in runs if arm != BASE}
-    enough = {arm: values for arm, values in enough.items() if len(values) >= 3}
+    """Return the arms that differ from the kit's RLOO by more than chance; "" if none can."""
+    differences = {arm: above(runs, arm) for arm in runs if arm != BASE}
     apart = [
         f"{arm} {shown(values, '+')}"
-        for arm, values in enough.items()
-        if not interval(values)[1] <= 0 <= interval(values)[2]
+        for arm, values in differences.items()
+        if len(values) >= 3 and not interval(values)[1] <= 0 <= interval(values)[2]
     ]
-    if not enough:
-        return ""
-    if not apart:
-        return "no arm ends above or below the kit's RLOO by more than chance"
-    return f"these differ from the kit's RLOO by more than chance: {'; '.join(apart)}"
+    return "; ".join(apart)
 
 
 def picture(tasks: dict[str, Runs]) -> None:
@@ -126,27 +126,25 @@ def together(tasks: dict[str, Runs], model: str) -> dict[str, Runs]:
     }
 
 
-def write(rows: list[dict[str, Any]], titles: dict[str, str], planned: int) -> None:
+def write(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
     """Write the table, the sentences and the picture."""
     tasks: dict[str, Runs] = {}
     for row in rows:
         runs = tasks.setdefault(titles[row["task"]], {})
         runs.setdefault(row["arm"], {})[row["seed"]] = row
     table = [
-        {"task": title, "arm": arm} | cells(runs, arm)
+        {"task": "" if place else f"{title}, {seeds(runs)}", "arm": arm} | cells(runs, arm)
         for title, runs in tasks.items()
-        for arm in runs
+        for place, arm in enumerate(runs)
     ]
     names = [name for name in table[0] if any(row[name] for row in table)]
     shown = markdown(names, ([row[name] for name in names] for row in table))
     write_part(PAGE, "study", shown)
     said = []
     for title, runs in (tasks | together(tasks, "SmolLM2-135M")).items():
-        equal = {"steps": above_base, "seconds (those of the kit's RLOO)": above_base_in_time}
+        equal = {"steps": above_base, "seconds": above_base_in_time}
         for what, above in equal.items():
             if found := verdict(runs, above):
                 said.append(f"- **{title}**, equal {what}: {found}.")
-    done = len({(r["task"], r["arm"], r["seed"]) for r in rows if "GSM8K" not in titles[r["task"]]})
-    said.append(f"- {done} of {planned} runs on a CPU are done.")
     write_part(PAGE, "study-verdicts", "\n".join(said))
     picture(tasks)

@@ -319,30 +319,33 @@ def sentence() -> str:
 
 
 def sampler() -> str:
-    """Speed and memory of the sampler against ``generate``, as Markdown."""
+    """Return speed and memory of the sampler against ``generate``."""
     content = json.loads((shared.RESULTS / "sampler_smollm2.json").read_text())
-    arms = {name: content[name] for name in ("kit", "generate")}
-    shown = shared.markdown(
-        ("sampler", "tokens a second", "peak memory, MiB"),
-        ((n, f"{x['tokens_per_second']:.1f}", f"{x['peak_mib']:+.0f}") for n, x in arms.items()),
+    kit, other = (
+        f"{content[name]['tokens_per_second']:.1f} tokens a second with "
+        f"{content[name]['peak_mib']:.0f} MiB"
+        for name in ("kit", "generate")
     )
-    pairs = ", ".join(f"{one:.2f}x" for one in content["ratios"])
-    return f"{shown}\n\n{content['ratio']:.2f}x; single pairs: {pairs}."
+    pairs = content["ratios"]
+    return (
+        f"The kit samples {kit} of extra memory, `generate` {other}. The kit is "
+        f"{content['ratio']:.2f}x as fast "
+        f"({min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)} pairs)."
+    )
 
 
 def scores() -> str:
-    """Median wall time and steps to the score, with the lowest and the highest, as Markdown."""
+    """Return the median wall time and steps to the score, with the lowest and the highest."""
     content = json.loads((shared.RESULTS / "time_to_score_cpu.json").read_text())
-    columns = f"to a score of {content['score']:g}", "seconds (lowest, highest)", "steps"
-    rows = []
+    lines = [f"Medians to a score of {content['score']:g} (lowest to highest):", ""]
     for arm, name in TITLES.items():
         found = [row for row in content["rows"] if row["arm"] == arm and row["seconds"]]
         seconds = [row["seconds"] for row in found]
         steps = statistics.median(row["steps"] for row in found)
-        spread = f"({min(seconds):.0f}, {max(seconds):.0f})"
-        median = f"{statistics.median(seconds):.0f} {spread}"
-        rows.append((f"{name}, {len(found)} seeds", median, f"{steps:g}"))
-    return shared.markdown(columns, rows)
+        spread = f"({min(seconds):.0f} to {max(seconds):.0f})"
+        median = f"{statistics.median(seconds):.0f} s {spread}"
+        lines.append(f"- {name}, {len(found)} seeds: {median}, {steps:g} steps")
+    return "\n".join(lines)
 
 
 def picture() -> None:

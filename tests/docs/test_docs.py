@@ -51,7 +51,6 @@ def test_python_compiles_and_uses_public_names(text):
 
 # Whole programs.
 RUN = [
-    "explanation/how_it_works-0",
     "how-to/change_the_step-0",
     "how-to/code_sandbox-0",
     "how-to/doctor-0",
