@@ -22,7 +22,7 @@ from pages import with_part
 
 import rloo_kit
 from rloo_kit.cli import PARSER
-from rloo_kit.config.other_names import MOVED, NEEDLESS, REFUSED, RENAMED
+from rloo_kit.config.other_names import MOVED, REFUSED, RENAMED
 from rloo_kit.config.run_file import (
     DataSection,
     LoraSection,
@@ -72,6 +72,9 @@ SAME_AS = {
 SAID_ONCE = (
     "a run file, or the folder of a run",
     "a run, a checkpoint, an adapter or a model",
+    "a run file",
+    "the folder of a run",
+    "the name of the reward",
 )
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
@@ -151,7 +154,7 @@ def rewards() -> str:
     parts = []
     for entry in describe_rewards():
         about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
-        about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z])", about)[:SENTENCES])
+        about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z`])", about)[:SENTENCES])
         about = about.replace(", higher is better", "")  # of all of them
         rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
         parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
@@ -194,16 +197,16 @@ def settings() -> str:
 
 
 def _rows(section: type, prefix: str) -> Iterator[str]:
-    """Yield a line for each setting of a section: name, type, default, text, range."""
+    """Yield a line for each setting of a section: name, type, default, range, text."""
     hints = typing.get_type_hints(section)
     for one in dataclasses.fields(section):
         if rule := one.metadata.get("rule"):
             is_made = one.default is dataclasses.MISSING
             default = _yaml(one.default_factory() if is_made else one.default)
             kind = _describe(hints[one.name])
-            about = "" if rule.help == f"{kind}." else rule.help
-            text = f"{about} {_sentence(_describe_range(rule))}".strip()
-            yield (f"- `{prefix}{one.name}` ({kind}, `{default}`){': ' if text else ''}{text}")
+            about = "" if rule.help == f"{kind}." else f": {rule.help}"
+            facts = ", ".join(filter(None, [kind, f"`{default}`", _describe_range(rule)]))
+            yield f"- `{prefix}{one.name}` ({facts}){about}"
 
 
 def _describe(hint: object) -> str:
@@ -221,17 +224,12 @@ def _describe(hint: object) -> str:
 
 
 def _describe_range(rule: Rule) -> str:
-    """Return the bounds of a rule in words; "" where it has none."""
+    """Return the bounds of a rule; "" where it has none."""
     if rule.minimum is not None and rule.maximum is not None:
-        return f"between {_number(rule.minimum)} and {_number(rule.maximum)}"
-    bounds = {
-        "at least": rule.minimum,
-        "above": rule.above,
-        "at most": rule.maximum,
-        "below": rule.below,
-    }
-    given = [f"{word} {_number(bound)}" for word, bound in bounds.items() if bound is not None]
-    return " and ".join(given)
+        return f"{_number(rule.minimum)} to {_number(rule.maximum)}"
+    bounds = {"≥": rule.minimum, ">": rule.above, "≤": rule.maximum, "<": rule.below}
+    given = [f"{sign} {_number(bound)}" for sign, bound in bounds.items() if bound is not None]
+    return ", ".join(given)
 
 
 def _number(bound: float) -> str:
@@ -249,8 +247,9 @@ def _trl_settings() -> str:
             f"Only the kit's own step obeys {_names(OF_KIT_STEP)}; only TRL's obeys "
             f"{_names(OF_TRL_STEP)}. What has no effect on RLOO here is refused with what to write "
             f"instead: {_names(name for name, rule in RULES.items() if rule.instead)}.\n",
-            f"A resume keeps {_names(on_resume('must'))}; a new value of "
-            f"{_names(on_resume('may'))} is used and reported; all others may change.\n",
+            "A resume refuses other values of the settings that decide what is sampled and "
+            f"learned, except {_names(on_resume('may'))}, whose new values are used and "
+            "reported. Settings of saving, logging, stopping and memory may change.\n",
         ]
     )
 
@@ -313,15 +312,15 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
 
 def other_names() -> str:
-    """Return the table of other trainers' settings; the kit's messages say more of the others."""
-    lines = ["| there | run file | Python |", "|---|---|---|"]
-    for name, (key, in_python) in MOVED.items():
-        lines.append(f"| `{name}` | `{key}` | {in_python} |")
+    """Return other trainers' settings; the kit's messages say more of the others."""
+    lines = [
+        f"- `{name}`: `{key}`, in Python {in_python}" for name, (key, in_python) in MOVED.items()
+    ]
     renamed = ", ".join(f"`{name}` is `{new}`" for name, new in RENAMED.items())
     lines += ["", f"Under `trainer:` and in Python: {renamed}."]
     lines += [
         "",
-        f"Left out with a warning that says why: {_names(NEEDLESS)}.",
+        "Other settings without use here are left out with a warning that says why.",
         "",
         f"Refused with what to write instead: {_names(REFUSED)}.",
     ]
@@ -349,7 +348,7 @@ SECTIONS = {
     "test_disk_faults": "A full disk",
     "test_checkpoint_faults": "Checkpoints",
     "test_data_faults": "Prompts",
-    "test_signal_faults": "Signals, clocks, two runs in one folder",
+    "test_signal_faults": "Signals, two runs in one folder",
 }
 
 

@@ -52,7 +52,7 @@ def flip_a_bit(file):
 
 @pytest.mark.fault(
     "a checkpoint is truncated, or a bit of it flips",
-    "it is passed over with a warning, and the one before it is used",
+    "the run warns and uses the one before it",
 )
 def test_a_spoiled_checkpoint(copy):
     from rloo_kit.checkpoints.store import find_checkpoint
@@ -73,7 +73,7 @@ def test_a_spoiled_checkpoint(copy):
 
 @pytest.mark.fault(
     "no checkpoint is whole",
-    "each is named with its fault, and the run starts from the beginning",
+    "the run names the fault of each and starts from the beginning",
 )
 def test_no_whole_checkpoint(copy):
     for folder in copy.run.glob("checkpoint-*"):
@@ -85,8 +85,8 @@ def test_no_whole_checkpoint(copy):
 
 
 @pytest.mark.fault(
-    "a checkpoint of another version of the kit",
-    "it is refused or passed over, with the version that wrote it; none is misread",
+    "another version of the kit wrote the checkpoint",
+    "it is refused or passed over, and that version is named",
 )
 def test_a_checkpoint_of_another_version(copy):
     from rloo_kit.checkpoints.store import find_checkpoint
@@ -114,7 +114,7 @@ def contents(run):
 
 @pytest.mark.fault(
     "a resume with another model, other prompts, rewards or settings",
-    "it is refused and says what differs; checkpoints and records stay as they are",
+    "it is refused with what differs, and the folder stays as it is",
 )
 def test_a_checkpoint_of_another_run(copy):
     before = contents(copy.run)
@@ -128,8 +128,8 @@ def test_a_checkpoint_of_another_run(copy):
 
 
 @pytest.mark.fault(
-    "the base model's weights change under their name",
-    "the resume is refused; nothing is written",
+    "the base model's weights change, but not their name",
+    "the resume is refused",
 )
 def test_other_weights_of_the_same_name(tmp_path):
     from safetensors.torch import load_file, save_file
@@ -152,7 +152,7 @@ def test_other_weights_of_the_same_name(tmp_path):
 
 @pytest.mark.fault(
     "the power goes while a checkpoint is written",
-    "its half is removed, the one before it is used",
+    "the half is removed, and the one before it is used",
 )
 def test_half_a_checkpoint(copy):
     newest = whole(copy)

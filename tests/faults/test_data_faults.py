@@ -27,7 +27,7 @@ def on_file(tmp_path):
 
 @pytest.mark.fault(
     "the prompt file is cut in the middle of a line",
-    "the run is refused with file and line before anything is written",
+    "the run is refused with file and line, and writes nothing",
 )
 def test_a_cut_prompt_file(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
@@ -42,7 +42,7 @@ def test_a_cut_prompt_file(tmp_path):
 
 @pytest.mark.fault(
     "the prompt file is cut or removed while the run trains",
-    "the run continues with what it has read; a resume is refused until the file is back",
+    "the run continues; a resume is refused until the file is back",
 )
 def test_a_prompt_file_changes_during_the_run(on_file):
     one, prompts = on_file

@@ -30,8 +30,8 @@ def on_small_disk(small_disk, reference):
 
 
 @pytest.mark.fault(
-    "the disk is full when metrics and completions are appended",
-    "the run stops and says so; it resumes from its newest checkpoint",
+    "no space for metrics and completions",
+    "the run stops; it resumes from its newest checkpoint",
 )
 def test_a_full_disk_for_rows(on_small_disk, small_disk):
     life = on_small_disk.begin(FAULT="fills", FAULT_DISK=str(small_disk))
@@ -43,8 +43,8 @@ def test_a_full_disk_for_rows(on_small_disk, small_disk):
 
 
 @pytest.mark.fault(
-    "the disk is full when a checkpoint is due",
-    "the run stops and says so; earlier checkpoints stay whole, and the newest resumes",
+    "no space for a checkpoint",
+    "the run stops; earlier checkpoints stay whole, and the newest resumes",
 )
 def test_a_full_disk_for_a_checkpoint(small_disk, reference):
     one = Trial(small_disk / "trial", reference, {"trainer.save_steps": 1})

@@ -68,8 +68,8 @@ def in_learning(model, args, kwargs):
 
 
 @pytest.mark.fault(
-    "memory runs out in generation, in the log-prob pass, in forward, in backward",
-    "fewer completions are run at a time until they fit, and the run continues",
+    "no memory for generation, the log-prob pass, forward or backward",
+    "fewer completions run at a time, and the run continues",
 )
 def test_memory_runs_out(tmp_path, reference):
     wanted = metrics(reference)
@@ -104,8 +104,8 @@ def spoiled(model, args, kwargs, *, times):
 
 
 @pytest.mark.fault(
-    "the gradients of a step are NaN",
-    "the step is skipped and counted, no weight moves, the run continues",
+    "NaN gradients in a step",
+    "the step is skipped and counted, and the run continues",
 )
 def test_one_step_without_numbers(trial):
     life = trial.begin(before=hooked(functools.partial(spoiled, times=1)), FAULT="marks")
@@ -116,8 +116,8 @@ def test_one_step_without_numbers(trial):
 
 
 @pytest.mark.fault(
-    "the gradients of many steps in a row are NaN",
-    "the run stops after `max_skipped_steps` and says what to lower; no weight has moved",
+    "NaN gradients in many steps in a row",
+    "the run stops after `max_skipped_steps`; no weight has moved",
 )
 def test_no_step_with_numbers(trial):
     limit = ["--set", "trainer.max_skipped_steps=2"]
@@ -155,16 +155,16 @@ def without_numbers(model, args, kwargs):
 
 
 @pytest.mark.fault(
-    "memory runs out on a single completion",
-    "the run stops and says what to lower; the last finished step is saved",
+    "no memory for a single completion",
+    "the run stops; the last finished step is saved",
 )
 @pytest.mark.fault(
-    "weights become NaN",
-    "the run stops and keeps nothing of them; checkpoints and adapter hold finite numbers",
+    "NaN weights",
+    "the run stops and saves none of them",
 )
 @pytest.mark.fault(
-    "the model's logits are NaN while it samples",
-    "the run stops and says what to change; the last finished step is saved",
+    "NaN logits while the model samples",
+    "the run stops; the last finished step is saved",
 )
 def test_what_cannot_continue_stops_the_run(trial):
     """Each fault meets the same run, resumed after the one before."""

@@ -16,15 +16,15 @@ STOPPING = {
 
 @pytest.mark.fault(
     "a reward raises",
-    "the run stops and names reward, row and remedy; the last finished step is saved",
+    "the run stops and names reward and row; the last finished step is saved",
 )
 @pytest.mark.fault(
     "a reward hangs",
     "`reward_timeout_seconds` ends it; the last finished step is saved",
 )
 @pytest.mark.fault(
-    "a reward returns rubbish: text, NaN, too few scores, nothing",
-    "the run stops and says what came and what to return; nothing is trained on it",
+    "a reward returns text, NaN, too few scores or nothing",
+    "the run stops, names what it returned and trains nothing on it",
 )
 @pytest.mark.fault(
     "a reward ends the process (`sys.exit`)",
@@ -46,7 +46,7 @@ def test_a_faulty_reward_stops_the_run(trial):
 
 @pytest.mark.fault(
     "a reward raises, `on_reward_error: skip`",
-    "what it cannot score counts as unscorable, and the run continues",
+    "the row counts as unscorable, and the run continues",
 )
 def test_a_reward_raises_and_is_skipped(trial):
     life = trial.begin("--set", "trainer.on_reward_error=skip", FAULT="raises")

@@ -29,7 +29,7 @@ def judged_by(server, **more):
 
 @pytest.mark.fault(
     "the judge's server dies",
-    "after its retries the run stops and names the server; the last finished step is saved",
+    "the run retries, then stops and names the server; the last finished step is saved",
 )
 def test_the_judge_dies(judge, tmp_path):
     settings = judged_by(judge)

@@ -18,7 +18,7 @@ def begun(trial):
 
 @pytest.mark.fault(
     "Ctrl-C, SIGTERM",
-    "the step in progress is finished and saved, memory is released; exit code 130 or 143",
+    "the step is finished and saved; exit code 130 or 143",
 )
 def test_a_signal_stops_after_the_step(trial, tmp_path, reference):
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
@@ -37,7 +37,7 @@ def test_a_signal_stops_after_the_step(trial, tmp_path, reference):
 
 @pytest.mark.fault(
     "Ctrl-C or SIGTERM twice",
-    "the second one stops at once; the last checkpoint stays whole",
+    "the run stops at once; the last checkpoint stays whole",
 )
 def test_a_second_signal_stops_at_once(tmp_path, reference):
     one = Trial(tmp_path, reference, {"trainer.save_steps": 1})
@@ -83,8 +83,8 @@ def test_two_runs_in_one_folder(trial):
 
 
 @pytest.mark.fault(
-    "what reads the output goes away (`rloo-kit train ... | head`)",
-    "the last checkpoint stays whole, and the run can be resumed",
+    "the reader of the output ends (`rloo-kit train ... | head`)",
+    "the run can be resumed",
 )
 def test_the_reader_of_the_output_goes_away(trial):
     def close():
