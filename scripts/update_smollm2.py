@@ -91,15 +91,16 @@ def about_the_post(content: dict, part: str, posts: list[dict]) -> list[float]:
 
 
 def interval(found: Difference) -> str:
-    """Return a difference, its interval and its p-value for a cell."""
-    p = "< 0.001" if found.p_value < 0.001 else f"= {found.p_value:.3f}"
-    return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}], p {p}"
+    """Return a difference, its interval and, unless it is under 0.001, its p-value for a cell."""
+    p = "" if found.p_value < 0.001 else f", p = {found.p_value:.3f}"
+    return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{p}"
 
 
 def table(content: dict, posts: list[dict]) -> str:
     """Return the means before and after, and the paired differences, as Markdown."""
     lines = [
-        f"| {len(posts)} held-out posts | before | after | difference, 95% interval |",
+        f"| {len(posts)} held-out posts | before | after "
+        "| difference, 95% interval; p < 0.001 unless given |",
         "|---|---|---|---|",
     ]
     names = {

@@ -158,7 +158,7 @@ def test_a_family_is_known_by_its_tokenizer_and_template(template, tokens, speci
 
 def test_the_documentation_lists_every_family():
     page = (Path(__file__).parents[2] / "docs/how-to/rewards.md").read_text()
-    assert [name for name in FAMILIES if f"| {name} |" not in page] == []
+    assert [name for name in FAMILIES if f"- {name}: " not in page] == []
 
 
 def test_a_mark_that_its_neighbours_share_a_token_with_is_found_in_the_text():
