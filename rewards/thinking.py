@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -104,6 +104,8 @@ class TemplateAware(Bound):
 class TextReward(TemplateAware):
     """A reward that scores each row alone, by its text and the value in its column, if any."""
 
+    _score: Callable[..., Score]
+
     def __call__(
         self,
         completions: Completions,
@@ -114,9 +116,6 @@ class TextReward(TemplateAware):
         column = getattr(self, "column", None)
         read = [] if column is None else [column_of(columns, column, self.__name__)]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
-
-    def _score(self, *row: Any, **_: Any) -> Score:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +179,8 @@ class ThoughtTokens(Bound):
 class TokenReward:
     """A reward that scores a completion by its text and the token ids of its turns."""
 
+    _score: Callable[[str, list[list[int]]], float]
+
     def __call__(
         self,
         completions: Completions,
@@ -191,9 +192,6 @@ class TokenReward:
         texts = map(completion_text, completions)
         turns = completion_turns or [[ids] for ids in completion_ids]
         return [self._score(*row) for row in zip(texts, turns, strict=True)]
-
-    def _score(self, text: str, turns: list[list[int]]) -> float:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
