@@ -41,7 +41,8 @@ def test_a_revision_is_loaded_trained_and_found_again_from_its_adapter(cache, tm
     code = (
         "import rloo_kit as rk\n"
         "import functools\n"
-        "load = functools.partial(rk.load_model, load_in_4bit=False, max_seq_length=64)\n"
+        "how = {'load_in_4bit': False, 'max_seq_length': 64, 'precision': 'fp32'}\n"
+        "load = functools.partial(rk.load_model, **how)\n"
         "norm = lambda model: round(float(model.get_base_model().model.norm.weight.mean()), 3)\n"
         "model, tokenizer = load('some-org/thinker', revision='v1')\n"
         "model = rk.attach_lora(model, r=2)\n"

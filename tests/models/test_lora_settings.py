@@ -64,7 +64,7 @@ def trained(folder, source, settings, **config):
         train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
         args=rk.LeaveOneOutConfig(
             str(folder / "run"), **few, save_strategy="no", doctor=False, learning_rate=1e-2,
-            temperature=2.0, generation="transformers", **config,
+            temperature=2.0, generation="transformers", **{"bf16": False, **config},
         ),
     )  # fmt: skip
     trainer.train()

@@ -459,6 +459,7 @@ def of_built(trainer, calls, wanted):
     return {
         "accelerator": [str(one) for one in (*own, accelerator.parallelism_config)],
         "callbacks": [type(one).__name__ for one in trainer.callback_handler.callbacks],
+        "mixed_precision": accelerator.mixed_precision,
         "determinism": torch.are_deterministic_algorithms_enabled(),
         "dtype": str(model.dtype),
         "engine": _engine_arguments(trainer.args),
@@ -505,7 +506,8 @@ def observe(root, row, settings):
         except Exception as exc:
             seen["error"] = f"{type(exc).__name__}: {exc}".replace(str(root), "")
     seen["warned"] = sorted({str(one.message) for one in warned})
-    seen["precision"] = [text for text in seen["warned"] if "=True is slow" in text]
+    slow = [text for text in seen["warned"] if "=True is slow" in text]  # on most CPUs
+    seen["precision"] = [seen.get("mixed_precision"), *slow]
     seen["printed"] = printed.getvalue().count("Completion")
     seen["files"] = sorted(str(path.relative_to(root)) for path in root.glob("o*/checkpoint-*"))
     return seen
