@@ -181,7 +181,11 @@ def _with_calls(
 
 
 def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
-    """Return a tool whose result or error is printed, and which asks before it runs a program."""
+    """Return a tool whose result or error is printed, and which asks before it runs a program.
+
+    Raises:
+        PermissionError: In a call of ``python``, the user did not answer y.
+    """
 
     @contextlib.contextmanager
     def shown() -> Iterator[list[Any]]:

@@ -323,7 +323,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
-        """Collect the rows of a slice; after the last slice of an optimizer step, run the step."""
+        """Collect the rows of a slice; after the last slice of an optimizer step, run the step.
+
+        Raises:
+            ConfigError: ``which_prompts`` is set, and ``partial_rollouts`` begins prompts earlier.
+        """
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
