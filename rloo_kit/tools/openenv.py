@@ -37,14 +37,13 @@ class OpenEnv:
         """
         self._reward = 0.0
         self._done = False
-        is_new = self._client is None
         sent = {name: value for name, value in row.items() if _is_json(value)}
-        try:
-            return self._ask("reset", **sent)
-        except Exception:
-            if is_new:
-                raise
-            return self._ask("reset", **sent)
+        if self._client is not None:
+            with contextlib.suppress(Exception):
+                return self._ask("reset", **sent)
+        if self._client is None:
+            self._connect()
+        return self._ask("reset", **sent)
 
     def get_reward(self) -> float:
         """Return the sum of the rewards that the server gave in the episode."""
@@ -56,6 +55,8 @@ class OpenEnv:
         Args:
             **action: Fields of the server's action.
         """
+        if self._client is None:  # a new session would know nothing of the episode
+            raise ConnectionError("the session was lost, and the episode with it")
         return "The episode has ended." if self._done else self._ask("step", action)
 
     def _text(self, observation: dict[str, Any]) -> str:
@@ -65,8 +66,6 @@ class OpenEnv:
 
     def _ask(self, what: str, *args: Any, **columns: Any) -> str:
         """Call the server; after a call that did not end in time, its answer must not be read."""
-        if self._client is None:
-            self._connect()
         try:
             result = getattr(self._client, what)(*args, **columns)
         except RuntimeError:  # the server's own answer

@@ -58,7 +58,7 @@ def _plain(spec: Any, base_dir: str | Path | None, say: Say | None) -> Any:
 def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
     """Return the tool of a table."""
     name = table.pop("name", None)
-    if name in TOOLS:
+    if isinstance(name, str) and name in TOOLS:
         raise ConfigError(f"tool {name} has no parameters: write its name alone")
     make = _load(name, "tool", MADE, base_dir, say)
     if "file" in table:

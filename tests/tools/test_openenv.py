@@ -175,6 +175,8 @@ def test_a_late_answer_is_never_read(tmp_path, url):
     one.reset(**row)
     with pytest.raises(OverdueError):
         within(0.3, lambda: one.calculator("slow"))
+    with pytest.raises(ConnectionError, match="the session was lost"):
+        one.calculator("1 + 1")
     assert one.reset(**row) == ""
     assert one.calculator("1 + 1") == "2"
     assert one.get_reward() == pytest.approx(-0.1)

@@ -145,6 +145,9 @@ def test_search_finds_texts_by_their_words(tmp_path):
         load_tools([{"name": "search"}], tmp_path)
     with pytest.raises(ConfigError, match="tool search needs a table"):
         load_tools(["search"])
+    for name in (None, ["search"], 3):
+        with pytest.raises(ConfigError, match="unknown tool None|cannot be called: give a function"):
+            load_tools([{"name": name}])
     with pytest.raises(ConfigError, match="tool calculator has no parameters"):
         load_tools([{"name": "calculator"}])
     with pytest.raises(ConfigError, match="unknown tool 'serch'"):
