@@ -199,7 +199,7 @@ class KitSettings:
     on_tool_error: Literal["tell", "stop"] = setting(
         "tell",
         "If a tool raises: `tell` the model, which reads the error, or `stop` the run. Calls that "
-        "are malformed or name no tool are always told.",
+        "are malformed or name no tool never stop it.",
     )
     canary: bool = setting(
         True,

@@ -159,7 +159,7 @@ def _config_of(adapter: Path) -> dict[str, Any]:
 
 
 def drop_old_reference(model: Model) -> None:
-    """Delete an earlier trainer's reference, so that TRL copies the adapter anew."""
+    """Delete an earlier trainer's reference, so that TRL copies the adapter again."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
 

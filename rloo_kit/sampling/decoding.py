@@ -230,7 +230,7 @@ class _Growth:
 
 
 def can_grow(model: Model) -> bool:
-    """Return whether sampling can end early and go on later, with other prompts."""
+    """Return whether sampling can end early and continue later, with other prompts."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False

@@ -146,7 +146,7 @@ def test_search_finds_texts_by_their_words(tmp_path):
     with pytest.raises(ConfigError, match="tool search needs a table"):
         load_tools(["search"])
     for name in (None, ["search"], 3):
-        with pytest.raises(ConfigError, match="unknown tool None|cannot be called: give a function"):
+        with pytest.raises(ConfigError, match=r"unknown tool None|cannot be called"):
             load_tools([{"name": name}])
     with pytest.raises(ConfigError, match="tool calculator has no parameters"):
         load_tools([{"name": "calculator"}])
