@@ -1,4 +1,4 @@
-"""Result of a check of rewards: verdict, findings and a table for the screen."""
+"""Result of a reward check: its verdict, its findings and its table as printed text."""
 
 import textwrap
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, repr=False)
 class RewardCheck:
-    """Result of a check of a run's rewards on completions."""
+    """Result of ``check_rewards``: how a run's rewards scored a set of completions."""
 
     verdict: str  # one sentence on whether RLOO will learn from the rewards
     findings: list[Finding]  # the most harmful first
@@ -37,7 +37,7 @@ class RewardCheck:
 
     @property
     def has_errors(self) -> bool:
-        """True if a fault keeps the run from learning."""
+        """True if at least one finding is an error, which means that the run cannot learn."""
         return any(finding.level == "error" for finding in self.findings)
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ def _short(value: float | None) -> str:
 
 
 def _samples_text(samples: list[dict[str, Any]]) -> str:
-    """Return a line for the best and one for the worst completion."""
+    """Return two lines: the completion with the highest score and the one with the lowest."""
     scored = [sample for sample in samples if sample["score"] is not None] or samples[:1]
     scored.sort(key=lambda sample: -(sample["score"] or 0.0))
     chosen = {"best": scored[0], "worst": scored[-1]}
@@ -78,6 +78,9 @@ def _samples_text(samples: list[dict[str, Any]]) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Return the beginning and the end of a text, since the answer is at the end."""
+    """Return a text as one printable line, shortened to about ``limit`` characters.
+
+    A longer text loses its middle, because the answer of a completion is at the end.
+    """
     flat = text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
     return printable(flat)

@@ -1,7 +1,8 @@
-"""Check of a run's rewards before training: sample or read completions, call, probe, report.
+"""Check of a run's rewards before training.
 
-The model is the run's own with its fresh adapter. If the completions come from a file, only the
-run's tokenizer is loaded.
+The check samples completions, calls every reward on them, calls it again on altered completions,
+and reports the faults it finds. It samples with the run's own model and a new adapter. If the
+completions come from a file instead, only the run's tokenizer is loaded.
 """
 
 import contextlib
@@ -41,9 +42,11 @@ from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Row, Say, Tokenizer
 
-# Column of a row for the rewards of its environment
+# Column of a sampled row with the rewards that its environment returned
 OF_ENVIRONMENTS = "environment_rewards"
-NO_TOKENIZER = "note: without a tokenizer, rewards that look for thinking tokens use Qwen3's"
+NO_TOKENIZER = (
+    "note: no tokenizer is loaded, so rewards that look for thinking tokens use those of Qwen3"
+)
 
 
 def check_rewards(  # noqa: PLR0913
@@ -57,32 +60,33 @@ def check_rewards(  # noqa: PLR0913
     output_dir: str | Path | None = None,
     say: Say = print,
 ) -> RewardCheck:
-    """Call every reward on completions of the model, and report its faults.
+    """Call every reward of a run on completions of its model, and report the faults found.
 
-    On a GPU the model samples in a process of its own; the rewards are called in this process.
+    On a GPU a separate process loads the model and samples. The rewards are called in this process.
 
     Args:
-        source: A run file, the name of one that ships with the kit, or a ``RunConfig``; None if
-            rewards and completions are given.
-        overrides: ``section.key=value``, as after ``--set``.
-        rewards: Rewards in place of those of the run file.
-        completions: A .jsonl file (or rows) with ``prompt``, ``completion`` and the columns that
-            the rewards read, instead of sampling; no model is loaded.
-        num_prompts: Prompts to sample.
-        num_generations: Completions of each prompt; None: as in the run file.
-        output_dir: Folder to write the check and the completions to; None: nothing is written.
-        say: Called with each line for the user.
+        source: Path of a run file, name of a run file that ships with the kit, or a ``RunConfig``.
+            It may be None if both ``rewards`` and ``completions`` are given.
+        overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
+        rewards: Rewards to check instead of those in the run file.
+        completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
+            rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
+            model is then not loaded.
+        num_prompts: Number of prompts to sample completions for.
+        num_generations: Number of completions for each prompt. None uses the run's number.
+        output_dir: New folder for the check and its completions. None writes no files.
+        say: Function that is called with each line of output.
 
     Returns:
-        The check; ``has_errors`` is true if the run cannot learn. A fault of a reward that was
-        called is a finding.
+        The check. Its ``has_errors`` is True if the run cannot learn. A reward that fails when it
+        is called does not raise here: the failure is one of the check's findings.
 
     Raises:
         ConfigError: A setting is wrong, or there is nothing to check.
         DataError: Prompts or completions cannot be read.
         ModelError: The model cannot be loaded.
         RewardLoadError: A reward cannot be loaded.
-        RewardContractError: The ``get_reward`` of an environment raised.
+        RewardContractError: The ``get_reward`` method of an environment raised an exception.
     """
     if source is None and (completions is None or rewards is None):
         raise ConfigError("there is nothing to check: give a run file, or completions and rewards")
@@ -121,9 +125,10 @@ def check_rewards(  # noqa: PLR0913
 
 
 def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> list[Row]:
-    """Return completions of the run's model; on a GPU a process of its own samples them.
+    """Sample completions with the run's model and return them as rows.
 
-    Its end frees all of a card's memory for the training that may follow.
+    On a GPU this happens in a separate process. When that process ends, all of its GPU memory is
+    free again for a training that may follow.
     """
     asked = (job.config, job.base, num_prompts, num_generations)
     if job.environment.hardware.device == "cpu":
@@ -138,7 +143,19 @@ def _sampled(
     num_generations: int | None,
     say: Say = print,
 ) -> list[Row]:
-    """Return completions that the run's model samples for some of its prompts."""
+    """Sample completions in this process for randomly chosen prompts of the run.
+
+    Args:
+        config: The run's settings.
+        base: Folder that relative paths in the settings start from.
+        num_prompts: Number of prompts, at most as many as the run has.
+        num_generations: Number of completions for each prompt. None uses the run's number.
+        say: Function that is called with each line of output.
+
+    Returns:
+        One row for each completion: the columns of its prompt, its text, its token ids and its
+        group.
+    """
     job = PreparedJob(config, base, say)
     prompts, _ = job.splits
     args = job.args
@@ -193,7 +210,10 @@ def _load(
     tokenizer: Tokenizer | None = None,
     say: Say | None = None,
 ) -> list[LoadedReward]:
-    """Return the rewards to check with their weights at the start of the run."""
+    """Load the rewards to check, with the weights that the run gives them.
+
+    These are the rewards in ``specs``, or those of the run file if ``specs`` is None.
+    """
     template = template_settings(job.config)
     if specs is not None:
         return load_rewards(specs, tokenizer, None, template, say)
@@ -205,7 +225,7 @@ def _load(
 
 
 def columns_of(rows: list[Row]) -> dict[str, Any]:
-    """Return the keywords with which the trainer would call a reward on these rows.
+    """Return the keyword arguments that the trainer would pass to a reward for these rows.
 
     Args:
         rows: Rows with ``prompt``, ``completion`` and, if known, ``completion_ids``.
@@ -243,7 +263,11 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
 def _examined(
     rows: list[Row], rewards: list[LoadedReward], config: RunConfig | None, notes: list[str]
 ) -> RewardCheck:
-    """Call the rewards as a run with these settings would; None: there is no run."""
+    """Call and probe every reward on the rows, and return the resulting check.
+
+    ``config`` has the run's limits and its time limit for rewards; None means that there is no
+    run. ``notes`` gets one more line for each reward that could not be checked.
+    """
     columns = columns_of(rows)
     probed = []
     batch = _batch_of(rows, columns, config)
@@ -293,4 +317,7 @@ def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
         lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
-    say(f"\nwritten to {folder}; again without the model: --completions {folder}/completions.jsonl")
+    say(
+        f"\nwritten to {folder}; to check again without the model, add "
+        f"--completions {folder}/completions.jsonl"
+    )

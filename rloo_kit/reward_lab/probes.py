@@ -1,4 +1,4 @@
-"""Probes of a reward: calls as in a run, again, in another order, and with altered completions."""
+"""Probes of a reward: repeated calls, calls in another order, and calls on altered completions."""
 
 import random
 import re
@@ -24,27 +24,31 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
 from rloo_kit.types import Completion, Score
 
-# A probe gets as many rows as can be scored in this time, but at least `FEWEST_ROWS`
+# A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
 FEWEST_ROWS = 4
-# Longest call with a very long completion, for which a reward may need quadratic time
+# Time limit for a very long completion, for which a reward may need quadratic time
 REPEATED_SECONDS = 5.0
 
 
 def probe(
     reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
 ) -> Probed:
-    """Score completions with a reward, as they are and altered.
+    """Score completions with a reward, first unchanged and then altered.
 
-    The first call gets all completions of the batch. If it succeeds, the reward is also called with
-    some of them again, in another order, and altered: empty, cut off, masked and the like
-    (``wanted_probes``). If it fails, the result holds only the fault.
+    The first call scores all completions of the batch. If it succeeds, more calls score some of
+    them again: unchanged, in another order, and altered (empty, cut off, masked and other ways,
+    see ``wanted_probes``).
 
     Args:
         reward: The reward.
-        columns: Keywords with which the trainer would call it.
-        batch: The completions.
-        timeout: Time limit of a call, in seconds; None: no limit.
+        columns: Keyword arguments that the trainer would pass to the reward.
+        batch: The completions, with their groups and lengths.
+        timeout: Time limit of a call, in seconds. None means no limit.
+
+    Returns:
+        The scores of all calls. If the first call fails, every score is None and ``fault`` says
+        why.
     """
     func = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)
@@ -64,7 +68,7 @@ def probe(
 def _with_probes(
     probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
 ) -> Probed:
-    """Return the same with the scores of other calls."""
+    """Make the further calls, and return ``probed`` with their scores and errors added."""
     own = take_rows(columns, probed.rows)
     count = len(probed.rows)
     order = random.Random(0).sample(range(count), count)
@@ -99,7 +103,7 @@ def _with_probes(
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
-    """Return the part of the contract that a reward broke."""
+    """Return which rule of the reward contract a failed call broke, with the error as evidence."""
     # A built-in reward names its column in a setting, not as a parameter
     asked = [*keywords_of(func.reward)[2], getattr(func.reward, "column", None)]
     kind = "wrong_output"
@@ -120,7 +124,7 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
         lambda ids: ids,
     ),
     "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    # The beginning, so that the thought is long and still closed
+    # Repeats the beginning, so that the thought gets long and is still closed
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
@@ -134,7 +138,10 @@ _ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]
 
 
 def _altered(name: str, columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns with every completion altered."""
+    """Return the columns with the text and token ids of every completion altered.
+
+    ``name`` is the probe, a key of ``_ALTERED``. In a conversation only the last message changes.
+    """
     new_text, new_ids = _ALTERED[name]
     changed = [_with_text(one, new_text(text_of(one))) for one in columns["completions"]]
     altered = {**columns, "completions": changed}

@@ -36,7 +36,7 @@ from rloo_kit.types import Completion, Model, Row, Say, Tokenizer
 
 # A prompt and a completion, in the form that a reward gets
 Text = tuple[Completion, Completion]
-# Tokens of the chosen and of the rejected text of one pair
+# Token ids of the chosen text and of the rejected text of one pair
 Ids = tuple[list[int], list[int]]
 
 # Name of the model in messages
@@ -45,7 +45,7 @@ REMEDY = (
     "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
     "max_length"
 )
-# Arguments above 0, which no library checks before the model is loaded
+# Arguments that must be above 0, and that no library checks before the model is loaded
 ABOVE_0 = {
     "r": int,
     "lora_alpha": int,
@@ -57,29 +57,29 @@ ABOVE_0 = {
 
 @dataclass(frozen=True)
 class RewardModelResult:
-    """A trained reward model; accuracies are those on held-out pairs."""
+    """Folder of a trained reward model, and its accuracy and margin on held-out pairs."""
 
     folder: Path  # adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``
     accuracy: float  # share of pairs whose chosen text scores higher
     accuracy_before: float  # the same before the first step, with an untrained score head
-    margin: float  # mean score of the chosen minus that of the rejected, in the model's own units
+    margin: float  # mean score of chosen texts minus that of rejected ones, before calibration
     num_pairs: int  # pairs trained on
     num_held_out: int
-    seconds: float  # training alone
+    seconds: float  # time of the training steps, without loading and scoring
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts, the first of which is better."""
+    """A preference pair: two texts, of which ``chosen`` is better than ``rejected``."""
 
     chosen: Text
     rejected: Text
-    group: str  # pairs of one group are held out together, so that no prompt is in both splits
+    group: str  # the prompt; pairs of a group stay together, so that no prompt is in both splits
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The arguments of ``train_reward_model`` that are not TRL's."""
+    """Settings of one training: how to load the model, how to read texts, and TRL's settings."""
 
     model: str
     load_in_4bit: bool
@@ -88,7 +88,7 @@ class _Job:
     max_length: int
     keep_thought: bool
     seed: int
-    settings: dict[str, Any]  # of TRL's ``RewardConfig``
+    settings: dict[str, Any]  # fields of TRL's ``RewardConfig``
 
     @property
     def place(self) -> str:
@@ -112,34 +112,42 @@ def train_reward_model(  # noqa: PLR0913
     say: Say = print,
     **settings: Any,
 ) -> RewardModelResult:
-    """Train a reward model on pairs with TRL's ``RewardTrainer``, for the reward ``reward_model``.
+    """Train a reward model on preference pairs with TRL's ``RewardTrainer``.
+
+    A run scores completions with the result through the built-in reward ``reward_model``.
 
     Args:
-        pairs: A .jsonl, .csv or .parquet file, or rows with ``chosen`` and ``rejected``, and
-            ``prompt`` if these do not contain it: text, or chat messages.
-        model: The base: ``tiny-thinker``, a local folder or a hub name of a language model.
-        output_dir: The new folder; if it exists, a number is added to its name.
-        load_in_4bit: Load an NF4 base (bitsandbytes); the score head is never quantised.
-        r: Rank of the adapter.
+        pairs: A .jsonl, .csv or .parquet file, or rows. Each row has ``chosen`` and ``rejected``,
+            as text or as chat messages. It also has ``prompt``, unless the chat messages contain
+            the prompt.
+        model: The base model: ``tiny-thinker``, or a local folder or hub name of a language model.
+        output_dir: Folder to create. If it already exists, a number is added to the name.
+        load_in_4bit: Load the base model in 4-bit NF4 (bitsandbytes). The score head is never
+            quantised.
+        r: Rank of the LoRA adapter.
         lora_alpha: The adapter's output is scaled by ``lora_alpha / r``.
-        learning_rate: Peak learning rate; it falls linearly.
-        max_length: Most tokens of prompt and completion; more are cut off on the left.
-        held_out: Share of the pairs (below 1) or their number; pairs of a prompt stay together.
-        keep_thought: Let the model read thoughts; False: only the text after ``</think>``.
-        chat: Make a plain prompt with plain answers a conversation, as ``load_prompts`` does.
-        seed: Seed of the split, the score head and the order.
-        say: Called with each line for the user.
-        **settings: Other fields of TRL's ``RewardConfig``; by default one epoch with 8 pairs in a
-            pass.
+        learning_rate: Peak learning rate, which then decays linearly.
+        max_length: Maximum number of tokens in prompt and completion together. Longer texts are
+            cut at the start.
+        held_out: Pairs to hold out for evaluation: a share (below 1) or a number. Pairs with the
+            same prompt stay together.
+        keep_thought: If True, the model also reads the thoughts. If False, it reads only the text
+            after ``</think>``.
+        chat: If True, a plain-text prompt and its answers become a chat conversation, as in
+            ``load_prompts``.
+        seed: Seed of the split, the initial score head and the order of the pairs.
+        say: Function that is called with each line of output.
+        **settings: Other fields of TRL's ``RewardConfig``. The default is one epoch, with 8 pairs
+            in each forward pass.
 
     Returns:
-        The folder and its accuracy on held-out pairs.
+        The folder of the reward model, and its accuracy and margin on the held-out pairs.
 
     Raises:
-        DataError: The pairs are wrong, or cannot be split.
+        DataError: A pair is wrong, or the pairs cannot be split.
         ConfigError: A setting is wrong.
-        ModelError: The base cannot be loaded.
-        MemoryRanOutError: A training pass does not fit.
+        ModelError: The base model cannot be loaded.
+        MemoryRanOutError: A training pass does not fit in memory.
     """
     read = read_pairs(pairs, chat=chat)
     job = _Job(
@@ -156,7 +164,7 @@ def train_reward_model(  # noqa: PLR0913
 
 
 def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list[Pair]:
-    """Return checked pairs in the order of the file or of the rows."""
+    """Read preference pairs from a file or from rows, check them, and return them in order."""
     rows = placed_rows(source, ("chosen", "rejected"))
     return [_pair(row, place, chat=chat) for place, row in rows]
 
@@ -175,30 +183,35 @@ def _pair(row: Row, place: str, *, chat: bool) -> Pair:
 
 
 def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
-    """Return (prompt, completion) of one side, in each of the forms that TRL knows."""
+    """Return the prompt and the completion of the chosen or the rejected side of a pair.
+
+    Both are plain text or both are lists of chat messages, the two forms that TRL accepts.
+    """
     if isinstance(prompt, str) and (chat or not isinstance(answer, str)):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str):
         if isinstance(prompt, list):
             return prompt, [{"role": "assistant", "content": answer}]
         return prompt or "", answer
-    # A conversation that the assistant does not begin holds its own prompt
+    # If the assistant's message is not the first, the conversation contains its own prompt
     whole = [*(prompt or []), *answer] if answer[0]["role"] == "assistant" else answer
     if len(whole) < 2 or whole[-1]["role"] != "assistant":
         raise DataError(
-            f"{place} must be a conversation that ends with the assistant, with the prompt before "
-            "it or in the column prompt"
+            f"{place} must be a conversation that ends with a message of the assistant; put the "
+            "prompt before that message, or in the column prompt"
         )
     return whole[:-1], whole[-1:]
 
 
 def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return (train, held out), each in the order of the file; no prompt is in both.
+    """Split pairs at random into training pairs and held-out pairs.
 
-    ``held_out`` is a share (below 1) or a number; fewer are held out if whole prompts do not fit.
+    ``held_out`` is a share of the pairs (below 1) or their number. All pairs of a prompt are in the
+    same split, so fewer pairs than asked for may be held out. Both splits keep the order of
+    ``pairs``.
 
     Raises:
-        DataError: One of them would be empty.
+        DataError: One of the two splits would be empty.
     """
     free = max(1, round(held_out * len(pairs))) if held_out < 1 else int(held_out)
     sizes = Counter(pair.group for pair in pairs)
@@ -213,8 +226,9 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     held = [pair for pair in pairs if pair.group in kept]
     if not train or not held:
         raise DataError(
-            f"held_out {held_out:g} does not split {len(pairs)} pairs with {len(sizes)} prompts: "
-            "pairs of a prompt stay together, and both sides need some; lower it, or add pairs"
+            f"held_out {held_out:g} cannot split {len(pairs)} pairs with {len(sizes)} prompts, "
+            "because pairs of a prompt stay together and each split needs at least one pair; "
+            "lower it, or add pairs"
         )
     return train, held
 
@@ -223,7 +237,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise an error for a wrong argument, before anything heavy is loaded."""
+    """Raise ``ConfigError`` if an argument is out of range, before the model is loaded."""
     errors = [
         error
         for name, kind in ABOVE_0.items()
@@ -237,7 +251,10 @@ def _check(given: dict[str, Any]) -> None:
 def _train_and_save(
     job: _Job, train: list[Pair], held: list[Pair], output_dir: Path, say: Say
 ) -> RewardModelResult:
-    """Load, train, score and save; the open session releases the model."""
+    """Load the model, train it, score the held-out pairs and save the result.
+
+    The caller's session releases the model afterwards.
+    """
     hardware = setup().hardware
     from trl.trainer.reward_config import RewardConfig  # after Unsloth
 
@@ -246,7 +263,7 @@ def _train_and_save(
     folder = free_folder(output_dir)
     check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
-        # The texts are cut before
+        # TRL need not cut the texts, because `_read` does
         fixed = {"max_length": None, "output_dir": scratch}
         settings = {"seed": job.seed, **job.settings}
         arguments = make_arguments(RewardConfig, WHAT, fixed, settings)
@@ -283,7 +300,7 @@ def _train_and_save(
 
 
 def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
-    """Return the base with a fresh score head and adapter, and its tokenizer."""
+    """Return the base model with a new score head and a new adapter, and its tokenizer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, set_seed
 
@@ -300,16 +317,19 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
 
 def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
-    """Return the tokens of each pair as the reward reads it, without pairs of equal tokens."""
+    """Return the token ids of each pair, tokenized as the reward ``reward_model`` does.
+
+    Pairs whose two sides have the same token ids are left out.
+    """
     limit = min(job.max_length, tokenizer.model_max_length)
     read = partial(token_ids, tokenizer, keep_thought=job.keep_thought, max_length=limit)
     found = [(read(*pair.chosen), read(*pair.rejected)) for pair in pairs]
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"both answers of each of the {len(pairs)} pairs are the same in the text that the "
+            f"both answers of each of the {len(pairs)} pairs are the same in the part that the "
             f"model reads (the last {limit} tokens"
-            f"{'' if job.keep_thought else ', without the thought'}): raise max_length, or set "
+            f"{'' if job.keep_thought else ', without the thought'}); raise max_length, or set "
             "keep_thought if only the thoughts differ"
         )
     return different
@@ -318,7 +338,7 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
 def _make_trainer(
     arguments: Any, model: Model, tokenizer: Tokenizer, ids: Sequence[Ids], say: Say
 ) -> Any:
-    """Return TRL's trainer on tokenised pairs."""
+    """Return TRL's ``RewardTrainer``, set up to train on tokenized pairs."""
     from datasets import Dataset
     from trl.trainer.reward_trainer import RewardTrainer
 
@@ -337,9 +357,14 @@ def _make_trainer(
 
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
-    """Score held-out pairs with the current model: accuracy, margin, mean and std."""
+    """Score held-out pairs with the current model.
+
+    Returns:
+        ``accuracy`` (share of pairs whose chosen text scores higher), ``margin`` (mean score of the
+        chosen texts minus that of the rejected ones), and ``mean`` and ``std`` of all scores.
+    """
     rows = [side for pair in ids for side in pair]
-    # As many tokens as a training pass has
+    # At most as many tokens at a time as a training pass may have
     budget = 2 * trainer.args.per_device_train_batch_size * max(map(len, rows))
     trainer.model.eval()
     with trainer.accelerator.autocast():
@@ -359,7 +384,7 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
-    """Write the folder under another name and rename it, so that it is whole or absent."""
+    """Write the folder under a temporary name, then rename it, so that it is never incomplete."""
     model = trainer.model
     part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
@@ -380,7 +405,7 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
-    """Return the settings and results of the training, and places of the base."""
+    """Return what ``reward_model.json`` records: settings, results, and where the base model is."""
     facts = {
         "base": job.model,
         **vars(job),

@@ -1,4 +1,4 @@
-"""Rules that find faults of rewards in their scores of completions, and the verdict."""
+"""Rules that find faults of rewards from the scores they return, and the verdict of a check."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from rloo_kit.reward_lab.score_statistics import (
 )
 from rloo_kit.types import Score
 
-# With this or a larger rank correlation, a score is said to follow the length
+# A score follows the length if their rank correlation is at least this, in absolute value
 LENGTH_CORRELATION = 0.8
 # Names of rewards that pay for length on purpose
 _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget", re.IGNORECASE)
@@ -35,23 +35,23 @@ _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget"
 RULES = Rules()
 KINDS = RULES.kinds
 
-# Fault that stops the run -> why it matters, remedy
+# Kind of fault that stops the run -> why it matters, what to do
 _STOPPING = {
     "raises": (
-        "the run stops at the first such completion",
-        "call it on that completion by hand: text.split('</think>')[1] and re.search(...).group() "
-        "raise if nothing matches",
+        "the run stops at the first completion for which a reward raises an error",
+        "call the reward on that completion by hand: text.split('</think>')[1] and "
+        "re.search(...).group() raise if nothing matches",
     ),
     "timeout": (
         "the run stops when a reward takes longer than trainer.reward_timeout_seconds",
-        "make it faster, or give its requests a time limit of their own",
+        "make the reward faster, or set a time limit for each request that it sends",
     ),
     "missing_column": (
-        "the reward cannot be called without what it compares with",
-        "add the column to the data, or give the parameter a default",
+        "the reward cannot be called, because the data lacks a column that it reads",
+        "add the column to the data, or give the reward's parameter a default value",
     ),
     "wrong_output": (
-        "a score that is NaN or belongs to no completion stops the run",
+        "the run stops if a score is not a finite number, or if there is not one per completion",
         "return a list with one finite float (or None) per completion, in order (look for 0/0 and "
         "log(0))",
     ),
@@ -64,13 +64,13 @@ for _kind, _texts in _STOPPING.items():
 
 
 def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
-    """Return the names of the altered completions with which this reward should also be called.
+    """Return the names of the probes for this reward, which call it on altered completions.
 
     - ``empty``: no text
     - ``unclosed``: cut off in the middle of the thought
     - ``masked``: every character except white space replaced, so that the length stays
-    - ``opened``: with ``<think>`` before the text
-    - ``repeated``: a single completion, with its beginning repeated 200 times
+    - ``opened``: with ``<think>`` put before the text
+    - ``repeated``: one completion alone, with its beginning repeated 200 times
     """
     wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
     closed = [text for text in batch.texts if "</think>" in text]
@@ -84,12 +84,12 @@ def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
-    """Return the findings on one reward, without those that another finding explains.
+    """Return the findings about one reward, without those that another finding explains.
 
     Args:
-        probed: The reward's scores.
+        probed: The reward's scores for the completions and in the probes.
         batch: The completions.
-        excused: True if a fault of the completions explains why scores do not differ.
+        excused: True if a fault of the completions (truncation) explains why scores do not differ.
     """
     if probed.fault:
         return [RULES.finding(probed.fault.kind, probed.fault)]
@@ -99,15 +99,15 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     if is_constant(probed.scores):
         cause = _blind(probed, least=0.1) or ([] if excused else _constant(probed))
         return cause or _fragile(probed)
-    # A longer text with "<think>" before it also scores higher where length pays
+    # If the reward pays for length, a "<think>" before the text also raises the score
     return _fragile(probed) + (_length(probed, batch) or _blind(probed, least=0.3))
 
 
 @RULES.rule(
     "never_applies",
-    "a reward that returns None for every row leaves nothing to compare",
-    "return a number for the rows it can judge; fill the column that it reads, or name the one "
-    "that holds the answers with data.columns",
+    "a reward that returns None for every row gives RLOO no scores to compare",
+    "return a number for each row that the reward can score; fill the column that it reads, or "
+    "name the column with the answers in data.columns",
     about_signal=True,
 )
 def _never_applies(probed: Probed) -> Iterator[Seen]:
@@ -118,8 +118,8 @@ def _never_applies(probed: Probed) -> Iterator[Seen]:
 
 @RULES.rule(
     "truncated",
-    "a truncated completion never reaches its answer, so rewards cannot tell one from another",
-    "raise the limit on completion length, or make the thoughts shorter",
+    "a truncated completion has no answer, so rewards cannot tell good completions from bad ones",
+    "raise trainer.max_completion_length, or make the thoughts shorter",
 )
 def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
     num = sum(map(bool, batch.truncated or []))
@@ -134,12 +134,15 @@ def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
 
 @RULES.rule(
     "blind_to_thought",
-    "the prompt opens the thought, so no completion holds the '<think>' that the reward looks for",
+    "the prompt already contains '<think>', so the reward never finds it in a completion",
     "look for '</think>' alone, or use the built-in thinking_format, which knows the template",
     about_signal=True,
 )
 def _blind(probed: Probed, least: float) -> Iterator[Seen]:
-    """Find that a ``<think>`` before the completion raises the score."""
+    """Report a reward whose score rises if ``<think>`` is put before the completions.
+
+    ``least`` is the share of completions whose score must rise.
+    """
     opened = probed.probes.get("opened")
     now = probed.first
     if not opened:
@@ -157,8 +160,8 @@ def _blind(probed: Probed, least: float) -> Iterator[Seen]:
 
 @RULES.rule(
     "non_deterministic",
-    "noise in a score is noise in every gradient; noise alone teaches nothing",
-    "seed what is random by the completion's text, or ask a judge at temperature 0",
+    "random scores add noise to every gradient, and the model learns nothing from noise",
+    "derive the random seed from the completion's text, or sample a judge at temperature 0",
 )
 def _noisy(probed: Probed) -> Iterator[Seen]:
     first = probed.first
@@ -175,20 +178,21 @@ def _noisy(probed: Probed) -> Iterator[Seen]:
 
 @RULES.rule(
     "order_dependent",
-    "a completion is scored by its place in the batch, or by the other completions",
-    "compute every score from its own row alone, and keep no state between rows",
+    "the score depends on a completion's place in the batch, or on the other completions",
+    "compute each score from its own row alone, and keep no state between rows",
 )
 def _moved(probed: Probed) -> Iterator[Seen]:
     first = probed.first
     if changed := _num_changed(first, probed.probes.get("permuted", [])):
-        seen = "with the same rows in another order"
-        yield Seen(f"{seen}, {changed} of {len(first)} got another score", reward=probed.name)
+        seen = "called with the same rows in another order"
+        yield Seen(f"{seen}, {changed} of {len(first)} scores differ", reward=probed.name)
 
 
 def _num_changed(first: list[Score], other: list[Score]) -> int:
-    """Return the number of scores that differ by more than rounding in a batched model.
+    """Return how many scores differ between two calls by more than rounding.
 
-    ``other`` is empty if the call failed.
+    The tolerance is 1% of the range of ``first``, since a model rounds differently in another
+    batch. ``other`` is empty if the second call failed; the result is then 0.
     """
     values = known(first)
     slack = 0.01 * (max(values) - min(values)) + 1e-6 if values else 0.0
@@ -197,11 +201,11 @@ def _num_changed(first: list[Score], other: list[Score]) -> int:
 
 @RULES.rule(
     "fragile",
-    "sooner or later a model writes such a completion, and the run stops",
-    "return a low score, or None, for a completion without the parts it looks for",
+    "sooner or later the model writes a completion like this, and the run stops",
+    "return a low score or None for a completion that lacks what the reward looks for",
 )
 def _fragile(probed: Probed) -> Iterator[Seen]:
-    """Find that a reward raises in other calls than the first one."""
+    """Report a reward that works in the first call but raises an error in a later one."""
     tried = {
         "again": "the same completions in a second call",
         "permuted": "the same completions in another order",
@@ -216,11 +220,11 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
 
 @RULES.rule(
     "length_in_disguise",
-    "the cheapest way to more reward is length, and the model will take it",
-    "compare what is said; use length_band or soft_overlong if length is what you mean",
+    "the model can raise this reward through the length alone, and it will",
+    "score what the completion says; to reward length on purpose, use length_band or soft_overlong",
 )
 def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
-    """Find that the score follows the length, also of completions that say nothing."""
+    """Report a reward whose score follows the length, even if every letter is replaced."""
     masked = probed.probes.get("masked")
     found = rank_correlation(batch.lengths, probed.scores) or 0.0
     if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
@@ -237,12 +241,12 @@ def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
 
 @RULES.rule(
     "constant",
-    "RLOO learns from differences within a group, and there are none",
+    "RLOO learns from score differences within a group, and all scores are equal",
     "check that the reward reads the completion, and the part of it that varies",
     about_signal=True,
 )
 def _constant(probed: Probed) -> Iterator[Seen]:
-    """Find why all scores are equal, by the scores of altered completions."""
+    """Report that all scores are equal; the scores of altered completions show why."""
     tried = ("empty", "unclosed", "repeated")
     other = [s for name in tried for s in known(probed.probes.get(name, []))]
     values = known(probed.scores)
@@ -251,17 +255,17 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     best = max([value, *other])
     worst = min([value, *other])
     seen = f"all {len(values)} completions earned {value:g}"
-    higher = f"{seen}; altered ones earned up to {best:g}"
+    higher = f"{seen}; altered completions earned up to {best:g}"
     if is_same(best, worst):
         kind = "constant" if value else "all_zero"
-        also = ", altered ones too" if other else ""
+        also = ", and so did altered ones" if other else ""
         yield Seen(f"{seen}{also}", "error", name, kind=kind)
     elif value == 0:
         if best > 0:
             # Otherwise it is a penalty that no completion has earned
-            yield Seen(f"{higher}, so it can fire", "warning", name, kind="all_zero")
+            yield Seen(f"{higher}, so it is not always 0", "warning", name, kind="all_zero")
     elif is_same(best, value):
-        yield Seen(f"{seen}; worse ones earned {worst:g}", "warning", name, kind="saturated")
+        yield Seen(f"{seen}; altered ones only {worst:g}", "warning", name, kind="saturated")
     else:
         yield Seen(higher, "warning", name)
 
@@ -269,14 +273,14 @@ def _constant(probed: Probed) -> Iterator[Seen]:
 RULES.rule(
     "all_zero",
     "a reward that is always 0 teaches nothing, and a total with other rewards may hide that",
-    "print a completion and look for what the reward expects: case, white space, line breaks "
-    "(re.DOTALL), a missing tag; otherwise use easier prompts or give partial credit",
+    "print a completion and compare it with what the reward expects (case, white space, line "
+    "breaks with re.DOTALL, tags); if they agree, use easier prompts or give partial credit",
     about_signal=True,
 )
 RULES.rule(
     "saturated",
-    "the model always earns it, so there is nothing to learn from it",
-    "use harder prompts, ask for more, or remove the reward",
+    "every completion earns the full reward, so the model learns nothing from it",
+    "use harder prompts, make the reward harder to earn, or remove it",
     about_signal=True,
 )
 
@@ -284,11 +288,9 @@ RULES.rule(
 # --- the whole run -------------------------------------------------------------------------------
 
 
-@RULES.rule(
-    "no_signal", "equal scores in a group cancel, and the group trains nothing", "see the verdict"
-)
+@RULES.rule("no_signal", "a group whose scores are all equal trains nothing", "see the verdict")
 def _no_signal(signal: Signal) -> Iterator[Seen]:
-    """Find that the scores of too many groups are equal, and name a remedy."""
+    """Report that too many groups have equal scores, with a remedy that fits the scores."""
     if not signal.num_groups or signal.share >= LITTLE_SIGNAL:
         return
     evidence = (
@@ -297,7 +299,7 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
     )
     remedy = "use easier prompts, give partial credit, or sample more completions"
     if signal.all_highest > signal.all_lowest:
-        remedy = "use harder prompts (data.level of a built-in task), or ask for more"
+        remedy = "use harder prompts (data.level of a built-in task), or stricter rewards"
     level = "error" if signal.share < ALMOST_NONE else "warning"
     yield Seen(evidence, level, remedy=remedy)
 
@@ -319,13 +321,15 @@ def find_all(
     signal: Signal,
     calls: Mapping[str, float] | None = None,
 ) -> list[Finding]:
-    """Return every finding, the most harmful first; a cause replaces what it explains.
+    """Return all findings of a check, the most harmful first.
+
+    A finding that another one explains is left out.
 
     Args:
-        rewards: The rewards' scores.
+        rewards: Scores of each reward, from ``probe``.
         batch: The completions.
-        signal: The differences of the total score.
-        calls: Numbers of the calls (``call_numbers``); None without tools.
+        signal: How many groups differ in their total scores, from ``signal_of``.
+        calls: Metrics of the tool calls, from ``call_numbers``; None if the run has no tools.
     """
     dull = any(r.counts and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
@@ -344,14 +348,14 @@ def find_all(
 
 
 def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
-    """Return one sentence on whether RLOO will learn from these rewards."""
+    """Return one sentence that says if RLOO will learn from these rewards."""
     stopping = [f for f in findings if KINDS[f.kind].stops and f.level == "error"]
     if stopping:
         return f"The run would stop at its first step: see {stopping[0].kind} below."
     if not signal.num_groups:
         return (
             "It is unknown whether RLOO will learn, since no prompt has two scored completions: "
-            "give several for each prompt."
+            "give at least two completions for each prompt."
         )
     learns = "will learn"
     if signal.share < ALMOST_NONE:
@@ -359,7 +363,7 @@ def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
     elif signal.share < LITTLE_SIGNAL:
         learns = "will hardly learn"
     elif signal.share < 0.5:
-        learns = "will learn, and waste more than half of its work"
+        learns = "will learn, but waste more than half of its compute"
     text = (
         f"RLOO {learns}: scores differ in {signal.num_with_signal} of {signal.num_groups} groups "
         f"({signal.share:.0%}), the spread within a group is {signal.group_std:.3g}"

@@ -1,8 +1,7 @@
-"""Statistics of scores over completions: the table's numbers, and the signal RLOO learns from.
+"""Statistics of reward scores: the numbers of the table, and the signal that RLOO learns from.
 
-There are B completions in groups of the same prompt. A score is a float, or None if a reward does
-not apply. Nothing here calls a reward: ``Probed`` holds its scores of the completions and of
-altered ones.
+A check has B completions; those of one prompt are a group. A score is a float, or None if the
+reward does not apply. The functions here call no reward: they read its scores from ``Probed``.
 """
 
 import math
@@ -18,28 +17,28 @@ from rloo_kit.types import Score
 
 @dataclass(frozen=True)
 class Batch:
-    """B completions with known facts, and the run's limits."""
+    """B completions with their groups and lengths, and the run's length limits."""
 
     texts: list[str]
-    groups: list[list[int]]  # rows of each prompt
+    groups: list[list[int]]  # for each prompt, the indices of its completions
     lengths: list[int]  # tokens of each completion, or characters if tokens are unknown
-    truncated: list[bool] | None = None  # the completion ended because it reached the limit
-    max_completion_length: int | None = None
+    truncated: list[bool] | None = None  # True: the length limit ended it; None: unknown
+    max_completion_length: int | None = None  # tokens, as the next one; None: unknown
     max_seq_length: int | None = None
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Scores of one reward, and its scores in other calls."""
+    """Scores that one reward returned for the completions and in the probes."""
 
     name: str
     weight: float
-    scores: list[Score]  # B scores, as the run would get them; all None with a fault
-    seconds: float = 0.0  # for one completion
-    # Reason for unusable scores: `raises`, `timeout`, `missing_column` or `wrong_output`
+    scores: list[Score]  # B scores, as the run would get them; all None if the call failed
+    seconds: float = 0.0  # time of a call, divided by the number of completions
+    # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
     fault: Seen | None = None
-    rows: list[int] = field(default_factory=list)  # rows that the probes were called with
-    probes: dict[str, list[Score]] = field(default_factory=dict)  # probe -> scores of those rows
+    rows: list[int] = field(default_factory=list)  # indices of the completions that were probed
+    probes: dict[str, list[Score]] = field(default_factory=dict)  # probe -> scores of `rows`
     probe_errors: dict[str, str] = field(default_factory=dict)  # probe -> error of the reward
 
     @property
@@ -49,7 +48,10 @@ class Probed:
 
     @property
     def first(self) -> list[Score]:
-        """Scores of the probed rows, unaltered; from a call of their own if not all are probed."""
+        """Scores of the unaltered completions in ``rows``.
+
+        They come from a separate call if only some of the completions are probed.
+        """
         return self.probes.get("first") or [self.scores[row] for row in self.rows]
 
 
@@ -62,7 +64,7 @@ class RewardStats:
     none_share: float
     mean: float | None
     std: float | None
-    group_std: float | None  # mean within the groups
+    group_std: float | None  # mean standard deviation within a group
     low: float | None
     high: float | None
     fires: float | None  # share of scores above 0
@@ -96,20 +98,26 @@ def known(scores: Iterable[Score]) -> list[float]:
 
 
 def is_constant(scores: Iterable[Score]) -> bool:
-    """Return whether there are scores and all are equal, rounding aside."""
+    """Return True if there is at least one score and all scores are equal up to rounding."""
     values = known(scores)
     return bool(values) and is_same(min(values), max(values))
 
 
 def is_same(one: Score, other: Score, slack: float = 1e-9) -> bool:
-    """Return whether two scores are equal, rounding aside, or differ by at most ``slack``."""
+    """Return True if two scores are equal up to rounding, or differ by at most ``slack``.
+
+    None is equal to None only.
+    """
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=slack)
 
 
 def rank_correlation(xs: Sequence[Score], ys: Sequence[Score]) -> float | None:
-    """Return Spearman's correlation of rows without a None; None if one side is constant."""
+    """Return Spearman's rank correlation of two lists, or None if one of them is constant.
+
+    Positions at which either list has a None are ignored.
+    """
     found = pd.DataFrame({"x": xs, "y": ys}, dtype=float).corr("spearman").loc["x", "y"]
     return None if math.isnan(found) else round(float(found), 9)
 
@@ -141,7 +149,10 @@ def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
 
 
 def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
-    """Return the weighted sum for each completion, before any KL; None if no reward scored it."""
+    """Return the weighted sum of the rewards for each completion, before any KL penalty.
+
+    The sum is None if no reward scored the completion.
+    """
     totals: list[Score] = []
     for row in range(len(batch.texts)):
         parts = [r.weight * s for r in rewards if (s := r.scores[row]) is not None]
@@ -150,7 +161,7 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
 
 def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
-    """Return how many groups have different scores, and the mean spread within a group.
+    """Return the signal: how many groups have different scores, and the spread within a group.
 
     Args:
         totals: B total scores, from ``total_scores``.
