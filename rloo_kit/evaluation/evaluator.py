@@ -1,4 +1,4 @@
-"""Scores of a model on prompts that it was not trained on."""
+"""Evaluation of one model: completions of held-out prompts, and the scores they get."""
 
 import contextlib
 import functools
@@ -31,21 +31,21 @@ REMEDY = "lower max_completion_length, use a smaller model, or set model.load_in
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of ``num_samples`` completions of each held-out prompt."""
+    """Result of ``evaluate``: scores of ``num_samples`` completions for each held-out prompt."""
 
-    rewards: dict[str, float | None]  # means; None if a reward applies to no row
+    rewards: dict[str, float | None]  # mean of each reward; None if it scored no completion
     num_prompts: int
-    mean_length: float  # completion tokens
+    mean_length: float  # mean number of tokens in a completion
     temperature: float  # 0 for greedy
     samples: list[dict[str, Any]]
     """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
     judged_by: str | None = (
-        None  # reward that says right or wrong; "": none; None: see `correct_by`
+        None  # reward that decides what is correct; "": no reward; None: see `correct_by`
     )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with the statistics of the samples."""
+        """Return all fields as plain values for JSON, with intervals, pass@k and mean lengths."""
         found = asdict(self) | {"thinking_length": self.thinking_length, "cut_off": self.cut_off}
         found["intervals"] = {
             name: [one.low, one.high] for name in self.rewards if (one := self.estimate(name))
@@ -59,7 +59,7 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> "Evaluation":
-        """Return what ``as_dict`` returned.
+        """Rebuild an evaluation from the values that ``as_dict`` returned.
 
         Raises:
             TypeError: A field is missing.
@@ -68,44 +68,49 @@ class Evaluation:
 
     @property
     def drawn(self) -> str:
-        """Way of sampling, in words."""
+        """How the completions were sampled, in words: ``greedy`` or the temperature."""
         return f"sampled at {self.temperature:g}" if self.temperature else "greedy"
 
     @property
     def by_prompt(self) -> list[list[dict[str, Any]]]:
-        """The samples of each prompt."""
+        """The samples grouped by prompt: one list of ``num_samples`` samples for each prompt."""
         size = self.num_samples
         return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
 
     def values(self, name: str) -> list[float | None]:
-        """Return the mean score of each prompt; None if all of its completions have no score."""
+        """Return the mean score of each prompt, or None for a prompt without scored completions.
+
+        ``name`` is the reward.
+        """
         return [mean_or_none([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
-        """Return the mean of a reward over prompts with its interval; None without a score."""
+        """Return a reward's mean over prompts with its 95% interval; None if it scored nothing."""
         scored = [value for value in self.values(name) if value is not None]
         return estimate(scored) if scored else None
 
     @functools.cached_property
     def correct_by(self) -> str | None:
-        """The reward that says right or wrong; None if there is none.
+        """Name of the reward that decides which completions are correct, or None.
 
         It is ``judged_by`` if that is set, or else the first reward whose scores are all 0 or 1.
+        None means that there is no such reward.
         """
         if self.judged_by is not None:
             return self.judged_by or None
         return next(filter(self.says_right_or_wrong, self.rewards), None)
 
     def says_right_or_wrong(self, name: str) -> bool:
-        """Return whether a reward has scores, and all of them are 0 or 1."""
+        """Return True if the reward scored some completion and all of its scores are 0 or 1."""
         return {None} != {sample["rewards"][name] for sample in self.samples} <= {0.0, 1.0, None}
 
     @functools.cached_property
     def pass_at(self) -> dict[int, Estimate]:
-        """Table of k -> pass@k by the reward ``correct_by``; {} without such a reward.
+        """Table of k -> pass@k, where the reward ``correct_by`` decides what is correct.
 
-        k is ``num_samples``, or a smaller power of two. Prompts with an unscored completion do not
-        count.
+        The values of k are the powers of two up to ``num_samples``, and ``num_samples`` itself.
+        Prompts with an unscored completion do not count. The table is empty if ``correct_by`` is
+        None or no prompt counts.
         """
         name = self.correct_by
         scores = [[s["rewards"][name] for s in one] for one in self.by_prompt] if name else []
@@ -120,7 +125,7 @@ class Evaluation:
 
     @property
     def thinking_length(self) -> float | None:
-        """Mean length of the closed thoughts, in tokens; None if there is none."""
+        """Mean number of tokens in a thought; None if no completion has a closed thought."""
         return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
 
     @property
@@ -147,34 +152,42 @@ def evaluate(
     sample: "Callable[[list[Any]], Completions] | None" = None,
     tool_loop: "ToolLoop | None" = None,
 ) -> Evaluation:
-    """Sample a completion of every prompt and score it; random states are restored.
+    """Sample ``num_samples`` completions of every prompt and score them.
+
+    The random number generators are restored afterwards.
 
     Args:
         model: A causal language model, with or without an adapter.
-        tokenizer: Its tokenizer, or a processor that has one.
-        dataset: A ``datasets.Dataset`` or a list of dicts with ``prompt`` (text or chat messages)
-            and the columns that the rewards read; n rows.
-        rewards: The result of ``load_rewards``, with different names.
-        max_completion_length: Longest completion, in tokens.
+        tokenizer: The model's tokenizer, or a processor that contains it.
+        dataset: A ``datasets.Dataset`` or a list of n dicts. Each row has ``prompt`` (text or chat
+            messages) and the columns that the rewards read.
+        rewards: The result of ``load_rewards``; no two rewards may have the same name.
+        max_completion_length: Maximum number of tokens in a completion.
         temperature: Sampling temperature; 0 is greedy.
-        sampling: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``; None: TRL's defaults.
+        sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
+            Those left out have TRL's defaults.
         chat_template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
-        batch_size: Completions at a time.
+        batch_size: Number of completions that are sampled at a time.
         seed: Seed of sampling.
-        engine: Engine that samples instead of ``model.generate``; it gets the adapter first.
-        num_samples: Completions of each prompt, for pass@k.
-        thinking_budget: Tokens after which an open thought ends its completion; None: no limit.
-        sample: Function that returns a completion of each row that it is called with (n times
-            ``num_samples`` rows); None: sample with ``model`` or ``engine``.
-        tool_loop: Runs the tools that completions call; None without tools.
+        engine: Engine that samples instead of ``model.generate``. The model's adapter is sent to
+            it first.
+        num_samples: Number of completions for each prompt, for pass@k.
+        thinking_budget: Maximum number of tokens in a thought. A thought that is still open then
+            ends its completion. None means no limit.
+        sample: Function that samples instead of ``model`` and ``engine``. It is called with rows
+            of the dataset (each ``num_samples`` times) and returns one completion for each row.
+        tool_loop: Loop that runs the tools that completions call. None means no tools.
+
+    Returns:
+        The mean scores, and every completion with its scores.
 
     Raises:
-        ConfigError: Several greedy completions of a prompt, which would all be the same, or a
-            thinking budget for a model without marks of a thought.
+        ConfigError: Several greedy completions of a prompt were asked for, which would all be the
+            same, or a thinking budget was set for a model that has no thinking tokens.
         DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight is NaN or Inf.
-        MemoryRanOutError: Not even a single completion fits.
-        RewardContractError: A reward raised, or returned something else than scores.
+        MemoryRanOutError: Not even a single completion fits in memory.
+        RewardContractError: A reward raised an error, or did not return one score per completion.
     """
     rows = _repeated(dataset, num_samples, temperature)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -186,7 +199,8 @@ def evaluate(
     )
     completer.tool_loop = tool_loop
     has_environments = tool_loop is not None and tool_loop.environments is not None
-    size = batch_size if has_environments else len(rows)  # they are used again for the next batch
+    # The environments of a batch are used again for the next one
+    size = batch_size if has_environments else len(rows)
     samples: list[dict[str, Any]] = []
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
@@ -203,11 +217,16 @@ def evaluate(
 
 
 def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
-    """Return every row ``num_samples`` times."""
+    """Return the rows of a dataset, each repeated ``num_samples`` times in a row.
+
+    Raises:
+        ConfigError: Several greedy completions of a prompt were asked for.
+        DataError: The dataset is empty.
+    """
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
-            f"{num_samples} greedy completions of a prompt are all the same: sample them at a "
-            f"temperature above 0, or use one"
+            f"{num_samples} greedy completions of a prompt are all the same: set num_samples to 1, "
+            f"or temperature above 0"
         )
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
@@ -218,7 +237,10 @@ def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
 def _samples(
     tokenizer: Tokenizer, completions: "Completions", scores: dict[str, list[Score]]
 ) -> list[dict[str, Any]]:
-    """Return the samples of an evaluation."""
+    """Return one sample (prompt, completion, scores, token counts) for each completion.
+
+    ``scores`` has a list for each reward, with one score per completion.
+    """
     marks = thought_marks(tokenizer)
     rows = zip(
         completions.prompts,
@@ -241,7 +263,7 @@ def _samples(
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return keywords of ``evaluate`` that sample like a run with these settings."""
+    """Return keyword arguments with which ``evaluate`` samples as a run with these settings."""
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
         "max_completion_length": args.max_completion_length,
@@ -267,14 +289,14 @@ def make_completer(
     engine: "Engine | None",
     rewards: "Sequence[LoadedReward]" = (),
 ) -> "Completer":
-    """Return a completer that samples and scores outside of a training.
+    """Return a completer that samples and scores completions without a trainer.
 
     Args:
         model: A causal language model, with or without an adapter.
-        tokenizer: Its tokenizer.
-        how: Sampling, with the longest completion and the tokens that end it.
+        tokenizer: The model's tokenizer.
+        how: Sampling settings, with the maximum length and the tokens that end a completion.
         template_settings: Arguments of the chat template.
-        batch_size: Completions at a time with ``model.generate``.
+        batch_size: Number of completions that ``model.generate`` samples at a time.
         seed: Seed of sampling.
         engine: Engine that samples instead of ``model.generate``.
         rewards: Rewards that score the completions.
@@ -302,7 +324,7 @@ def make_completer(
         **(of_samples if how.temperature > 0 else {}),
     )
 
-    turns = itertools.count(seed)  # with tools each turn has random numbers of its own
+    turns = itertools.count(seed)  # with tools, each turn of a conversation has its own seed
 
     def draw(prompt_ids: list[list[int]]) -> tuple[list[list[int]], None]:
         of_turn = next(turns)
@@ -326,7 +348,7 @@ def make_completer(
 
 @contextlib.contextmanager
 def _inference(model: Model, seed: int) -> Iterator[None]:
-    """Put the model into eval mode with a seed, then restore mode and random states."""
+    """Put the model into eval mode and set the seed; restore the mode and random states after."""
     import torch
 
     was_training = model.training

@@ -1,4 +1,4 @@
-"""Held-out prompts for several models, all sampled and scored in the same way."""
+"""Held-out prompts on which several models are sampled and scored in the same way."""
 
 import contextlib
 import copy
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
-# Tokens of prompts and completions that are sampled together on a CPU; on a GPU only the run's
-# batch is known to fit
+# Number of tokens (prompts and completions) that a CPU samples at a time. On a GPU the batch size
+# of the run is used instead, since only that is known to fit.
 BATCH_TOKENS = 1 << 16
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
@@ -38,17 +38,17 @@ NUM_SEQUENCES = 256
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts, rewards and sampling that are the same for every model."""
+    """The prompts, rewards and sampling settings that every compared model gets."""
 
-    job: PreparedJob  # settings and rewards; its model is not used
+    job: PreparedJob  # the run's settings and rewards; its model is not used
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # file, task or dataset of the prompts
     batch_size: int | None = None  # completions at a time; None: as many as are known to fit
-    why_not: str | None = None  # reason why vLLM cannot sample for all of the models
+    why_not: str | None = None  # why vLLM cannot sample for all of the models; None if it can
 
     @property
     def args(self) -> "LeaveOneOutConfig":
-        """The trainer's settings of the run file."""
+        """Settings of the trainer, from the run file."""
         return self.job.args
 
     def rewards(
@@ -58,7 +58,8 @@ class HeldOut:
 
         Args:
             tokenizer: Tokenizer of the models.
-            specs: Rewards as in a run file; None: those that the run scores held-out prompts with.
+            specs: Rewards, written as in a run file. None uses the rewards with which the run
+                scores its held-out prompts.
         """
         template = self.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
@@ -77,27 +78,30 @@ class HeldOut:
     def engine(
         self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
     ) -> Iterator[Engine | None]:
-        """Load the adapters on one base, and yield the sampling engine; None for transformers.
+        """Load the adapters of the models on one base, and yield the engine that samples.
+
+        None is yielded if transformers samples, which needs no engine.
 
         Raises:
-            DataError: A prompt leaves no room for its completion.
+            DataError: The longest prompt and its completion exceed the model's context length.
             GenerationError: vLLM was requested by name but cannot sample here, or does not start.
         """
         prompts = self.prompts["prompt"][:]
         template = self.args.chat_template_kwargs
         longest = max(map(len, tokenize_prompts(base.tokenizer, prompts, template)))
         length = longest + self.args.max_completion_length
-        if self.job.tool_loop is not None:  # environments make prompts longer
+        if self.job.tool_loop is not None:  # tools and environments add tokens to a prompt
             length = max(length, self.job.config.model.max_seq_length)
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise DataError(
-                f"prompt and completion may have {length} tokens, but the model is limited to "
-                f"{limit}: lower trainer.max_completion_length, or leave long prompts out"
+                f"a prompt and its completion may have {length} tokens, but the context length of "
+                f"the model is {limit}: lower trainer.max_completion_length, or leave out long "
+                "prompts with data.max_prompt_tokens"
             )
         for trained in models:
             base.load(trained)
-        # nothing trains next to the engine, so it never sleeps and gets as many rows as it can hold
+        # Nothing trains next to the engine, so it need not sleep, and it gets large batches
         args = copy.copy(self.args)
         args.vllm_max_model_length = length
         args.vllm_enable_sleep_mode = False
@@ -105,11 +109,11 @@ class HeldOut:
         with session():
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
             if choice.reason is not None:
-                say(f"completions by transformers: {choice.reason}")
+                say(f"completions by transformers, not vLLM: {choice.reason}")
             yield engine
 
     def _tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
-        """Return the loop of the run's tools for the tokenizer of a model."""
+        """Return the loop that runs the run's tools, or None if the run has no tools."""
         from rloo_kit.training.tools import make_tool_loop
 
         args = copy.copy(self.args)
@@ -125,9 +129,18 @@ class HeldOut:
         rewards: Sequence[LoadedReward],
         **how: Any,
     ) -> Evaluation:
-        """Return the evaluation of one model; ``how`` replaces keywords of ``evaluate``."""
+        """Sample and score one model on the prompts.
+
+        Args:
+            base: The loaded base of the model.
+            engine: Engine that samples; None for transformers.
+            trained: The model, whose adapter is active during the evaluation.
+            rewards: Rewards that score the completions.
+            **how: Keyword arguments of ``evaluate`` that replace the run's settings.
+        """
         size = self.batch_size or self.args.per_device_train_batch_size
-        # without gradients a CPU holds more rows than the run's batch, but not more environments
+        # Without gradients more rows than the run's batch fit in a CPU's memory. The run has only
+        # as many environments as its batch has rows.
         is_cpu = base.model.device.type == "cpu"
         if self.batch_size is None and is_cpu and not self.job.config.environment:
             size = max(size, BATCH_TOKENS // self.job.config.model.max_seq_length)
@@ -147,11 +160,13 @@ def read_held_out(
     num_prompts: int | None = None,
     batch_size: int | None = None,
 ) -> HeldOut:
-    """Return the prompts for several models, by the run file of the first run among them.
+    """Read the prompts and settings that several models share, from the first run among them.
 
-    Without a run, the kit's defaults are used. Arguments are those of ``evaluate_models``. Prompts
-    that are too long for the run are counted in tokens of the first model, so that all models get
-    the same prompts.
+    If no model comes from a run, the kit's default settings are used. Prompts longer than
+    ``data.max_prompt_tokens`` are left out. Their tokens are counted with the first model's
+    tokenizer, so that all models get the same prompts.
+
+    The arguments are those of ``evaluate_models``.
 
     Raises:
         ConfigError: An argument is out of range, or an override changes the model.
@@ -163,8 +178,8 @@ def read_held_out(
     for override in overrides:
         if override.lstrip().startswith(("model.", "lora.", "model=", "lora=")):
             raise ConfigError(
-                f"--set {format_value(override)} cannot change a trained model: leave it out, or "
-                "name another model"
+                f"--set {format_value(override)} would change a model that is already trained: "
+                "leave it out, or name another model"
             )
     config = next((one.config for one in models if one.config is not None), RunConfig())
     if overrides:
@@ -177,7 +192,7 @@ def read_held_out(
     check_engine(args, trains=False)
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
     found = _prompts(config, prompts, num_prompts, given.get("data") or {})
-    _ = job.tool_loop  # prompts are counted with their tools
+    _ = job.tool_loop  # the tokens of the tools count as part of the prompts
     limit = config.data.max_prompt_tokens
     if limit is not None:
         first = models[0].model
@@ -192,11 +207,11 @@ def read_held_out(
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
-    """Change the sampling engine in a run's settings from that of training to that of evaluation.
+    """Change a run's settings for training into settings for evaluation: sampling engine, memory.
 
-    The engine of ``given`` comes first. A run that trained with transformers is evaluated with it
-    too. For any other run ``generation`` becomes ``auto``. The share of GPU memory is computed
-    anew unless ``given`` has it.
+    An engine that the user gave for the evaluation is kept. Otherwise a run that trained with
+    transformers is also evaluated with transformers, and for any other run ``generation`` becomes
+    ``auto``. The share of GPU memory is computed again, unless the user gave it.
 
     Args:
         args: Settings of the run, changed in place.
@@ -214,7 +229,14 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
 def _prompts(
     config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
-    """Return the prompts that the run kept out of training, or other ones by their name."""
+    """Return the prompts to evaluate on.
+
+    Args:
+        config: Settings of the run.
+        prompts: A file, task or dataset. None uses the prompts that the run held out.
+        most: Maximum number of prompts; None: all that there are, or the task's default number.
+        given: Settings under ``data`` that the user gave for the evaluation.
+    """
     data = config.data
     name = str(prompts or config.data.prompts)
     is_the_runs = name == data.prompts
@@ -222,8 +244,8 @@ def _prompts(
         _, kept_out = read_prompts(config, EXAMPLES)
         if kept_out is None:
             raise DataError(
-                "the run kept no prompts out of training (data.held_out: 0): name some with "
-                "--prompts"
+                "the run held out no prompts from training (data.held_out: 0): name a file, task "
+                "or dataset with --prompts"
             )
         return kept_out if most is None else kept_out.select(range(min(most, len(kept_out))))
     if is_task(name):  # its held-out split
@@ -231,7 +253,7 @@ def _prompts(
             "split": "held_out",
             "num_prompts": most or data.held_out or MAX_HELD_OUT,
         }
-        # another task has levels and settings of its own
+        # The run's level and settings do not fit another task
         keys = [key for key in ("level", "settings") if is_the_runs or key in given]
         how |= {key: getattr(data, key) for key in ("system", *keys)}
     else:
@@ -244,6 +266,6 @@ def _prompts(
     except DataError:
         if is_the_runs or not how.get("columns"):
             raise
-        with contextlib.suppress(DataError):  # a file of its own, with the kit's names
+        with contextlib.suppress(DataError):  # the file may have the kit's own column names
             return load(**{**how, "columns": None})
         raise

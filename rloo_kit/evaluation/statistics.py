@@ -1,7 +1,7 @@
-"""Statistics of n completions of each prompt: pass@k, intervals, paired differences.
+"""Statistics of evaluations: pass@k, confidence intervals, paired differences of two models.
 
-Completions of one prompt are correlated, so prompts are resampled with all their completions, and
-two models are compared prompt by prompt.
+Completions of one prompt are correlated. The bootstrap therefore resamples prompts, each with all
+of its completions, and two models are compared prompt by prompt.
 """
 
 import itertools
@@ -14,9 +14,9 @@ RESAMPLES = 2000
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that one or more of k completions are right.
+    """Return pass@k: an estimate of the probability that at least one of k completions is right.
 
-    This is pass@k. With n = ``num_samples`` and c = ``num_correct`` it is
+    The estimate is unbiased. With n = ``num_samples`` and c = ``num_correct`` it is
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). ``k`` is at most n.
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
@@ -31,12 +31,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its confidence interval."""
+    """A mean over prompts with its 95% confidence interval."""
 
     mean: float
-    low: float  # lower end of the 95% interval
-    high: float  # upper end
-    num: int  # prompts
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
+    num: int  # number of prompts
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -44,14 +44,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference(Estimate):
-    """Difference of two models on the same prompts."""
+    """Mean difference of two models on the same prompts, with its interval and p-value."""
 
-    p_value: float  # probability of a mean this far from 0 if both models were alike
-    is_real: bool  # 0 is outside of the interval, and the p-value is below 5%
+    p_value: float  # probability of a mean at least this far from 0 if the models were equal
+    is_real: bool  # True if 0 is outside of the interval and the p-value is below 5%
 
     @property
     def verdict(self) -> str:
-        """The p-value, and a word on whether the difference is real."""
+        """The p-value, followed by ``real`` or ``may be chance``."""
         p = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
         return f"{p}: {'real' if self.is_real else 'may be chance'}"
 
@@ -60,11 +60,11 @@ class Difference(Estimate):
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the mean of one value per prompt with its bootstrap interval (percentiles).
+    """Return the mean of one value per prompt, with its 95% bootstrap interval.
 
-    Efron 1979; Efron and Tibshirani 1993, chapter 13. Values that are all alike, such as 256 right
-    answers, would give an interval without width. If all are 0, or all are 1, it is widened
-    by the rule of three (1 - 0.05 ** (1 / n)).
+    The interval is that of percentiles (Efron 1979; Efron and Tibshirani 1993, chapter 13). If all
+    n values are equal, such as 256 right answers, that interval has no width. If all are 0, or all
+    are 1, it is widened by 1 - 0.05 ** (1 / n), according to the rule of three.
 
     Raises:
         ValueError: There is no value.
@@ -77,7 +77,10 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def _room(num: int) -> float:
-    """Return the largest share of other values that n equal ones allow (rule of three)."""
+    """Return the largest share of other values that may exist if n sampled values are all equal.
+
+    This is the 95% bound of the rule of three.
+    """
     return 1 - (1 - CONFIDENCE) ** (1 / num)
 
 
@@ -86,8 +89,8 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
 
     The 95% interval comes from a bootstrap over prompts. The p-value comes from Fisher's
     randomization test: each prompt's difference gets a random sign, and the p-value is the
-    probability that the mean is then at least as far from 0 as the real one. With few prompts all
-    combinations of signs are tried instead of random ones.
+    probability that the resulting mean is at least as far from 0 as the observed mean. If there
+    are few prompts, all combinations of signs are tried instead of random ones.
 
     Args:
         before: One value per prompt.
@@ -99,7 +102,7 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
     mean, low, high = _bootstrap(moved, seed)
-    if low == high:  # another prompt may differ from these, by as much as all of them together
+    if low == high:  # all prompts moved alike; widen the interval, since others may move otherwise
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
         low = low - room
         high = high + room
@@ -132,7 +135,7 @@ def _sign_flip(moved: Sequence[float], seed: int) -> float:
         signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))  # (2 ** n, n)
         return float((abs(signs @ array) >= seen).mean())
     draw = np.random.default_rng(seed)
-    # ten times, so that the signs need no more memory than the resamples above
+    # In ten parts, so that the signs need no more memory than the bootstrap's resamples
     sums = [draw.choice((-1.0, 1.0), (RESAMPLES, num)) @ array for _ in range(10)]
     far = np.count_nonzero(np.abs(sums) >= seen)
-    return (far + 1) / (10 * RESAMPLES + 1)  # the data itself is one of the draws
+    return (far + 1) / (10 * RESAMPLES + 1)  # the observed signs count as one of the draws

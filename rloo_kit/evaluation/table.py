@@ -1,4 +1,4 @@
-"""``rloo-kit eval``: a table of several models on the same prompts, with paired differences."""
+"""``rloo-kit eval``: scores of several models on the same prompts, and their differences."""
 
 import itertools
 import json
@@ -23,29 +23,29 @@ from rloo_kit.types import Say, Tokenizer
 
 @dataclass(frozen=True)
 class Row:
-    """One model, sampled in one way."""
+    """A row of the table: the evaluation of one model, greedy or sampled."""
 
     model: str
     evaluation: Evaluation
-    seconds: float
+    seconds: float  # time to sample and score
     sampler: str = "transformers"  # sampling engine
 
     @property
     def mode(self) -> str:
-        """Number of completions of each prompt, and way of sampling, in words."""
+        """How the model was sampled, in words, such as ``4 sampled at 1`` or ``greedy``."""
         found = self.evaluation
         return f"{found.num_samples} {found.drawn}" if found.temperature else found.drawn
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Difference of a model's scores and the first model's by one reward, prompt by prompt."""
+    """A model's scores by one reward, compared prompt by prompt with those of the first model."""
 
     model: str
-    against: str
-    mode: str
+    against: str  # name of the first model
+    mode: str  # how both were sampled, in words
     reward: str
-    found: Difference
+    found: Difference  # scores of ``model`` minus scores of ``against``
 
     def __str__(self) -> str:
         return f"{self.model} against {self.against}, {self.reward}, {self.mode}: {self.found}"
@@ -53,12 +53,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class EvalTable:
-    """Result of ``evaluate_models``."""
+    """Result of ``evaluate_models``: one row for each model and way of sampling."""
 
-    prompts: str  # their source
+    prompts: str  # file, task or dataset of the prompts
     rows: list[Row]
     compared: list[Compared]
-    folder: Path | None = None  # folder of the written results
+    folder: Path | None = None  # folder that the results were written to; None: not written
 
     def __str__(self) -> str:
         samplers = " and ".join(sorted({row.sampler for row in self.rows}))
@@ -70,7 +70,7 @@ class EvalTable:
         return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without the samples."""
+        """Return the table as plain values for JSON, without the completions."""
         rows = []
         for row in self.rows:
             facts = {name: getattr(row, name) for name in ("model", "mode", "seconds", "sampler")}
@@ -93,24 +93,26 @@ def evaluate_models(  # noqa: PLR0913
     output: str | Path | None = None,
     say: Say = print,
 ) -> EvalTable:
-    """Score models on the same prompts, greedy and sampled, and compare each with the first.
+    """Score models on the same prompts, greedy and sampled, and compare each with the first one.
 
     Args:
-        models: Runs, checkpoints, adapters or models; the first run gives prompts, rewards and
-            sampling.
-        overrides: ``section.key=value`` for its run file, such as ``trainer.temperature=0.6``.
-        prompts: A file, task or dataset instead of the run's held-out prompts.
-        num_prompts: Use at most this many prompts.
-        num_samples: Sampled completions of each prompt, for pass@k; 0: only greedy ones.
-        greedy: Also take one greedy completion of each prompt.
-        base: Put the base, without any adapter, first.
-        batch_size: Completions at a time; None: as many as are known to fit.
-        output: Folder for ``eval.json`` and ``eval_samples.jsonl``; None: that of the run.
-        say: Called with each line for the user.
+        models: Folders of runs, checkpoints or adapters, or names of models. The first run among
+            them determines the prompts, the rewards and the sampling settings.
+        overrides: Changes to that run's run file, each as ``section.key=value``, such as
+            ``trainer.temperature=0.6``.
+        prompts: A file, task or dataset to use instead of the run's held-out prompts.
+        num_prompts: Maximum number of prompts. None uses all of them.
+        num_samples: Number of sampled completions for each prompt, for pass@k. 0 samples none.
+        greedy: If True, also generate one greedy completion for each prompt.
+        base: If True, also evaluate the base model without an adapter, as the first model.
+        batch_size: Number of completions at a time. None uses a number that is known to fit.
+        output: Folder for ``eval.json`` and ``eval_samples.jsonl``. None uses the run's folder.
+        say: Function that is called with each line of output.
 
     Raises:
-        ConfigError: There is no model, no sample, or a setting is wrong.
-        DataError: There are no prompts, or a prompt does not fit into a model.
+        ConfigError: No model is given, both ``num_samples`` and ``greedy`` are off, or a setting
+            is wrong.
+        DataError: There are no prompts, or a prompt does not fit into a model's context length.
         ModelError: A model cannot be loaded.
     """
     if not models:
@@ -118,7 +120,7 @@ def evaluate_models(  # noqa: PLR0913
     if num_samples < 0 or not (num_samples or greedy):
         raise ConfigError(f"num_samples is {num_samples}: set it to 1 or more, or enable greedy")
     found = [find_trained(model) for model in models]
-    if base and all(one.adapter for one in found):  # else a base is among them
+    if base and all(one.adapter for one in found):  # otherwise a base is already among them
         found = [found[0].without_adapter(), *found]
     folder = results_folder(output, next((one.run for one in found if one.run), None))
     how = [{"temperature": 0.0}] if greedy else []
@@ -144,16 +146,18 @@ def score_models(
     rewards_for: Callable[[Tokenizer], list[LoadedReward]],
     say: Say,
 ) -> list[Row]:
-    """Sample and score each model in several ways; return one row for each model and way.
+    """Sample each model in several ways, score it, and return a row for each model and way.
 
-    The rows are in the order of ``models``, and those of one model in the order of ``how``.
+    The rows have the order of ``models``, and the rows of one model the order of ``how``.
 
     Args:
         held_out: The prompts.
         models: The models. Each base is loaded once, and released before the next one.
-        how: Ways of sampling, each as keywords that replace those of ``evaluate``.
-        rewards_for: Called with the tokenizer of each base; returns the rewards.
-        say: Called with each line for the user.
+        how: Ways of sampling. Each is a dict of keyword arguments of ``evaluate``, such as
+            ``{"temperature": 0.0}``, which replace the run's settings.
+        rewards_for: Function that is called with the tokenizer of each base and returns the
+            rewards.
+        say: Function that is called with each line of output.
     """
     rows = []
     for base, on_it in by_base(models):
@@ -170,10 +174,11 @@ def score_models(
 
 
 def judge_alike(rows: list[Row]) -> list[Row]:
-    """Return the rows with the same reward as ``judged_by``, so that their pass@k can be compared.
+    """Return the rows with the same ``judged_by`` in each, so that their pass@k can be compared.
 
-    It is the first reward whose scores are 0 or 1 in every row. A reward may give only 0 and 1 to
-    one model, and values between them to another.
+    ``judged_by`` becomes the first reward whose scores are only 0 and 1 in every row, or "" if
+    there is none. Without this, a reward could decide in one row but not in another, because it
+    may score one model with 0 and 1 only, and another model with values between them.
     """
     names = (
         name
@@ -185,8 +190,11 @@ def judge_alike(rows: list[Row]) -> list[Row]:
 
 
 def compare(rows: list[Row]) -> Iterator[Compared]:
-    """Yield comparisons of every row with that of the first model in the same mode."""
-    # rows of two samplers may differ by rounding alone, so they are not compared
+    """Compare every row with the first model's row in the same mode; yield one result per reward.
+
+    Rows that were sampled by different engines are not compared, since rounding alone may make
+    them differ.
+    """
     first = {row.mode: row for row in reversed(rows) if row.model == rows[0].model}
     for row in rows:
         before = first[row.mode]
@@ -232,18 +240,19 @@ def _line(row: Row) -> str:
     return f"{row.model}, {row.mode}: {', '.join([*scores, f'{row.seconds:.0f} s'])}"
 
 
-# --- result files: eval.json and judge.json grow, their samples do not ---------------------------
+# --- result files: results are added to eval.json and judge.json, samples are replaced -----------
 
 
 def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
-    """Return the folder for the results, made if it is missing.
+    """Return the folder for the results, and create it if it does not exist.
 
     Args:
-        given: The folder that the user named, if any.
-        run: The folder of the run, used if ``given`` is None. If both are None, so is the result.
+        given: The folder that the user named, or None.
+        run: The run's folder, which is used if ``given`` is None. If both are None, the result is
+            None and no results are written.
 
     Raises:
-        ConfigError: It cannot be made or written.
+        ConfigError: The folder cannot be created or written to.
     """
     folder = run if given is None else Path(given)
     if folder is not None:
@@ -255,14 +264,15 @@ def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: list[dict[str, Any]], say: Say
 ) -> None:
-    """Add a result to a JSON file, and replace the file of samples and the run's report.
+    """Add a result to a JSON file, and rewrite its samples file and the run's report.
 
     Args:
-        path: The file, such as ``eval.json``, which holds ``{name: [result, ...]}``.
+        path: The JSON file, such as ``eval.json``, which contains ``{name: [result, ...]}``.
         name: The key in that file.
-        result: The result, added to the earlier ones.
-        samples: Lines of ``eval_samples.jsonl`` next to it, in place of the earlier ones.
-        say: Called with a line for the user.
+        result: The result, which is added to the earlier ones.
+        samples: Lines for the samples file next to ``path``, such as ``eval_samples.jsonl``. They
+            replace the earlier ones.
+        say: Function that is called with a line of output.
     """
     results = [*(read_json(path) or {}).get(name, []), result]
     lines = "".join(json.dumps(redact_tree(sample)) + "\n" for sample in samples)

@@ -1,4 +1,7 @@
-"""Models as commands accept them: runs, adapters or bases; one loaded base for several of them."""
+"""Models as the user names them (runs, adapters, base models), found on disk and loaded.
+
+Several adapters of the same base model share one loaded base.
+"""
 
 import contextlib
 import os
@@ -23,24 +26,27 @@ from rloo_kit.types import Model, Tokenizer
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A base and, if something was trained, the adapter on it; nothing is loaded yet."""
+    """A base model and, unless it is used alone, its trained adapter. Nothing is loaded yet."""
 
-    name: str  # the name that the user gave, or ``base of`` it
+    name: str  # the name that the user gave, or ``base of`` and that name
     base: str  # a hub name, a folder, a .gguf file, or an embedded model
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
-    run: Path | None = None  # folder of the run that trained it
-    config: RunConfig | None = None  # of that run
+    run: Path | None = None  # folder of the run that trained the adapter
+    config: RunConfig | None = None  # settings of that run
     loaded: str | None = None  # hub name of the 4-bit model that Unsloth loaded instead of the base
 
     @property
     def model(self) -> ModelSection:
-        """Settings to load the base: those of the run, or else the kit's defaults."""
+        """Settings to load the base with: those of the run, or the kit's defaults without a run."""
         settings = self.config.model if self.config is not None else ModelSection()
         return replace(settings, name=self.loaded or self.base)
 
     @property
     def short_name(self) -> str:
-        """Name of the run's folder, or else of the adapter's; ``base`` for a base."""
+        """Name of the run's folder, or of the adapter's folder if there is no run.
+
+        It is ``base`` for a base model alone.
+        """
         folder = self.run or self.adapter
         if self.adapter is None or folder is None:
             return "base"
@@ -48,22 +54,23 @@ class TrainedModel:
         return name if name not in ("", "base") else "adapter"
 
     def without_adapter(self) -> "TrainedModel":
-        """Return the base alone."""
+        """Return the base model alone, as a ``TrainedModel`` without an adapter."""
         if self.adapter is None:
             return self
         return replace(self, name=f"base of {self.name}", adapter=None)
 
 
 def find_trained(given: str | Path) -> TrainedModel:
-    """Return the model that a path or name means.
+    """Find the base model and the adapter that a path or a name stands for.
 
     Args:
-        given: The folder of a run (its ``adapter/``, or else its newest complete checkpoint), a
-            checkpoint of one, the folder of an adapter, or a model as for ``load_model``.
+        given: The folder of a run, of a checkpoint or of an adapter, or a model's name as in
+            ``load_model``. From a run's folder, ``adapter/`` is used if the run has ended, and
+            otherwise its newest complete checkpoint.
 
     Raises:
-        ConfigError: The run has neither adapter nor checkpoint.
-        ModelError: The adapter does not name its base.
+        ConfigError: The run has neither an adapter nor a checkpoint.
+        ModelError: The adapter's configuration does not name a base model.
     """
     text = str(given)
     folder = Path(given)
@@ -80,7 +87,7 @@ def find_trained(given: str | Path) -> TrainedModel:
 def _adapter_of(run: Path) -> Path:
     adapter = run / "adapter"
     is_saved = (adapter / CONFIG).is_file()
-    # a resumed run that has not ended has no end.json, and an older adapter
+    # If a resumed run has not ended, it has no end.json, and its adapter is older than it
     if is_saved and (run / "end.json").is_file():
         return adapter
     if checkpoint := find_checkpoint(run):
@@ -88,8 +95,8 @@ def _adapter_of(run: Path) -> Path:
     if is_saved:
         return adapter
     raise ConfigError(
-        f"the run in {format_value(str(run))} has no adapter yet, and no checkpoint: train it "
-        f"first, with rloo-kit train {run} --resume"
+        f"the run in {format_value(str(run))} has no adapter yet and no checkpoint: train it "
+        f"first with rloo-kit train {run} --resume"
     )
 
 
@@ -102,7 +109,7 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
         base = find_trained(started).base
     elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
-    if _is_on_hub(base):  # PEFT notes the model that was loaded
+    if _is_on_hub(base):  # PEFT recorded the name of the model that was really loaded
         loaded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
         loaded = loaded if _is_on_hub(loaded) else None
     return TrainedModel(name, base, adapter, run, config, loaded)
@@ -113,18 +120,19 @@ def _is_on_hub(name: str) -> bool:
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
-    """Return why vLLM cannot sample for all of these models, or None.
+    """Return the reason why vLLM cannot sample for all of these models, or None if it can.
 
-    Models on the same base share an engine, which needs a base with at least one adapter.
+    Models on the same base share one engine. vLLM can sample for a base only if at least one of
+    its models has an adapter.
     """
     from peft import PeftConfig
 
     for one in models:
         if not any(other.adapter and other.model == one.model for other in models):
-            return f"{one.name} has no adapter, but vLLM needs a base with one"
+            return f"{one.name} has no adapter, but vLLM needs at least one adapter on each base"
         if one.adapter is None:
             continue
-        with contextlib.suppress(Exception):  # loading it reports an unreadable config
+        with contextlib.suppress(Exception):  # an unreadable config is reported when it is loaded
             config = PeftConfig.from_pretrained(str(one.adapter))
             if why_not := why_no_hot_swap(SimpleNamespace(peft_config={"default": config})):
                 return why_not
@@ -135,7 +143,7 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 
 
 class LoadedBase:
-    """A base in memory with several adapters, one of which is active at a time."""
+    """A base model in memory, with several adapters of which at most one is active at a time."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
         self.model: Any = model
@@ -144,7 +152,9 @@ class LoadedBase:
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` active, or without any.
+        """Yield the model with the adapter of ``trained`` active.
+
+        If ``trained`` has no adapter, the base is yielded with all adapters turned off.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
@@ -156,7 +166,9 @@ class LoadedBase:
             yield self.model
 
     def load(self, trained: TrainedModel) -> str | None:
-        """Load the adapter of ``trained``, once, and return its name in the model; None for a base.
+        """Load the adapter of ``trained`` unless it is already loaded; return its name in PEFT.
+
+        The name is None if ``trained`` has no adapter.
 
         Raises:
             ModelError: The adapter cannot be loaded, or does not fit the base.
@@ -173,24 +185,26 @@ class LoadedBase:
                 name = f"adapter-{len(self._names)}"
                 self.model.load_adapter(str(adapter), adapter_name=name)
             else:
-                name = "default"  # PEFT's name, whose adapter an engine gets
+                name = "default"  # PEFT's name of the adapter that is sent to an engine
                 self.model = PeftModel.from_pretrained(self.model, str(adapter))
         except Exception as exc:  # torch, PEFT and safetensors raise different errors
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "
-                f"({first_line(exc)}): check that it was trained on this model"
+                f"({first_line(exc)}): check that it was trained on this base model"
             ) from exc
         self._names[adapter] = name
         return name
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
-    """Load the base of a model as its run did, with ``changes`` to the run file's ``model:``.
+    """Load the base of a model with the settings of its run.
+
+    ``changes`` replaces fields of the run file's section ``model:``.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    if "name" in changes:  # another model, which has not this revision
+    if "name" in changes:  # the revision belongs to the original model
         changes["revision"] = None
     model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
@@ -203,7 +217,10 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
 
 
 def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base once and yield it with the models on it; release it before the next one."""
+    """Load each base model once, and yield it with the list of models that are based on it.
+
+    Each base is released before the next one is loaded.
+    """
     waiting = list(models)
     while waiting:
         same = [one for one in waiting if one.model == waiting[0].model]

@@ -1,7 +1,8 @@
-"""``rloo-kit judge``: win rate of a model's completions, prompt by prompt.
+"""``rloo-kit judge``: how often one model's completions beat those of another model.
 
-The judge is a reward (a rule, a reward model, your own file), whose higher score wins, or a
-language model behind an OpenAI-compatible server, which compares the two in both orders.
+The judge is either a reward or a language model. With a reward (a rule, a reward model, your own
+file), the completion with the higher score wins. A language model, on an OpenAI-compatible server,
+compares the two completions of a prompt in both orders.
 """
 
 import json
@@ -24,28 +25,28 @@ from rloo_kit.scoring.contract import call_reward
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.types import Say, Tokenizer
 
-# A reward as in a run file, or None
+# A reward, written as in a run file, or None
 Spec: TypeAlias = str | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """Share of prompts on which one side was preferred; a tie counts one half."""
+    """Share of prompts on which a model beat another model; a tie counts as half a win."""
 
     model: str
-    against: str
+    against: str  # the other model
     judge: str
-    mode: str  # way of sampling, in words
-    prompts: str
+    mode: str  # how the completions were sampled, in words
+    prompts: str  # file, task or dataset of the prompts
     wins: int
     losses: int
     ties: int
-    unjudged: int  # prompts without a verdict, which are not counted
-    found: Difference  # of the rate and one half, over prompts
+    unjudged: int  # number of prompts without a verdict, which do not count
+    found: Difference  # win rate minus one half
 
     @property
     def rate(self) -> float:
-        """Share of prompts that were won, with half of the ties."""
+        """Share of judged prompts that the model won, where a tie counts as half a win."""
         return 0.5 + self.found.mean
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class WinRate:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return all fields and the win rate as plain values for JSON."""
         return {"time": time.time(), **asdict(self), "rate": self.rate}
 
 
@@ -78,25 +79,27 @@ def judge_models(  # noqa: PLR0913
     output: str | Path | None = None,
     say: Say = print,
 ) -> WinRate:
-    """Let a judge compare a model's completions of held-out prompts with those of another model.
+    """Compute how often a judge prefers a model's completions to those of another model.
+
+    Both models complete the same held-out prompts, once each.
 
     Args:
-        model: A run, a checkpoint, an adapter or a model.
-        against: Another model in one of these forms, or ``base`` for the base of ``model``.
-        by: The judge, a reward written as in a run file (text or table); None: the first reward
-            that scores the run's held-out prompts. ``{name: judge, model: NAME, mode: pairwise}``
-            asks a language model on a server.
-        overrides: ``section.key=value`` for the run file.
-        prompts: A file, task or dataset instead of the run's held-out prompts.
-        num_prompts: Use at most this many prompts.
-        sampled: Sample at the run's temperature instead of greedily.
-        batch_size: Completions at a time.
-        output: Folder for ``judge.json``; None: that of the run.
-        say: Called with each line for the user.
+        model: Folder of a run, a checkpoint or an adapter, or name of a model.
+        against: The other model, named in the same way, or ``base`` for the base of ``model``.
+        by: The judge: a reward, written as in a run file (text or table). None uses the first
+            reward that scores the run's held-out prompts. A language model on a server judges
+            with ``{name: judge, model: NAME, mode: pairwise}``.
+        overrides: Changes to the run file, each as ``section.key=value``.
+        prompts: A file, task or dataset to use instead of the run's held-out prompts.
+        num_prompts: Maximum number of prompts. None uses all of them.
+        sampled: If True, sample at the run's temperature. If False, complete greedily.
+        batch_size: Number of completions at a time. None uses a number that is known to fit.
+        output: Folder for ``judge.json``. None uses the run's folder.
+        say: Function that is called with each line of output.
 
     Raises:
         ConfigError: Both models are the same, or a setting is wrong.
-        DataError: There are no prompts, or the judge gave no verdict on any.
+        DataError: There are no prompts, or the judge returned no verdict for any prompt.
         ModelError: A model cannot be loaded.
         RewardLoadError: The judge cannot be loaded.
     """
@@ -135,8 +138,11 @@ def judge_models(  # noqa: PLR0913
 def _answers(
     held_out: HeldOut, models: list[TrainedModel], spec: Spec, how: dict[str, Any], say: Say
 ) -> tuple[LoadedReward, list[Row]]:
-    """Return the judge, and a row of answers for each model."""
-    # one judge for all tokenizers with the same vocabulary and chat template
+    """Let both models complete the prompts; return the judge and a row for each model.
+
+    If the judge is a reward, the completions in the rows are scored.
+    """
+    # One judge serves all tokenizers with the same vocabulary and chat template
     judges: dict[tuple[str, frozenset], LoadedReward] = {}
 
     def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
@@ -150,17 +156,19 @@ def _answers(
 
 
 def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
-    """Return for each prompt 1 for a win, 0.5 for a tie, 0 for a loss, None without a verdict.
+    """Return the verdict on each prompt: 1 for a win, 0.5 for a tie, 0 for a loss.
+
+    A verdict is None if the judge did not decide.
 
     Args:
-        judge: A reward, which scores each completion alone, or the reward ``judge`` in its mode
-            ``pairwise``, which is asked here.
-        mine: One completion of each prompt by the model, with its score unless the judge compares.
-        other: One completion of each prompt by the other model.
+        judge: A reward that has scored each completion alone, or the reward ``judge`` in its mode
+            ``pairwise``, which is called here.
+        mine: The model's evaluation, with one completion of each prompt.
+        other: The evaluation of the other model, on the same prompts.
     """
     if _compares(judge):
         return _compare_texts(judge, mine, other)
-    sign = -1 if judge.weight_at(1.0) < 0 else 1  # the lower penalty wins
+    sign = -1 if judge.weight_at(1.0) < 0 else 1  # with a negative weight the lower score wins
     return [
         None if a is None or b is None else 0.5 + sign * ((a > b) - (a < b)) / 2
         for a, b in zip(mine.values(judge.name), other.values(judge.name), strict=True)
@@ -168,15 +176,19 @@ def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[f
 
 
 def _compares(judge: LoadedReward) -> bool:
-    """Return whether the judge is the reward ``judge`` that reads both texts at once."""
+    """Return True if the judge is the reward ``judge`` in mode ``pairwise``, which reads both."""
     return getattr(judge.func.reward, "mode", None) == "pairwise"
 
 
 def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
-    """Return the verdicts of a judge that reads both; an answer beats an empty one, unasked."""
+    """Return the verdicts of a judge that reads both completions of a prompt.
+
+    If one of the answers is empty, the other one wins and the judge is not asked. Two empty answers
+    tie.
+    """
     inner = judge.func.reward
     prompts = [one["prompt"] for one in mine.samples]
-    # the judge reads the text after the thought
+    # The judge reads only the text after the thought
     ours, theirs = (
         [inner.answer_text(one["prompt"], one["completion"]) for one in side.samples]
         for side in (mine, other)
@@ -185,7 +197,7 @@ def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> 
     columns = {
         "prompts": prompts,
         "completions": as_completions(prompts, [one["completion"] for one in mine.samples]),
-        # it is not asked about a row without a reference
+        # The judge skips a row whose reference is None
         inner.column: [
             text if all(both) else None for text, both in zip(theirs, answered, strict=True)
         ],
@@ -203,8 +215,8 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
     judged = [value for value in won if value is not None]
     if not judged:
         raise DataError(
-            "the judge gave no verdict on any prompt: check that the prompts have the columns "
-            "that it reads, and that its server can be reached"
+            "the judge returned no verdict for any prompt: check that the prompts have the columns "
+            "that the judge reads, and that its server can be reached"
         )
     mine, other = rows
     return WinRate(
@@ -224,7 +236,7 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
 def _describe(spec: Spec, judge: LoadedReward) -> str:
     if _compares(judge):
         inner = judge.func.reward
-        return f"{inner.model}, asked in both orders (orders that disagree tie), for {inner.rubric}"
+        return f"{inner.model}, asked in both orders (a tie if they disagree), for {inner.rubric}"
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
     name = judge.name if spec is None else spec if isinstance(spec, str) else json.dumps(spec)
     return f"{name}, the {wins} score wins"
