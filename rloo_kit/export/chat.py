@@ -1,4 +1,4 @@
-"""``rloo-kit chat``: chat with a trained model in the terminal, its thought dimmed."""
+"""``rloo-kit chat``: a chat with a trained model in the terminal, which shows thoughts dimmed."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ from rloo_kit.tools.python import python
 from rloo_kit.tools.specs import load_tools
 from rloo_kit.types import Model, Tokenizer
 
-# Question before a program runs
+# Question to the user before the tool `python` runs a program
 ASKED = "\nrun this program? [y/N] "
 
 if TYPE_CHECKING:
@@ -37,17 +37,19 @@ if TYPE_CHECKING:
 
 
 def chat(model: str, *, base: bool = False) -> None:
-    """Answer the lines of a user with the system message, temperature and length of the run.
+    """Chat with the user: read a line from the terminal, print the model's answer, and repeat.
 
-    The model calls the tools of the run. The user confirms each program of the tool ``python``.
-    Environments are not played.
+    The system message, the temperature and the maximum completion length are those of the run. The
+    model may call the run's tools, and the user must confirm each program that the tool ``python``
+    is to run. Environments are not used.
 
     Args:
-        model: A run, a checkpoint, an adapter or a model.
-        base: Let the base answer too, after the model.
+        model: Folder of a run, a checkpoint or an adapter, or name of a model.
+        base: If True, the base model answers each line too, after the trained model.
 
     Raises:
-        ConfigError: The model is its own base, or the conversation is too long.
+        ConfigError: ``base`` is True but the model has no adapter, or the conversation exceeds the
+            context length.
         ModelError: The model cannot be loaded.
     """
     from rich.console import Console
@@ -89,12 +91,12 @@ def _turn(role: str, content: str) -> dict[str, Any]:
 
 
 def _without_thought(text: str) -> str:
-    """Return what a chat template keeps of an earlier turn."""
+    """Return the text after the thought, which is all that a chat template keeps of past turns."""
     return text.rpartition(THOUGHT_ENDS)[2].strip()
 
 
 def _lines(console: "Console") -> Iterator[str]:
-    """Yield the lines that are not empty."""
+    """Yield each line that the user types, without the empty ones, until the input ends."""
     prompt = ""
     if sys.stdin.isatty():
         console.print("Ctrl-D ends the conversation", style="dim")
@@ -108,14 +110,22 @@ def _lines(console: "Console") -> Iterator[str]:
 def _say(
     model: Model, tokenizer: Tokenizer, config: RunConfig, console: "Console", ids: list[int]
 ) -> list[int]:
-    """Print what the model samples after a prompt, and return its ids."""
+    """Sample an answer to a prompt, print it while it is sampled, and return its token ids.
+
+    ``ids`` are the token ids of the prompt.
+
+    Raises:
+        ConfigError: The prompt leaves no room for an answer in the model's context length.
+    """
     import torch
     from transformers import TextStreamer
 
     longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     room = longest - len(ids)
     if room < 1:
-        raise ConfigError("the conversation is longer than the model's limit: start a new one")
+        raise ConfigError(
+            "the conversation is longer than the model's context length: start a new conversation"
+        )
     marks = thought_marks(tokenizer)
 
     def decode(sampled: list[int], **_: Any) -> str:
@@ -145,7 +155,7 @@ def _say(
 
 
 def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "ToolLoop | None":
-    """Return the loop of a run's tools, or None without any."""
+    """Return the loop that runs the run's tools, or None if the run has no tools."""
     from rloo_kit.tools.loop import ToolLimits, ToolLoop
     from rloo_kit.training.trl_step import run_tool_loop
 
@@ -157,9 +167,9 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "
     tools = load_tools(config.tools, say=lambda line: console.out(line, style="dim"))
     limits = ToolLimits(
         max_tokens=settings["max_completion_length"],
-        max_length=sys.maxsize,  # `_say` finds a conversation that is too long
+        max_length=sys.maxsize,  # `_say` reports a conversation that is too long
         max_rounds=settings.get("max_tool_calling_iterations"),
-        # the user may take time to answer, and the sandbox has a limit of its own
+        # The user may need time to confirm a program, and the sandbox has its own time limit
         timeout=None if python in tools else settings.get("tool_timeout_seconds"),
     )
     template = template_settings(config) or {}
@@ -170,7 +180,13 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "
 def _with_calls(
     loop: "ToolLoop", turns: list[dict[str, Any]], say: Callable[[list[int]], list[int]]
 ) -> list[dict[str, Any]]:
-    """Return the turns of an answer, by the model and by tools."""
+    """Let the model answer and call tools; return its messages and those of the tools, in order.
+
+    Args:
+        loop: Loop that runs the tools.
+        turns: The conversation so far, as chat messages.
+        say: Function that samples and prints, from the token ids of a prompt to those sampled.
+    """
     found = loop.sample(
         [{"prompt": turns}], lambda ids: ([say(ids[0])], None), contextlib.nullcontext
     )
@@ -181,10 +197,12 @@ def _with_calls(
 
 
 def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
-    """Return a tool whose result or error is printed, and which asks before it runs a program.
+    """Wrap a tool so that each call prints its result or error, and return the wrapped tool.
+
+    The tool ``python`` also asks the user before it runs a program.
 
     Raises:
-        PermissionError: In a call of ``python``, the user did not answer y.
+        PermissionError: Raised by a call of ``python`` if the user did not answer ``y``.
     """
 
     @contextlib.contextmanager
@@ -221,14 +239,17 @@ def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
 
 
 class Printer:
-    """Printer of an answer, piece by piece, its thought dimmed; files and pipes get plain text."""
+    """Printer of an answer that arrives in pieces; it dims the thought.
+
+    The text is plain if the output goes to a file or a pipe.
+    """
 
     def __init__(self, console: "Console", in_thought: bool) -> None:
         self._console = console
         self._in_thought = in_thought
 
     def __call__(self, piece: str, stream_end: bool = False) -> None:
-        """Print the whole words that a ``TextStreamer`` passes."""
+        """Print one piece of the answer, as a ``TextStreamer`` passes it."""
         thought = ""
         end = ""
         answer = piece
@@ -236,7 +257,7 @@ class Printer:
             thought, end, answer = piece.partition(THOUGHT_ENDS)
             self._in_thought = not end
         for text, style in ((thought + end, "dim"), (answer, None)):
-            # Keep lines, and escape everything else that steers a terminal
+            # Keep line breaks, and escape all other control characters
             plain = "\n".join(map(printable, text.split("\n")))
             self._console.out(plain, style=style, end="", highlight=False)
         self._console.file.flush()

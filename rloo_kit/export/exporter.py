@@ -1,6 +1,7 @@
-"""``rloo-kit export``: a trained model as adapter, merged weights or GGUF, with a model card.
+"""``rloo-kit export``: writes a trained model as adapter, merged weights or GGUF file.
 
-A merged model is loaded back and must answer as the trained model does; otherwise it is removed.
+Every export has a model card. An export with merged weights is loaded back and compared with the
+trained model; if their answers differ too much, the export is removed.
 """
 
 import contextlib
@@ -34,20 +35,22 @@ from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Say
 
-# Value of `--base` for the run's 4-bit base with its weights written out in 16 bit
+# Value of `--base` that means the run's own 4-bit base, converted back to 16 bit
 DEQUANTIZED = "dequantized"
 DTYPES = {"merged": ("bf16", "nf4"), "gguf": ("bf16", "f16", "q8_0", *K_QUANTS)}
-# The largest mean difference of a token's log-probability, in nats, in float32 on a CPU. Measured
-# on SmolLM2-135M: bf16 0.004, q8_0 0.02, q5_k_m 0.17 to 0.20, q4_k_m 0.13 to 0.22 (it keeps 5 bits
-# of layers whose width 256 does not divide; q4_0, which keeps 4 everywhere, 0.47), nf4 0.46
+# Tolerance for the mean absolute difference of a token's log-probability, in nats, in float32 on a
+# CPU. Measured on SmolLM2-135M: bf16 0.004, q8_0 0.02, q5_k_m 0.17 to 0.20, q4_k_m 0.13 to 0.22,
+# nf4 0.46. q4_k_m uses 5 bits in layers whose width is not a multiple of 256; q4_0, with 4 bits in
+# every layer, gives 0.47.
 TOLERANCES = {"bf16": 0.03, "f16": 0.03, "q8_0": 0.06, "q5_k_m": 0.4, "q4_k_m": 0.6, "nf4": 0.9}
-# Added if models stay in 16 bit, as on a GPU, which rounds the output of every layer
+# Added to the tolerance if the models stay in 16 bit (on a GPU), where every layer's output is
+# rounded
 IN_16_BIT_TOLERANCE = 0.03
-# Share of the free memory for weights; the rest is for activations
+# Share of the free memory that weights may use, so that activations fit too
 MEMORY_SHARE = 0.9
-# Suffix that Unsloth's 4-bit copies add to the name of their model
+# Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# Variables that hide GPUs from a process
+# Environment variables that hide GPUs from a process
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
@@ -68,32 +71,36 @@ def export_model(  # noqa: PLR0913
     public: bool = False,
     say: Say = print,
 ) -> Path:
-    """Write a trained model in a form for other software, with a model card.
-
-    Returns the new folder.
+    """Write a trained model in a format for other software, with a model card.
 
     Args:
-        run: A run, a checkpoint or an adapter.
+        run: Folder of a run, a checkpoint or an adapter.
         to: ``adapter`` (PEFT), ``merged`` (safetensors), ``gguf`` (llama.cpp, Ollama) or ``hub``
             (the adapter, uploaded).
-        output: The new folder, numbered if it exists; None: ``export-TO`` next to the adapter.
-        dtype: For a GGUF file ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or ``q4_k_m``; for merged
-            weights ``bf16`` or ``nf4``; None: ``bf16``.
-        base: The base to merge into: the name or folder of a 16-bit model, or ``dequantized`` for
-            the run's 4-bit base with its weights written out in 16 bit. For an adapter: the name of
-            the base to write into its config. None: the run's base.
-        converter: llama.cpp's folder or its ``convert_hf_to_gguf.py``.
-        check: Load merged weights or a GGUF file back, and compare the log-probabilities of answers
-            with those of the trained model.
-        num_prompts: Number of prompts to compare them on.
-        repo: ``OWNER/NAME`` on the hub to upload the export to; made if it does not exist.
-        public: Make the repository public; False: private.
-        say: Called with each line for the user.
+        output: Folder to create; if it exists, a number is added to the name. None uses
+            ``export-TO`` next to the adapter.
+        dtype: Format of the weights. For a GGUF file: ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or
+            ``q4_k_m``. For merged weights: ``bf16`` or ``nf4``. None uses ``bf16``.
+        base: Base model to merge the adapter into: the name or folder of a 16-bit model, or
+            ``dequantized`` for the run's 4-bit base converted back to 16 bit. For an adapter, the
+            name of the base to write into its config. None uses the run's base.
+        converter: Folder of llama.cpp, or path of its ``convert_hf_to_gguf.py``.
+        check: If True, load merged weights or a GGUF file back, and compare the log-probabilities
+            of answers with those of the trained model.
+        num_prompts: Number of prompts for that comparison.
+        repo: Hub repository ``OWNER/NAME`` to upload the export to. It is created if it does not
+            exist.
+        public: If True, create the repository as public, otherwise as private.
+        say: Function that is called with each line of output.
+
+    Returns:
+        The new folder.
 
     Raises:
-        ConfigError: The arguments do not fit, or there is no converter or no quantiser.
+        ConfigError: The arguments are wrong or contradict each other, or the converter or the
+            quantiser is missing.
         ModelError: The model cannot be loaded, merged, converted or uploaded, or the export answers
-            differently.
+            differently than the trained model.
     """
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter)
@@ -122,7 +129,10 @@ def export_model(  # noqa: PLR0913
 
 
 def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
-    """Return whether the weights that a merge holds at a time fit into the device."""
+    """Return True if the device has enough free memory for the weights of a merge.
+
+    A CPU is always taken to have enough.
+    """
     shape = read_shape(trained.base, trust_remote_code=trained.model.trust_remote_code)
     needed = weight_bytes(shape, in_4bit=False)
     if base == DEQUANTIZED:
@@ -131,9 +141,9 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
 
 def _widen(model: Model) -> bool:
-    """Turn a model on a CPU to float32 if that fits, and return whether it does.
+    """Convert a model on a CPU to float32 if it then fits in memory; return True if it was done.
 
-    Its weights are then rounded only once, at the end.
+    In float32 the merged weights are rounded only once, when they are saved.
     """
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     fits = model.device.type == "cpu" and size <= MEMORY_SHARE * detect_hardware().free_memory
@@ -143,17 +153,17 @@ def _widen(model: Model) -> bool:
 
 
 def _upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload an export, and return the address of its repository."""
+    """Upload an export to a hub repository, and return the URL of the repository."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
 
     try:
         place = HfApi().create_repo(repo, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=place.repo_id, folder_path=str(folder))
-    except (HTTPError, OSError, ValueError) as exc:  # no network, no token, no right to write there
+    except (HTTPError, OSError, ValueError) as exc:  # no network, no token, no write permission
         raise ModelError(
-            f"the upload to {repo} failed ({first_line(exc)}): log in with hf auth login and "
-            f"upload the export, which is in {folder}"
+            f"the upload to {repo} failed ({first_line(exc)}): log in with hf auth login, then "
+            f"upload the export from {folder}"
         ) from exc
     return str(place)
 
@@ -166,19 +176,25 @@ def _check_arguments(
         raise ConfigError(f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}")
     known = DTYPES.get(to, ())
     if dtype is not None and not known:
-        raise ConfigError("an adapter is copied as it is: leave --dtype out")
+        raise ConfigError("an adapter is copied without conversion: leave --dtype out")
     if dtype is not None and dtype not in known:
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
     if converter is not None and to != "gguf":
-        raise ConfigError("the converter is only for GGUF files: leave --converter out")
+        raise ConfigError("--converter is used only with --to gguf: leave --converter out")
     check_quantiser(dtype or "")
     if num_prompts < 1:
-        raise ConfigError(f"prompts is {num_prompts}: set it to 1 or more")
+        raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
 
 
 @contextlib.contextmanager
 def _whole_folder(goal: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``goal`` at the end of the block."""
+    """Yield a temporary folder, and rename it to ``goal`` at the end of the block.
+
+    If the block fails, the temporary folder is removed, so that ``goal`` is never incomplete.
+
+    Raises:
+        ModelError: The folder cannot be written.
+    """
     from safetensors import SafetensorError
 
     part = goal.with_name(f".{goal.name}.partial")
@@ -207,19 +223,19 @@ def _copy(patterns: Sequence[str], source: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Export:
-    """One export."""
+    """The arguments of one export, and the steps that write it."""
 
     trained: TrainedModel
     adapter: Path
-    kind: str
+    kind: str  # ``adapter``, ``merged`` or ``gguf``
     dtype: str
     base: str | None
     converter: str | Path | None
-    num_prompts: int  # prompts to compare; 0: no check
+    num_prompts: int  # number of prompts for the comparison; 0 skips it
     say: Say
 
     def write(self, goal: Path) -> None:
-        """Write a new folder with the files of this kind and the model card."""
+        """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
         with _whole_folder(goal) as folder:
             if self.kind == "adapter":
@@ -238,7 +254,7 @@ class _Export:
         self.say(f"{self.kind} written to {goal}")
 
     def _copy_adapter(self, folder: Path) -> str:
-        """Copy the adapter; return the name that it gives its base."""
+        """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
         _copy((*ADAPTER_FILES, *TOKENIZER_FILES), self.adapter, folder)
         config_file, weights = (folder / name for name in ADAPTER_FILES)
@@ -250,13 +266,17 @@ class _Export:
         write_json(config_file, config | {"base_model_name_or_path": name}, indent=2)
         if Path(name).exists():
             self.say(
-                f"note: the adapter names its base by a folder of this machine, {name}: give a "
-                f"name for others with --base"
+                f"note: the adapter's config names its base as a folder on this machine, {name}: "
+                f"set a name that is valid elsewhere with --base"
             )
         return name
 
     def _gguf(self, folder: Path, command: list[str]) -> tuple[str, list[str]]:
-        """Merge and convert; return the base's name, and notes for the card."""
+        """Merge the adapter, write the GGUF file and a Modelfile, and check the file.
+
+        Returns:
+            The name of the base, and notes for the model card.
+        """
         from transformers import AutoTokenizer
 
         file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
@@ -273,7 +293,10 @@ class _Export:
         return name, notes
 
     def _merged(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Merge, in 4 bits by bitsandbytes if wanted; return the results of ``_merge``."""
+        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and save them.
+
+        Returns the results of ``_merge``, with a note about NF4 added.
+        """
         if self.dtype != "nf4":
             return self._merge(folder)
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
@@ -286,10 +309,11 @@ class _Export:
         return name, [*notes, "The merged weights were rounded to 4 bits (NF4)."], reference
 
     def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Merge the adapter into its base in 16 bit, and write the weights.
+        """Merge the adapter into its base in 16 bit, and save the weights in ``folder``.
 
         Returns:
-            The base's name, notes for the card, the answers on the 16-bit base before merging.
+            The name of the base, notes for the model card, and the answers of the adapter on the
+            16-bit base before the merge (None without a check).
         """
         import torch
         from transformers import AutoTokenizer
@@ -304,9 +328,9 @@ class _Export:
                     settings = template_settings(self.trained.config or RunConfig())
                     reference = ask(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
-            merged.config.use_cache = True  # off while it trained
-            # Undo what transformers did to the layout of the weights when it loaded them. That is
-            # not possible for 4-bit weights, for which there is a note
+            merged.config.use_cache = True  # it was off during training
+            # When transformers loads weights it changes their layout. This undoes the change, which
+            # is not possible for a base of 4-bit weights (then there are notes).
             merged.save_pretrained(str(folder), save_original_format=not notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
@@ -324,7 +348,13 @@ class _Export:
         return name, notes, reference
 
     def _load_back(self, folder: Path, reference: Answers | None) -> None:
-        """Load the export back and compare its answers."""
+        """Load the export back and compare its answers with those from before the merge.
+
+        Nothing happens if ``reference`` is None.
+
+        Raises:
+            ModelError: The log-probabilities differ by more than the tolerance.
+        """
         if reference is None:
             return
         tolerance = TOLERANCES[self.dtype]
@@ -334,16 +364,20 @@ class _Export:
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
             difference = compare(reference, both.model, both.tokenizer)
-        found = f"log-probabilities differ by {difference:.4f} a token"
+        found = f"log-probabilities differ by {difference:.4f} nats per token"
         if not difference <= tolerance:  # NaN too
             raise ModelError(
-                f"the export does not answer as before ({found}; at most {tolerance:g} is "
+                f"the export does not answer as before ({found}, and at most {tolerance:g} is "
                 f"allowed) and was removed: pass --no-check to keep it"
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
     def _prompts(self, *, is_chat: bool) -> list[Any]:
-        """Return held-out prompts of the run, or else generated ones."""
+        """Return prompts for the comparison.
+
+        They are held-out prompts of the run, training prompts if none were held out, or generated
+        arithmetic prompts if the run's prompts cannot be read.
+        """
         if self.trained.config is not None:
             with contextlib.suppress(KitError):  # its file may be gone
                 train, held_out = read_prompts(self.trained.config, Path())
@@ -354,7 +388,12 @@ class _Export:
 def _base_in_16_bit(
     trained: TrainedModel, base: str | None, say: Say
 ) -> tuple[LoadedBase, str, list[str]]:
-    """Return the base to merge into, its name, and notes for the card."""
+    """Load the base model to merge into, in 16 bit.
+
+    Returns:
+        The loaded base, its name, and notes for the model card. There is a note if only 4-bit
+        weights were available, which were then converted to 16 bit.
+    """
     name = base or trained.base
     found = None
     if base == DEQUANTIZED:
@@ -386,7 +425,7 @@ def _title(trained: TrainedModel) -> str:
 
 
 def licence_of(base: str) -> str:
-    """Return the licence in the base's model card, or else ``unknown``."""
+    """Return the licence that the base's model card names, or ``unknown`` if it names none."""
     from huggingface_hub import ModelCard
 
     with contextlib.suppress(Exception):  # no card, no network, no metadata

@@ -1,7 +1,8 @@
-"""``rloo-kit hand-over``: a folder with which verl trains as a run file says, on more cards.
+"""``rloo-kit hand-over``: writes a folder with which verl repeats a run on several GPUs.
 
-It holds verl's settings, the prompts, the rewards, a script that starts verl, and HANDOVER.md,
-which lists how each setting was carried over. No weights are read, and verl is not imported.
+The folder contains verl's settings, the prompts, the rewards, a script that starts verl, and
+HANDOVER.md, which says for each setting how it was carried over. No weights are read, and verl is
+not imported.
 """
 
 import json
@@ -26,7 +27,7 @@ from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value, printable
 from rloo_kit.types import Say
 
-# Trainer settings that the folder's reward.py reads
+# Trainer settings that reward.py in the new folder reads
 OF_SCORES = ("reward_weights", "on_reward_error", "reward_timeout_seconds", "missing_eos_penalty",
              "reward_clip_range", "max_completion_length", "chat_template_kwargs")  # fmt: skip
 
@@ -39,16 +40,17 @@ def hand_over(
     overrides: Sequence[str] = (),
     say: Say = print,
 ) -> Path:
-    """Write the files that another trainer needs to train as a run file says.
-
-    Returns the new folder.
+    """Write the files with which another trainer can train with the settings of a run file.
 
     Args:
         source: The run file, or the folder of a run.
-        to: The other trainer; only ``verl`` is known.
-        output: The new folder; a number is added to its name if it exists.
-        overrides: ``section.key=value`` settings.
-        say: Called with each line for the user.
+        to: The other trainer. Only ``verl`` is supported.
+        output: Folder to create. If it exists, a number is added to the name.
+        overrides: Changes to the run file, each as ``section.key=value``.
+        say: Function that is called with each line of output.
+
+    Returns:
+        The new folder.
 
     Raises:
         ConfigError: The trainer is unknown, the run has tools, or a setting is wrong.
@@ -92,7 +94,7 @@ def hand_over(
 
 
 def _write_prompts(path: Path, rows: Iterable[dict[str, Any]], source: str) -> None:
-    """Write prompts in verl's format."""
+    """Write prompts to a Parquet file in verl's format."""
     from pyarrow.parquet import write_table
 
     made = (
@@ -108,7 +110,11 @@ def _write_prompts(path: Path, rows: Iterable[dict[str, Any]], source: str) -> N
 
 
 def _write_rewards(folder: Path, job: PreparedJob) -> None:
-    """Write the rewards, the user's own files, the tokenizer, and settings that affect scores."""
+    """Write what the rewards need into the folder.
+
+    These are ``rewards.yaml`` (the rewards and the settings that affect scores), copies of the
+    user's own reward files, and the tokenizer.
+    """
     config = job.config
     specs = {"rewards": config.rewards, "held_out_rewards": config.data.held_out_rewards}
 
@@ -127,7 +133,10 @@ def _write_rewards(folder: Path, job: PreparedJob) -> None:
 
 
 def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
-    """Return a configuration for verl's ppo_trainer, with tables in place of dotted names."""
+    """Return a Hydra configuration for verl's ``ppo_trainer`` from the rows' settings.
+
+    Dotted names become nested tables. ``name`` is the experiment's name.
+    """
     found: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"]}
     found["hydra"] = {"searchpath": ["pkg://verl.trainer.config"]}
     for row in [*rows, Row({}, {"trainer.experiment_name": name}, "")]:
@@ -146,7 +155,10 @@ def _write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def _line(*cells: dict[str, Any] | str) -> str:
-    """Return the row of a Markdown table; each setting is on a line of its own."""
+    """Return one row of a Markdown table.
+
+    A cell is either a text, or a dict of settings, which are shown one below the other.
+    """
     texts = (
         one
         if isinstance(one, str)

@@ -1,7 +1,7 @@
-"""Search for llama.cpp's converter and quantiser, and calls of both.
+"""Conversion of a model into a GGUF file, with llama.cpp's converter and quantiser.
 
-The quantiser comes from the package llama-cpp-python, which has all of llama.cpp and bindings for
-it. xllamacpp has wheels, but its library lacks the quantiser.
+The quantiser comes from the package llama-cpp-python, which contains all of llama.cpp with Python
+bindings. The package xllamacpp has wheels, but its library lacks the quantiser.
 """
 
 import ctypes
@@ -19,19 +19,19 @@ from rloo_kit.machine.hardware import installed_version
 from rloo_kit.text.wording import first_line, format_value
 
 SCRIPT = "convert_hf_to_gguf.py"
-# Types that the quantiser writes; the converter writes the others
+# Data types that only the quantiser can write; the converter writes the other types
 K_QUANTS = ("q5_k_m", "q4_k_m")
 
 
 def find_converter(given: str | Path | None = None) -> list[str]:
-    """Return the command of a converter, without its arguments.
+    """Find llama.cpp's converter, and return the command that starts it, without arguments.
 
     Args:
-        given: The script, or the folder of llama.cpp; None: the one that
-            ``scripts/fetch_converter.py`` fetched or Unsloth installed.
+        given: The converter's script, or the folder of llama.cpp. None uses the converter that
+            ``scripts/fetch_converter.py`` downloaded or that Unsloth installed.
 
     Raises:
-        ConfigError: There is no converter.
+        ConfigError: No converter is found.
     """
     usual = (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp")
     for place in (Path(given).expanduser(),) if given else usual:
@@ -40,19 +40,20 @@ def find_converter(given: str | Path | None = None) -> list[str]:
             return [sys.executable, str(script.absolute())]
     if given:
         raise ConfigError(
-            f"no {SCRIPT} in {format_value(str(given))}: give llama.cpp's folder, or this script"
+            f"there is no {SCRIPT} in {format_value(str(given))}: set --converter to llama.cpp's "
+            "folder, or to this script"
         )
     raise ConfigError(
-        f"llama.cpp's converter is missing: fetch it with python scripts/fetch_converter.py, or "
-        f"give its {SCRIPT} with --converter"
+        f"llama.cpp's converter is missing: download it with python scripts/fetch_converter.py, or "
+        f"name the path of {SCRIPT} with --converter"
     )
 
 
 def check_quantiser(dtype: str) -> None:
-    """Check that the quantiser is installed if a type needs it.
+    """Check that the quantiser is installed, if ``dtype`` needs it.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: ``dtype`` needs the quantiser, which is not installed.
     """
     if dtype in K_QUANTS and installed_version("llama-cpp-python") is None:
         raise ConfigError(
@@ -63,16 +64,17 @@ def check_quantiser(dtype: str) -> None:
 
 
 def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> None:
-    """Convert a model's folder into a GGUF file, in another process.
+    """Convert a model's folder into a GGUF file, in a separate process.
 
     Args:
-        model: Folder with 16-bit safetensors and a tokenizer, whose file may be corrected.
+        model: Folder with 16-bit safetensors and a tokenizer. Its ``tokenizer.json`` is changed if
+            the converter would misread it.
         file: The GGUF file to write.
         dtype: ``bf16``, ``f16``, ``q8_0`` or one of ``K_QUANTS``.
         command: The result of ``find_converter``.
 
     Raises:
-        ModelError: The converter or the quantiser failed; its last line is shown.
+        ModelError: The converter or the quantiser failed. The message has its last line of output.
     """
     _remove_byte_fallback(model / "tokenizer.json")
     whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
@@ -94,10 +96,10 @@ def _run(tool: str, words: Sequence[str], file: Path, remedy: str) -> None:
 
 
 def _remove_byte_fallback(file: Path) -> None:
-    """Turn ``byte_fallback`` off in a tokenizer that is byte-level.
+    """Turn off ``byte_fallback`` in the file of a byte-level BPE tokenizer.
 
-    transformers writes it for every Llama that it read from a GGUF file. It changes no token, but
-    the converter then reads the file as SentencePiece and loses the merges.
+    transformers turns it on for every Llama tokenizer that it read from a GGUF file. It changes no
+    token, but it makes the converter take the file for SentencePiece and lose the BPE merges.
     """
     if not file.is_file():
         return
@@ -111,12 +113,12 @@ def _remove_byte_fallback(file: Path) -> None:
 
 
 def _quantise(whole: str, file: str, dtype: str) -> int:
-    """Write the K-quant of a 16-bit file, and return 0 if that succeeded."""
+    """Quantise a 16-bit GGUF file to the K-quant ``dtype``; return 0 if that succeeded."""
     llama_cpp: Any = importlib.import_module("llama_cpp")  # the package, and not this module
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
     return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
 
 
-if __name__ == "__main__":  # a process of its own, since llama.cpp may abort it
+if __name__ == "__main__":  # runs in a separate process, since llama.cpp may abort the process
     sys.exit(_quantise(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Model card (README.md) of a trained model: metadata for the hub, and text for people."""
+"""Model card (README.md) of a trained model: metadata for the hub, and text for readers."""
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -10,9 +10,9 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.text.redaction import redact, redact_tree
 
-# Code that loads an adapter
+# Folder with the example code that loads an adapter
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "model_card"
-# Kind -> the hub's name of the library that loads it, and a description
+# Kind of export -> the hub's name of the library that loads it, and a description
 KINDS = {
     "adapter": ("peft", "A LoRA adapter for"),
     "merged": ("transformers", "Whole weights: a LoRA adapter merged into"),
@@ -35,15 +35,15 @@ def model_card(
     record: RunRecord | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the text of README.md, without secrets or folders of this machine.
+    """Return the text of README.md. It contains no secrets and no folders of this machine.
 
     Args:
-        kind: ``adapter``, ``merged`` or ``gguf``.
-        name: The title.
-        base: Name of the base; only the last part of a folder is shown.
-        licence: Licence of the base.
-        record: Record of the run; None for an adapter without one.
-        notes: Sentences on the export and its check.
+        kind: Kind of export: ``adapter``, ``merged`` or ``gguf``.
+        name: Title of the card.
+        base: Name or folder of the base model. Only the last part of a folder is shown.
+        licence: Licence of the base model.
+        record: Record of the run that trained the model. None if there is no run.
+        notes: Sentences about the export and its weights.
     """
     from huggingface_hub import ModelCardData
 
@@ -84,7 +84,7 @@ def model_card(
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form OWNER/NAME and is not a data file."""
+    """Return True if a name has the form OWNER/NAME of the hub and is not that of a data file."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -95,7 +95,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a hub name or built-in name unchanged, and the last part of a path."""
+    """Return a name that may be published: the last part of a path, any other name unchanged."""
     return name if is_hub_name(name) else Path(name).name
 
 
@@ -134,7 +134,10 @@ def _without_folders(value: object) -> Any:
 
 
 def _scores(record: RunRecord) -> list[str]:
-    """Return the readable held-out scores before and after the training."""
+    """Return a line for each held-out score before and after training.
+
+    An evaluation that is missing or was written by another version is left out.
+    """
     lines = []
     for when in ("before", "after"):
         try:

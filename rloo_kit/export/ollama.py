@@ -1,4 +1,4 @@
-"""Modelfile with which ``ollama create`` imports a GGUF file."""
+"""The Modelfile, from which ``ollama create`` imports a GGUF file."""
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -8,19 +8,20 @@ from rloo_kit.types import Tokenizer
 
 
 def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
-    """Return a Modelfile with the sampling settings of the run.
+    """Return the text of a Modelfile with the run's sampling settings and system message.
 
-    It has no TEMPLATE, since Ollama has its own for the chat templates that it knows.
+    It has no TEMPLATE line: Ollama recognises common chat templates and has its own version of
+    each.
 
     Args:
-        file: Name of the GGUF file, in the same folder.
+        file: Name of the GGUF file, which is in the same folder as the Modelfile.
         tokenizer: The model's tokenizer.
-        config: Settings of the run that trained it.
+        config: Settings of the run that trained the model.
     """
     temperature = config.trainer.get("temperature", DEFAULTS["temperature"])
     parameters = [f"temperature {temperature:g}", "top_k 0", "top_p 1", "repeat_penalty 1"]
     end = end_of_turn_id(tokenizer)
-    if end is not None and end != tokenizer.eos_token_id:  # llama.cpp stops at that one anyway
+    if end is not None and end != tokenizer.eos_token_id:  # llama.cpp stops at the EOS token anyway
         parameters.append(f'stop "{tokenizer.convert_ids_to_tokens(end)}"')
     lines = [f"FROM ./{file}", *(f"PARAMETER {one}" for one in parameters)]
     if system := system_message(config.data):

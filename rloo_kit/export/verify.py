@@ -1,6 +1,7 @@
-"""Comparison of an exported model's answers with those of the trained model.
+"""Comparison of an exported model with the trained model.
 
-The trained model answers greedily, and both models give the log-probability of each of its tokens.
+The trained model generates greedy answers. Both models then compute the log-probability of each
+token of these answers, and the values are compared.
 """
 
 from collections.abc import Sequence
@@ -12,29 +13,29 @@ from rloo_kit.errors import DataError, ModelError
 from rloo_kit.evaluation.evaluator import evaluate
 from rloo_kit.types import Model, Tokenizer
 
-# Longest answer to compare
+# Maximum number of tokens in an answer that is compared
 MAX_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of a model."""
+    """Greedy answers of a model to prompts, with the log-probabilities of their tokens."""
 
     prompts: Sequence[Any]
-    settings: dict[str, Any] | None  # of the chat template
-    rows: list[tuple[list[int], list[int]]]  # tokens of prompt and answer
-    log_probs: list[float]  # of each token of each answer, in nats
+    settings: dict[str, Any] | None  # arguments of the chat template
+    rows: list[tuple[list[int], list[int]]]  # for each prompt, its token ids and its answer's
+    log_probs: list[float]  # one for each token of all answers, in nats
 
 
 def ask(
     model: Model, tokenizer: Tokenizer, prompts: Sequence[Any], settings: dict[str, Any] | None
 ) -> Answers:
-    """Return a model's greedy answers and their log-probabilities.
+    """Return a model's greedy answers to prompts, with the log-probabilities of their tokens.
 
     Args:
         model: A causal language model, with or without an adapter.
-        tokenizer: Its tokenizer.
-        prompts: Texts or chat messages, at least one.
+        tokenizer: The model's tokenizer.
+        prompts: Texts or lists of chat messages, at least one.
         settings: Arguments of the chat template.
     """
     found = evaluate(
@@ -57,9 +58,9 @@ def ask(
 
 
 def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
-    """Return how far two models' log-probabilities of a token of an answer differ, in nats.
+    """Return the mean absolute difference of two models' token log-probabilities, in nats.
 
-    Returns the mean of the absolute differences over all tokens of all answers.
+    The mean is over all tokens of all answers of the first model.
 
     Args:
         first: Answers of the first model, with their log-probabilities.
@@ -67,15 +68,19 @@ def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
         tokenizer: Tokenizer of the second model.
 
     Raises:
-        ModelError: This tokenizer reads a prompt as other tokens, or has lost its chat template.
+        ModelError: The second tokenizer turns a prompt into other tokens, or has lost its chat
+            template.
     """
     for prompt, (ids, _) in zip(first.prompts, first.rows, strict=True):
         try:
             read = prompt_ids(tokenizer, prompt, first.settings)
         except DataError as exc:
-            raise ModelError(f"its chat template was lost: {exc}") from exc
+            raise ModelError(f"the export has lost its chat template: {exc}") from exc
         if read != ids:
-            raise ModelError(f"its tokenizer reads a prompt as {len(read)} tokens, not {len(ids)}")
+            raise ModelError(
+                f"the export's tokenizer reads a prompt as {len(read)} tokens that differ from the "
+                f"{len(ids)} tokens of the trained model's tokenizer"
+            )
     now = _log_probs(model, first.rows)
     total = sum(abs(a - b) for a, b in zip(now, first.log_probs, strict=True))
     return total / max(1, len(now))

@@ -1,7 +1,7 @@
-"""Settings of verl 0.9.1 for a run file, and settings that cannot be carried over.
+"""Translation of a run file's settings into those of verl 0.9.1.
 
-The table is ``assets/verl/settings.yaml``. verl is not imported here;
-``tests/scripts/check_hand_over.py`` checks the settings where it is installed.
+The table of settings is ``assets/verl/settings.yaml``. verl is not imported here. If verl is
+installed, ``tests/scripts/check_hand_over.py`` checks the translated settings.
 """
 
 import math
@@ -16,22 +16,27 @@ from rloo_kit.job import PreparedJob, template_settings
 from rloo_kit.models.adapters import adapter_in
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "verl"
-# Trackers that verl names as TRL does
+# Experiment trackers that have the same name in verl and in TRL
 TRACKERS = {"clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"}
-PASS_TOKENS = 16_384  # verl's default
-NEVER = 1_000_000_000  # steps
+PASS_TOKENS = 16_384  # tokens in a training pass, verl's default
+NEVER = 1_000_000_000  # interval, in steps, that no run reaches
 
 
 class Row(NamedTuple):
-    """Settings of the run file, and verl's settings for them."""
+    """Settings of the run file, and the settings of verl that correspond to them."""
 
-    run: dict[str, Any]  # dotted name -> value
-    verl: dict[str, Any]  # dotted name -> value
+    run: dict[str, Any]  # dotted name in the run file -> value
+    verl: dict[str, Any]  # dotted name in verl -> value
     note: str
 
 
 def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
-    """Return the settings that are carried over, and all others that differ from their default."""
+    """Translate a run's settings into verl's.
+
+    Returns:
+        The settings that are carried over, and the settings that are not although they differ from
+        their default.
+    """
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
     values = _derived(job)
     carried = [Row({}, table["always"], "in every folder")]
@@ -54,7 +59,10 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 
 
 def _given(config: RunConfig) -> dict[str, Any]:
-    """Return dotted name -> value of settings that differ from their default, and of 4 bit."""
+    """Return the settings that differ from their default, as dotted name -> value.
+
+    ``model.load_in_4bit`` is always included.
+    """
     defaults = RunConfig().as_dict()
     found = {}
     for section, value in config.as_dict().items():
@@ -69,7 +77,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
 
 
 def _value(job: PreparedJob, name: str) -> Any:
-    """Return the value of a setting in the run, set or not."""
+    """Return the value of a setting, by its dotted name; the default if the run does not set it."""
     section, _, field = name.rpartition(".")
     parts = {"trainer": job.args, "": job.config}
     value = getattr(parts[section] if section in parts else getattr(job.config, section), field)
@@ -77,9 +85,10 @@ def _value(job: PreparedJob, name: str) -> Any:
 
 
 def _derived(job: PreparedJob) -> dict[str, Any]:
-    """Return values of verl that are computed from the run file, under the table's names.
+    """Return the values for verl that must be computed, as name in the settings table -> value.
 
-    verl counts prompts and generation batches; TRL counts completions and optimizer steps.
+    verl's batch sizes count prompts, and TRL's count completions. verl's steps are generation
+    batches, and TRL's are optimizer steps.
     """
     args = job.args
     config = job.config

@@ -318,7 +318,7 @@ def test_quantiser_of_llama_cpp_rounds_the_weights(stand_in, tmp_path, dtype, er
 def test_quantiser_that_fails_gives_one_sentence(stand_in, tmp_path):
     pytest.importorskip("llama_cpp")
     stand_in.with_name("source.gguf").write_bytes(b"GGUF and no more")
-    with pytest.raises(ModelError, match=r"quantiser failed \(.+\): export --dtype q8_0"):
+    with pytest.raises(ModelError, match=r"quantiser failed \(.+\): export with --dtype q8_0"):
         write_gguf(tmp_path, tmp_path / "x.gguf", "q4_k_m", [sys.executable, str(stand_in)])
 
 
