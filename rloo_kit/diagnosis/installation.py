@@ -1,4 +1,4 @@
-"""Check of the machine for ``rloo-kit doctor``: versions, device, backends, what to install."""
+"""Check of the installation for ``rloo-kit doctor``: versions, device and backends."""
 
 import importlib
 import shutil
@@ -13,16 +13,19 @@ from rloo_kit.text.wording import first_line
 
 OPTIONAL = ("unsloth", "unsloth_zoo", "vllm")
 NEEDED = tuple(name for name in TESTED if name not in OPTIONAL)
-# Constraint files of pip; in an editable install next to the package
+# Folder of pip's constraint files; in an editable install it is next to the package
 SETS = Path(__file__).resolve().parents[1] / "requirements"
 if not SETS.is_dir():
     SETS = SETS.parents[1] / "requirements"
 
 
 def examine() -> tuple[list[str], bool]:
-    """Return versions, device and backends as lines, and whether training can start here.
+    """Check if training can start on this machine, and describe the installation.
 
     The function imports all packages that training needs.
+
+    Returns:
+        Lines of text about versions, device and backends, and True if training can start.
     """
     versions = {name: installed_version(name) for name in TESTED}
     _, tested = set_for(versions["torch"])
@@ -40,7 +43,7 @@ def examine() -> tuple[list[str], bool]:
     except Exception as exc:  # whatever a broken installation raises
         lines.append(
             f"training cannot start: {type(exc).__name__}: {first_line(exc)}; install the tested "
-            f"set: pip install {' '.join(f'{name}=={tested[name]}' for name in NEEDED)}"
+            f"versions: pip install {' '.join(f'{name}=={tested[name]}' for name in NEEDED)}"
         )
         return lines, False
     backends = {
@@ -55,9 +58,11 @@ def examine() -> tuple[list[str], bool]:
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
-    """Return pip's constraint file for a version of torch, and package -> tested version with it.
+    """Return the package versions that were tested with a version of torch.
 
-    The file is None if the kit has none for this version.
+    Returns:
+        The path of pip's constraint file, and a dict of package -> tested version. The path is None
+        if the kit has no constraint file for this version of torch.
     """
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"
@@ -68,13 +73,13 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
 
 
 def install_command(torch: str | None) -> str | None:
-    """Return the pip command for this machine's card, or None without a card.
+    """Return the pip command that installs the kit's GPU packages, or None without an NVIDIA GPU.
 
-    The command keeps the minor version of torch if the kit has tested versions for it. For a torch
-    with CUDA 12 it leaves vLLM out, because vLLM's wheels are for CUDA 13.
+    The command keeps the minor version of torch if the kit has tested versions for it. It leaves
+    vLLM out for a torch with CUDA 12, because vLLM's wheels are for CUDA 13.
 
     Args:
-        torch: The installed version of torch, such as ``2.13.0+cu130``; None: not installed.
+        torch: The installed version of torch, such as ``2.13.0+cu130``. None: not installed.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -87,8 +92,8 @@ def install_command(torch: str | None) -> str | None:
 
 
 def _why_no_import() -> str | None:
-    """Return the reason why vLLM cannot be imported in a new process, or None."""
-    # its import is lazy, and hides that its kernels miss a library
+    """Return the reason why vLLM cannot be imported in a new process, or None if it can."""
+    # vLLM imports its kernels late, so that a missing library would not show without this
     kernels = "torch.version.cuda and __import__('vllm._C_stable_libtorch')"
     words = [sys.executable, "-c", f"import torch, vllm; vllm.LLM; {kernels}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -114,7 +119,7 @@ def _machine(environment: Environment) -> list[str]:
     ]
     if hardware.num_devices > 1:
         lines.append(
-            f"{hardware.num_devices} devices: the first is used, and torchrun --nproc-per-node "
-            f"{hardware.num_devices} -m rloo_kit train RUN.yaml uses all"
+            f"{hardware.num_devices} devices: only the first is used, unless you train with "
+            f"torchrun --nproc-per-node {hardware.num_devices} -m rloo_kit train RUN.yaml"
         )
     return lines

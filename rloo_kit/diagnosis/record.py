@@ -1,4 +1,4 @@
-"""Record of a run: its folder read back, and statistics over its steps and completions."""
+"""Record of a run: what its folder contains, with statistics over its steps and completions."""
 
 import math
 from collections import deque
@@ -19,11 +19,11 @@ from rloo_kit.output_folder import read_json, read_object
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 from rloo_kit.text.wording import text_of
 
-# Completions kept from the beginning, and from the end, of a run: the rules compare these
+# Number of completions that are kept from the beginning of a run, and as many from its end
 KEPT_ROWS = 2000
-# Most steps that count as the beginning, or the end, of a run; a quarter of a short run
+# Maximum number of steps that count as the beginning of a run, or as its end (at most a quarter)
 WINDOW = 20
-# Standard errors above which a change is not chance
+# A trend of more than this many standard errors is not chance
 SIGNIFICANT = 3.0
 
 
@@ -31,14 +31,18 @@ SIGNIFICANT = 3.0
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; NaN for no values, so that every comparison with it is false."""
+    """Return the mean of the values, or NaN if there are none.
+
+    Every comparison with NaN is false, so a rule finds nothing in a metric that is missing.
+    """
     return fmean(values) if values else math.nan
 
 
 def trend(values: Sequence[float]) -> float:
-    """Return the slope of the least squares line over its standard error; 0 for a flat series.
+    """Return the slope of a series (least squares) divided by its standard error.
 
-    Values above ``SIGNIFICANT``, or below its negative, are a rise or a fall.
+    The result is 0 for a flat or short series. Above ``SIGNIFICANT`` the series rises, and below
+    ``-SIGNIFICANT`` it falls.
     """
     count = len(values)
     flat = count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values)))
@@ -55,20 +59,20 @@ def trend(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One reward on the held-out prompts, before and after training."""
+    """Mean score of one reward on the held-out prompts, before and after training."""
 
-    name: str
+    name: str  # the reward
     before: float
     after: float
-    error: float  # standard error of the difference; the prompts are the same
-    num: int
+    error: float  # standard error of the mean difference per prompt
+    num: int  # number of prompts
 
     @property
     def change(self) -> float:
-        """Rise of the mean score in standard errors, negative for a fall.
+        """Change of the mean score, in standard errors; negative if the score fell.
 
-        It is 0 if the score changed by less than 0.01, or by less than 1% of an earlier score
-        above 1.
+        It is 0 if the score changed by less than 0.01, or, if the score before was above 1, by less
+        than 1% of it.
         """
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):
@@ -85,7 +89,7 @@ class HeldOut:
 
 
 def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldOut | None:
-    """Return one reward of two evaluations; None if its mean is missing in one of them."""
+    """Return the scores of one reward in two evaluations; None if one of them has no mean."""
     old_mean = finite_number(before["rewards"][name])
     new_mean = finite_number(after["rewards"].get(name))
     if old_mean is None or new_mean is None:
@@ -101,7 +105,7 @@ def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldO
 
 
 def _prompt_means(samples: list[dict[str, Any]], name: str, size: int) -> list[float | None]:
-    """Return the mean score of each held-out prompt, ``size`` completions each."""
+    """Return the mean score of each held-out prompt, which has ``size`` samples in a row."""
     scores = [sample["rewards"][name] for sample in samples]
     groups = (scores[at : at + size] for at in range(0, len(scores), size))
     return [mean_or_none(finite_numbers(group)) for group in groups]
@@ -112,24 +116,25 @@ def _prompt_means(samples: list[dict[str, Any]], name: str, size: int) -> list[f
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run's folder, and statistics over its steps and completions."""
+    """Content of a run's folder, with statistics over its steps and completions."""
 
     metrics: list[dict[str, Any]]  # one row per step, as in metrics.jsonl
     completions: list[dict[str, Any]] = field(default_factory=list)
-    """One row per completion; from a large file the first and the last ones."""
+    """One row per completion. Of a long run only the first and the last completions are kept."""
     evaluation: dict[str, Any] = field(default_factory=dict)
-    """``before`` and ``after`` on held-out prompts; {} without an evaluation."""
+    """Evaluations on held-out prompts ``before`` and ``after`` training; {} if there are none."""
     config: RunConfig | None = None  # None if run.yaml is missing or cannot be read
     end: dict[str, Any] = field(default_factory=dict)
-    """The end: ``how``, ``reason``, ``steps``, ``seconds``, ``time``, and if a finding stopped the
-    run ``finding`` and ``kept_step``. {} while the run trains, and after it was killed."""
+    """How the run ended: ``how``, ``reason``, ``steps``, ``seconds`` and ``time``. If a finding
+    stopped the run, also ``finding`` and ``kept_step``. {} while the run trains or if it was
+    killed."""
     folder: Path = Path()
     environment: dict[str, Any] = field(default_factory=dict)
     """``hardware``, ``backend``, ``versions`` and more; {} if environment.json cannot be read."""
 
     @property
     def ended_by(self) -> Finding | None:
-        """The finding that stopped the run."""
+        """The finding that stopped the run, or None if no finding did."""
         found = self.end.get("finding")
         try:
             return Finding(**found) if found else None
@@ -140,24 +145,24 @@ class RunRecord:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of steps that sampled; only these have a reward."""
+        """Rows of ``metrics`` for the steps that sampled completions; only these have a reward."""
         return [row for row in self.metrics if "reward" in row]
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that sampled."""
+        """Number of steps that sampled completions."""
         return len(self.rows)
 
     @property
     def window(self) -> int:
-        """Number of steps that count as the beginning, or as the end."""
+        """Number of steps that count as the beginning of the run; as many count as its end."""
         return max(2, min(WINDOW, self.num_steps // 4))
 
     def step(self, place: int) -> int:
-        """Return the number of the optimizer step in a row.
+        """Return the optimizer step of a row, counted from 1.
 
         Args:
-            place: Index of the row in ``rows``; a negative one counts from the end.
+            place: Index of the row in ``rows``. A negative index counts from the end.
         """
         given = finite_number(self.rows[place].get("step"))
         return int(given or range(1, self.num_steps + 1)[place])
@@ -175,29 +180,35 @@ class RunRecord:
         return mean(self.series(name)[-self.window :])
 
     def setting(self, name: str) -> Any:
-        """Return the value of a trainer setting, or else its default; None for an unknown name."""
+        """Return the value of a trainer setting, or its default if the run does not set it.
+
+        The result is None for an unknown name.
+        """
         given = self.config.trainer if self.config else {}
         return given.get(name, DEFAULTS.get(name))
 
     @cached_property
     def groups_per_step(self) -> int:
-        """Prompts sampled per optimizer step; 1 without a run file."""
+        """Number of prompts that are sampled for each optimizer step; 1 if there is no run file."""
         if self.config is None:
             return 1
         plan = batch_plan({k: v for k, v in self.config.trainer.items() if v})
         return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
-        """Return the kept completions of the first ``window`` steps, or of the last ones."""
+        """Return the kept completions of the last ``window`` steps, or of the first ones.
+
+        ``at_end`` is True for the last steps.
+        """
         num = self.window
         rows = self.completions
         first, last = (self.step(-num), math.inf) if at_end else (0, self.step(num - 1))
         return [row for row in rows if first <= (finite_number(row.get("step")) or 0) <= last]
 
     def num_texts(self, *, at_end: bool) -> float:
-        """Return the mean number of different texts in a group, in the steps of ``completions_of``.
+        """Return the mean number of different texts in a group, at the end or beginning of the run.
 
-        NaN without completions.
+        ``at_end`` is that of ``completions_of``. The result is NaN if there are no completions.
         """
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions_of(at_end=at_end):
@@ -212,14 +223,17 @@ class RunRecord:
 
     @cached_property
     def scored_twice(self) -> list[HeldOut]:
-        """All rewards on the held-out prompts: accuracy first, those with only zeros last."""
+        """Scores of all rewards on held-out prompts before and after training.
+
+        ``accuracy`` comes first. Rewards that are 0 both times come last.
+        """
         try:
             before = self.evaluation["before"]
             after = self.evaluation["after"]
             twice = [_held_out(name, before, after) for name in before["rewards"]]
-        except (AttributeError, KeyError, TypeError, ValueError):  # not there, or damaged
+        except (AttributeError, KeyError, TypeError, ValueError):  # missing or damaged
             return []
-        # accuracy is measured even if the run does not reward it, and may stay at 0
+        # Accuracy is measured even if it is not a reward of the run, and then it may stay at 0
         return sorted(
             filter(None, twice),
             key=lambda one: (not (one.before or one.after), one.name != "accuracy"),
@@ -227,17 +241,17 @@ class RunRecord:
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The first of ``scored_twice``; None without an evaluation."""
+        """The first entry of ``scored_twice``; None if the run was not evaluated twice."""
         return next(iter(self.scored_twice), None)
 
     @property
     def better(self) -> bool:
-        """True if held-out prompts improved by more than chance."""
+        """True if the score on held-out prompts rose by more than chance."""
         return self.held_out is not None and self.held_out.change > 2
 
     @property
     def worse(self) -> bool:
-        """True if held-out prompts got worse by more than chance."""
+        """True if the score on held-out prompts fell by more than chance."""
         return self.held_out is not None and self.held_out.change < -2
 
     @cached_property
@@ -252,7 +266,7 @@ class RunRecord:
 
     @property
     def learned(self) -> bool:
-        """True if held-out prompts improved, or if only the training reward shows a rise."""
+        """True if the score on held-out prompts rose, or if it did not fall but the reward rose."""
         return self.better or (self.rose and not self.worse)
 
 
@@ -260,7 +274,9 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the record of a run; the half-written last line of a killed run is skipped.
+    """Read the record of a run from its folder.
+
+    Lines that are not valid JSON are skipped, such as the incomplete last line of a killed run.
 
     Raises:
         DataError: ``folder`` is not the folder of a run, or its metrics cannot be read.
@@ -269,8 +285,8 @@ def read_run(folder: str | Path) -> RunRecord:
     metrics = place / "metrics.jsonl"
     if not metrics.is_file() and not (place / "run.yaml").is_file():
         raise DataError(
-            f"{str(place)!r} is not a run folder: it has neither metrics.jsonl nor run.yaml; give "
-            "the folder that rloo-kit train wrote"
+            f"{str(place)!r} is not a run folder: it has neither metrics.jsonl nor run.yaml; name "
+            "a folder that rloo-kit train wrote"
         )
     try:
         rows = read_rows(metrics)
@@ -279,7 +295,7 @@ def read_run(folder: str | Path) -> RunRecord:
         raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
     if not rows and metrics.is_file() and metrics.stat().st_size:
         raise DataError(
-            f"{str(metrics)!r} holds no line of JSON: it is damaged, or no run wrote it; give "
+            f"{str(metrics)!r} contains no line of JSON: it is damaged, or no run wrote it; name "
             "another folder"
         )
     return RunRecord(
@@ -294,16 +310,18 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file without bad lines; [] if the file is missing.
+    """Return the objects in a JSONL file; [] if the file is missing.
+
+    Lines that are not a JSON object are skipped.
 
     Args:
         path: The file.
-        num: Number of lines to read from its beginning, and from its end; None for all.
+        num: Number of lines to read from the beginning, and as many from the end. None reads all.
     """
     if not path.is_file():
         return []
     with path.open("rb") as lines:
-        # first and last rows; without a number `islice` reads all of them
+        # First and last lines; if `num` is None, `islice` reads all lines
         kept = [*islice(lines, num), *deque(lines, maxlen=num)]
     return [row for line in kept if (row := read_object(line)) is not None]
 

@@ -1,4 +1,4 @@
-"""Rule registry of the diagnosis, for runs and for rewards: findings, their kinds, their order."""
+"""Registry of the rules that diagnose runs and rewards: findings, their kinds and their order."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,36 +10,37 @@ from rloo_kit.text.wording import printable
 
 P = ParamSpec("P")
 
-# Shares of groups with differing scores; below the first, most compute is wasted
+# Share of groups whose scores differ: below the first value most compute is wasted, and below the
+# second a run can learn almost nothing
 LITTLE_SIGNAL = 0.25
 ALMOST_NONE = 0.05
-# Share of completions, or of groups, from which a fault counts as the fault of the run
+# A fault of at least this share of the completions, or of the groups, counts as a fault of the run
 MOSTLY = 0.9
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: its evidence, why it matters, and what to change."""
+    """One fault that was found: its evidence, why it matters, and what to change."""
 
     kind: str
-    level: str  # `error`: the run cannot learn from this; `warning`: something is off
-    reward: str | None  # None if it concerns all rewards
+    level: str  # `error`: the run cannot learn; `warning`: the run can learn, but has a fault
+    reward: str | None  # the faulty reward; None if the fault is not that of one reward
     evidence: str
     why: str
     remedy: str
-    setting: str = ""  # for the run file, or after ``--set``; "" without a suggestion
+    setting: str = ""  # suggested settings, as written after ``--set``; "" if there are none
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Result of a rule that found a problem; the registry adds the texts of that kind."""
+    """A fault as a rule yields it. ``Rules`` adds the kind's texts and makes it a ``Finding``."""
 
     evidence: str
     level: str = "error"
     reward: str | None = None
-    remedy: str = ""  # "" for the remedy of the kind
+    remedy: str = ""  # "" uses the remedy of the kind
     setting: str = ""
-    kind: str = ""  # "" for the kind of the rule
+    kind: str = ""  # "" uses the kind that the rule was registered with
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,16 @@ class Kind:
 
     why: str
     remedy: str
-    stops: bool  # for rewards: a run with such a reward stops at its first step
-    about_signal: bool  # the fault is, or causes, that the scores of a group do not differ
-    explains: frozenset[str]  # kinds that it causes, and so replaces
+    stops: bool  # True if a run with this fault of a reward stops at its first step
+    about_signal: bool  # True if the fault is, or is the cause, that scores of a group are equal
+    explains: frozenset[str]  # other kinds that this one causes; an error hides their findings
 
 
 class Rules:
-    """A registry of rules and of their kinds of findings, the most harmful first."""
+    """A registry of rules and kinds of findings.
+
+    The order of registration is the order of harm: the most harmful kind comes first.
+    """
 
     def __init__(self) -> None:
         self.kinds: dict[str, Kind] = {}
@@ -70,9 +74,11 @@ class Rules:
         about_signal: bool = False,
         explains: str = "",
     ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
-        """Register a kind of finding, and the decorated rule, which yields its evidence.
+        """Register a kind of finding, and return a decorator that registers the rule for it.
 
-        The arguments are the fields of ``Kind``; the names in ``explains`` are separated by spaces.
+        The decorated rule is a generator that yields a ``Seen`` for each fault. After decoration it
+        returns a list of findings. The arguments are the fields of ``Kind``; ``explains`` is a text
+        with the names of kinds, separated by spaces.
         """
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 
@@ -87,13 +93,16 @@ class Rules:
         return decorate
 
     def finding(self, name: str, seen: Seen) -> Finding:
-        """Return a finding of a registered kind."""
+        """Return a finding of the kind ``name`` with the evidence in ``seen``."""
         kind = self.kinds[name]
         remedy = seen.remedy or kind.remedy
         return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
 
     def ordered(self, found: Iterable[Finding]) -> list[Finding]:
-        """Return findings without those that an error explains, the most harmful first."""
+        """Return the findings from most to least harmful, errors first.
+
+        A finding is left out if an error among them explains its kind.
+        """
         found = list(found)
         order = list(self.kinds)
         causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
@@ -105,7 +114,7 @@ class Rules:
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """Return numbered findings, each with its evidence, why it matters and what to do."""
+    """Return the findings as a numbered text: evidence, why it matters, and what to do."""
     lines = []
     for number, finding in enumerate(findings, 1):
         of = f" ({finding.reward})" if finding.reward else ""

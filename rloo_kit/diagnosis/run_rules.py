@@ -1,8 +1,8 @@
-"""Rules that find faults in the record of a run, and a verdict on the run.
+"""Rules that find faults in the record of a run, and the verdict on the run.
 
-The thresholds come from runs of the embedded model, some with faults made on purpose and some
-healthy; the remedies come from ranges in the literature. A metric that a run does not have is NaN,
-for which every comparison is false.
+The thresholds come from runs of the embedded model, both healthy ones and ones with deliberate
+faults. The suggested values come from ranges in the literature. A metric that a run does not have
+is NaN, and every comparison with NaN is false, so that no fault is found in it.
 """
 
 import math
@@ -31,11 +31,11 @@ from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import CALL_NUMBERS
 
-# Learning rates with LoRA: too low below the first; usual; usual for the embedded model
+# Learning rates with LoRA: the lowest useful one, the usual one, and that of the embedded model
 LOWEST_RATE = 1e-6
 USUAL_RATE = 1e-5
 TINY_RATE = 1e-3
-# Mean number of different texts in a group below which the sampler repeats itself
+# If a group has fewer different texts than this on average, the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
 
@@ -48,7 +48,10 @@ _ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
 
 def _valid(run: RunRecord, *choices: str) -> str:
-    """Return the first of these settings that is valid in the run's file, else ""."""
+    """Return the first of the suggested settings that is valid in the run file, or "" if none is.
+
+    A suggestion may change several settings, separated by ", ".
+    """
     if run.config is None:
         return ""
     for choice in choices:
@@ -62,7 +65,7 @@ def _valid(run: RunRecord, *choices: str) -> str:
 
 def _rate(run: RunRecord) -> float:
     """Return the highest learning rate of the run."""
-    # during a warm-up the logged rates are below the given one
+    # During a warm-up the logged rates are below the rate in the run file
     return max([run.setting("learning_rate"), *run.series("learning_rate")])
 
 
@@ -87,7 +90,10 @@ def _calmer(run: RunRecord) -> str:
 
 
 def _more_generations(run: RunRecord) -> str:
-    """Return the setting with more completions per prompt, in a batch that holds them."""
+    """Return settings for more completions per prompt, in a batch that is large enough for them.
+
+    The result is "" if the run already has 16 completions per prompt.
+    """
     size = 8 if run.setting("num_generations") < 8 else 16
     more = f"trainer.num_generations={size}"
     larger = f"{more}, trainer.per_device_train_batch_size={size}"
@@ -95,12 +101,12 @@ def _more_generations(run: RunRecord) -> str:
 
 
 def four_times_longer(limit: int, max_seq_length: int | None) -> str:
-    """Return settings, as after ``--set``, that allow completions four times as long.
+    """Return settings, written as after ``--set``, that allow completions four times as long.
 
     Args:
-        limit: The present ``max_completion_length``.
-        max_seq_length: The model's ``max_seq_length``, which is raised by as many tokens if the new
-            limit is more than half of it; None: unknown.
+        limit: The present ``max_completion_length``, in tokens.
+        max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. If
+            the new limit is more than half of it, it is raised by as many tokens as the limit.
     """
     setting = f"trainer.max_completion_length={limit * 4}"
     if max_seq_length and limit * 4 > max_seq_length / 2:
@@ -109,13 +115,16 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
 
 
 def _half_done(run: RunRecord) -> bool:
-    """Return whether half of the planned steps are done, enough to say that they taught nothing."""
+    """Return True if at least half of the planned steps are done (and at least 8).
+
+    Before that it is too early to say that a run learned nothing.
+    """
     planned = run.setting("max_steps") or 0
     return run.num_steps >= 8 and run.step(-1) >= (planned if planned > 0 else 2 * WINDOW) / 2
 
 
 def _moved(run: RunRecord) -> str:
-    """Return the change of the scores, as a part of a sentence."""
+    """Return a clause that says how the held-out score changed, or the reward if there is none."""
     if run.held_out is not None:
         return str(run.held_out)
     if not run.series("reward"):
@@ -128,28 +137,32 @@ def _moved(run: RunRecord) -> str:
 
 @RULES.rule(
     "stale_sampler",
-    "completions of another policy are trained as if this policy had sampled them",
+    "the sampler has other weights than the policy, but training assumes that they are the same",
     "restart the run, or sample with transformers",
     explains="clip_noise kl_explosion reward_collapse high_variance",
 )
 def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
     seen = [
-        f"the sampler is at {share:.2f} between {what} (0) and the policy (1)"
-        for name, what in (("adapter_reached", "its base"), ("step_reached", "itself a step ago"))
+        f"the sampler's weights are at {share:.2f} on the way from {what} (0) to the policy (1)"
+        for name, what in (("adapter_reached", "the base"), ("step_reached", "the step before"))
         if (share := run.last(f"sampling/{name}")) < 0.5
     ]
     apart = run.last("sampling/probe_difference")
     noise = run.last("sampling/rounding_noise")
     if apart > max(0.01, 4 * noise):
-        seen.append(f"log-probs differ by {apart:.3g} nats per token; rounding by {noise:.2g}")
+        seen.append(
+            f"log-probabilities differ by {apart:.3g} nats per token, and rounding explains only "
+            f"{noise:.2g}"
+        )
     if seen:
         yield Seen("; ".join(seen), setting=_valid(run, "trainer.generation=transformers"))
 
 
 @RULES.rule(
     "clip_noise",
-    "updates are so large that the ratio leaves the clip range, where a completion trains nothing",
-    "train each batch once, or lower the learning rate, until the ratio stays near 1",
+    "updates are so large that many probability ratios leave the clip range, and such completions "
+    "train nothing",
+    "train on each batch only once (trainer.num_iterations), or lower the learning rate",
     explains=f"kl_explosion empty_output length_explosion reward_collapse {_ALL_ALIKE}",
 )
 def _clip_noise(run: RunRecord) -> Iterator[Seen]:
@@ -167,8 +180,8 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "old_rollouts",
-    "completions are so old that the policy has moved away from them",
-    "carry fewer completions over, for fewer batches, or lower the learning rate",
+    "completions were sampled so many steps ago that the policy has become too different since",
+    "carry over fewer completions, lower trainer.max_rollout_age, or lower the learning rate",
     explains="clip_noise reward_collapse high_variance",
 )
 def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
@@ -185,15 +198,15 @@ def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "kl_explosion",
-    "this far from the reference the model no longer writes language, and rewards cannot help",
-    "begin again with a lower learning rate, with beta 0.1 and max_grad_norm 0.5",
+    "a model this far from the reference no longer writes language, and rewards cannot repair it",
+    "start again with a lower learning rate, beta 0.1 and max_grad_norm 0.5",
     explains=f"all_truncated empty_output length_explosion cold_start reward_collapse "
     f"reward_hacking {_ALL_ALIKE}",
 )
 def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     values = run.series("kl")
     end = run.last("kl")
-    # Nats per token; a run that also got worse is lost earlier.
+    # In nats per token; the limit is lower for a run that also got worse
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
     if not end > limit or run.better:
         return
@@ -211,8 +224,8 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "all_truncated",
-    "truncated completions never reach an answer, so that the reward cannot distinguish them",
-    "raise the limit on completion length, or make the thoughts shorter",
+    "truncated completions have no answer, so the reward cannot tell good ones from bad ones",
+    "raise trainer.max_completion_length, or make the thoughts shorter",
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
 def _all_truncated(run: RunRecord) -> Iterator[Seen]:
@@ -222,7 +235,7 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
         limit = run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
         yield Seen(
-            f"{cut_off:.0%} of the completions, or more, reached the limit of {limit} tokens",
+            f"at least {cut_off:.0%} of the completions reached the limit of {limit} tokens",
             "warning" if run.learned else "error",
             setting=_valid(run, longer),
         )
@@ -230,9 +243,9 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "empty_output",
-    "the model learned that an empty answer earns most, or it ends its turn at once",
-    "reward an answer, add a length term with a lower bound (length_band), and begin again from "
-    "the base with beta 0.05 and a lower learning rate",
+    "the model learned that an empty answer earns the most, or that it can stop at once",
+    "reward answers, add a reward with a minimum length (length_band), and start again from the "
+    "base with beta 0.05 and a lower learning rate",
     explains=f"reward_collapse reward_hacking {_ALL_ALIKE}",
 )
 def _empty_output(run: RunRecord) -> Iterator[Seen]:
@@ -240,16 +253,16 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
     blank = sum(not text_of(row.get("completion")).strip() for row in rows)
     if blank > len(rows) / 2 and not run.better:
         yield Seen(
-            f"{blank} of the last {len(rows)} completions hold no text; {_moved(run)}",
+            f"{blank} of the last {len(rows)} completions are empty; {_moved(run)}",
             setting=_valid(run, _calmer(run)),
         )
 
 
 @RULES.rule(
     "no_thought",
-    "a reward for thoughts is the same for all completions if no thought is closed",
-    "let the chat template ask for a thought (data.enable_thinking: true), name the model's own "
-    "marks (thinking.start and thinking.end), or teach them first with rloo-kit warm-up",
+    "a thinking reward is the same for all completions if no completion closes a thought",
+    "turn thoughts on in the chat template (data.enable_thinking: true), set the model's own tags "
+    "(thinking.start and thinking.end), or teach the format first with rloo-kit warm-up",
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
 def _no_thought(run: RunRecord) -> Iterator[Seen]:
@@ -257,13 +270,14 @@ def _no_thought(run: RunRecord) -> Iterator[Seen]:
     is_paid = any(name.startswith("rewards/thinking") for name in run.rows[0])
     if is_paid and rows and all(row.get("thought_tokens") is None for row in rows):
         level = "warning" if run.better else "error"
-        yield Seen(f"none of the last {len(rows)} whole completions closes a thought", level)
+        yield Seen(f"none of the last {len(rows)} complete completions closes a thought", level)
 
 
 @RULES.rule(
     "length_explosion",
-    "length is rewarded and content is not: steps cost more, and the limit cuts the answers off",
-    "add a length term (soft_overlong, thinking_budget), keep beta above 0, begin from the base",
+    "the rewards pay for length more than for content, so steps get slower and answers are cut off",
+    "add a reward that limits the length (soft_overlong, thinking_budget), set beta above 0, and "
+    "start again from the base",
     explains=f"all_truncated reward_collapse reward_hacking {_ALL_ALIKE}",
 )
 def _length_explosion(run: RunRecord) -> Iterator[Seen]:
@@ -274,7 +288,7 @@ def _length_explosion(run: RunRecord) -> Iterator[Seen]:
     if begin and end >= 1.5 * begin and harmful and not run.better:
         yield Seen(
             f"the mean length went from {begin:.0f} to {end:.0f} tokens, and {cut_off:.0%} of the "
-            f"last completions were cut off; {_moved(run)}",
+            f"last completions were truncated; {_moved(run)}",
             setting=_valid(run, _higher_beta(run)),
         )
 
@@ -284,14 +298,14 @@ def _length_explosion(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "constant_reward",
-    "RLOO learns from differences within a group, and there are none",
-    "check that the reward looks at the completion (rloo-kit rewards check); where all earn the "
-    "most, take harder prompts or ask for more",
+    "RLOO learns from score differences within a group, and all scores are equal",
+    "check that the reward reads the completion (rloo-kit rewards check); if every completion "
+    "earns the highest score, use harder prompts or a stricter reward",
     about_signal=True,
     explains=_ALL_ALIKE,
 )
 def _constant(run: RunRecord) -> Iterator[Seen]:
-    """Find that all scores of the run are equal, or that one of several rewards always gave 0."""
+    """Report that all scores of the run are equal, or that one of its rewards was always 0."""
     spreads = run.series("reward_std")
     means = run.series("reward")
     unpaid = _never_paid(run)
@@ -299,7 +313,7 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
         return
     if max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
         if unpaid and any(means):
-            yield Seen(f"it gave 0 to every completion of {run.num_steps} steps", "warning", unpaid)
+            yield Seen(f"every completion of {run.num_steps} steps got 0", "warning", unpaid)
         return
     seen = f"every completion of {run.num_steps} steps got {means[0]:.3g}"
     if means[0] > 0:
@@ -312,7 +326,7 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
 
 
 def _never_paid(run: RunRecord) -> str | None:
-    """Return the name of a reward that gave 0 to every completion of the run."""
+    """Return the name of a reward that was 0 for every completion of the run, or None."""
     for key in run.rows[0]:
         if key.startswith("rewards/") and key.endswith("/mean"):
             name = key.removesuffix("/mean")
@@ -323,9 +337,10 @@ def _never_paid(run: RunRecord) -> str | None:
 
 RULES.rule(
     "cold_start",
-    "a reward that is never earned teaches nothing: the base must sometimes succeed",
-    "rule out a fault of the reward with rloo-kit rewards check; then take easier prompts, give "
-    "partial credit, draw more completions per prompt, or show it examples first: rloo-kit warm-up",
+    "the model cannot learn from a reward that it never earns; it must succeed sometimes",
+    "rule out a fault of the reward with rloo-kit rewards check; then use easier prompts, give "
+    "partial credit, sample more completions per prompt, or train on examples first (rloo-kit "
+    "warm-up)",
     about_signal=True,
     explains=_ALL_ALIKE,
 )
@@ -333,25 +348,25 @@ RULES.rule(
 
 @RULES.rule(
     "reward_collapse",
-    "equal scores cancel, so the run has since trained nothing, or only the KL penalty",
-    "look at the last completions and their scores; then spread the reward (partial credit), raise "
-    "the temperature, or take more diverse prompts",
+    "groups with equal scores train nothing, so at most the KL penalty has been trained since",
+    "read the last completions and their scores; then give partial credit, raise the temperature, "
+    "or use more diverse prompts",
     about_signal=True,
     explains="no_signal high_variance",
 )
 def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
-    """Find that scores differed at first, and are equal now, below the best reward."""
+    """Report that scores within groups differed at first but are equal now, at a lower reward."""
     signal = run.signal
     rewards = run.series("reward")
     dead = next((n for n, share in enumerate(reversed(signal)) if share > 0.01), len(signal))
     alive = signal[: len(signal) - dead]
     if dead < max(3, len(signal) // 10) or len(signal) != len(rewards):
         return
-    # in small batches a long series of groups without signal may be chance
+    # In small batches, many groups in a row without signal may be chance
     chance = (1 - mean(alive)) ** (dead * run.groups_per_step)
     if not alive or max(alive) < LITTLE_SIGNAL or chance > 1e-3:
         return
-    # the reward just before must be higher, because a run with perfect scores has no signal either
+    # The reward must have fallen, because a run with perfect scores has no signal either
     before = fmean(rewards[: len(alive)][-run.window :])
     end = fmean(rewards[-dead:])
     if end < before - 0.02 * max(abs(before), 1e-6):
@@ -364,8 +379,9 @@ def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "reward_hacking",
-    "the model found a way to earn the reward that is not the task",
-    "read the best paid of the last completions; use a stricter, verifiable reward, and raise beta",
+    "the model found a way to earn the reward without solving the task",
+    "read those of the last completions that score highest; then use a stricter, verifiable "
+    "reward, and raise beta",
     explains=_ALL_ALIKE,
 )
 def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
@@ -379,8 +395,8 @@ def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "entropy_collapse",
-    "a model that always writes the same has nothing to compare, and stops exploring",
-    "begin again with a lower learning rate or a higher beta, and sample at temperature 1",
+    "if the model always writes the same text, the completions of a group no longer differ",
+    "start again with a lower learning rate or a higher beta, and sample at temperature 1",
     explains="reward_collapse no_signal high_variance",
 )
 def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
@@ -394,7 +410,7 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
     after = run.num_texts(at_end=True)
     left = end / begin if begin > 0 else 1.0
     texts = (after - 1) / (before - 1) if before > 1 else 1.0
-    # sampled texts repeat before the entropy of their tokens reaches 0
+    # Texts begin to repeat before the entropy of their tokens reaches 0
     if min(left, texts / 3) < 0.1:
         counted = f"; different texts per group {before:.2g} -> {after:.2g}" if before > 0 else ""
         yield Seen(
@@ -409,8 +425,8 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "no_signal",
-    "equal scores in a group cancel, and the group trains nothing",
-    "take prompts that the model solves sometimes, or draw more completions of each",
+    "a group whose scores are all equal trains nothing",
+    "use prompts that the model solves sometimes, or sample more completions of each",
     about_signal=True,
     explains="learning_rate_too_low high_variance",
 )
@@ -424,7 +440,7 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     seen = f"scores differ in {share:.0%} of the groups of the first {len(half)} steps"
     remedy = ""
     if num_texts < REPEATED:
-        seen += f"; a group has {num_texts:.2g} different texts"
+        seen += f"; a group has {num_texts:.2g} different texts on average"
         remedy = "sample more varied texts: raise the temperature"
         setting = _valid(run, f"trainer.temperature={max(1.0, 1.5 * run.setting('temperature')):g}")
     yield Seen(seen, "error" if share < ALMOST_NONE else "warning", None, remedy, setting)
@@ -432,8 +448,8 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "learning_rate_too_low",
-    "the scores say what to learn, and the model does not move",
-    "raise the learning rate: with LoRA 1e-5 is usual, more for a tiny model",
+    "the scores differ enough to learn from, but the model hardly changes",
+    "raise the learning rate (with LoRA 1e-5 is usual, and more for a tiny model)",
     about_signal=True,
     explains="high_variance",
 )
@@ -449,7 +465,7 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
     still = not kl or abs(mean(kl[-run.window :])) < 0.01  # nats per completion
     if still and (rate < LOWEST_RATE or (kl and _half_done(run))):
         yield Seen(
-            f"scores differ in {share:.0%} of the groups, the reward stays at "
+            f"scores differ in {share:.0%} of the groups, but the reward stays at "
             f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
             setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
@@ -458,20 +474,20 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "high_variance",
-    "the reward jumps from step to step, and so does the gradient: noise hides what to learn",
-    "draw more completions per prompt (6 to 8), lower the learning rate, or raise beta",
+    "the reward and the gradient vary so much between steps that noise hides what to learn",
+    "sample more completions per prompt (6 to 8), lower the learning rate, or raise beta",
 )
 def _high_variance(run: RunRecord) -> Iterator[Seen]:
     pairs = pairwise(run.series("reward"))
     spread = mean(run.series("reward_std"))
-    # successive differences contain no trend, and have twice the variance of the noise; 0.6
-    # standard deviations are the noise of three independent scores
+    # Differences of successive steps contain no trend, and have twice the variance of the noise.
+    # The mean of three independent scores has a noise of 0.6 standard deviations.
     noise = math.sqrt(mean([(now - before) ** 2 for before, now in pairs]) / 2)
     if not run.learned and _half_done(run) and noise >= 0.6 * spread > 0:
         size = run.setting("num_generations")
         yield Seen(
-            f"the mean reward scatters by {noise:.2g} from step to step, and single scores by "
-            f"{spread:.2g}, at {size} completions per prompt; {_moved(run)}",
+            f"the mean reward varies by {noise:.2g} between steps, and single scores by "
+            f"{spread:.2g}, with {size} completions per prompt; {_moved(run)}",
             "error" if run.worse or run.fell else "warning",
             setting=_more_generations(run) if size < 8 else _valid(run, _calmer(run)),
         )
@@ -482,10 +498,13 @@ add_kinds(RULES)
 
 @RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
 def _tools(run: RunRecord) -> Iterator[Seen]:
-    """Find what is wrong with the calls at the end of a run, if five steps or more tell."""
+    """Report faults of the tool calls at the end of a run.
+
+    A metric counts only if at least five steps have it.
+    """
     calls = run.series("tools/call_frequency")
     if calls and max(calls) > 0 and run.last("tools/call_frequency") == 0:
-        return  # it learned not to call
+        return  # the model learned not to call its tools
     yield from seen_in_calls(
         {name: run.last(name) if len(run.series(name)) >= 5 else math.nan for name in CALL_NUMBERS}
     )
@@ -495,12 +514,13 @@ def _tools(run: RunRecord) -> Iterator[Seen]:
 
 
 def find_in_run(record: RunRecord) -> list[Finding]:
-    """Return all findings, the most harmful first; a cause replaces the findings it explains.
+    """Return all findings about a run, the most harmful first.
 
-    A finding that stopped the run comes first. Less than two steps give no findings.
+    A finding that another one explains is left out. If a finding stopped the run, it comes first.
+    The list is empty if the run has fewer than two steps.
     """
     ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
-    if ended_by:  # the evaluation is of the restored weights, not of the run's last ones
+    if ended_by:  # the last evaluation was made with the restored weights
         record = replace(record, evaluation=None)
     if record.num_steps < 2:
         return []
@@ -512,10 +532,10 @@ def find_in_run(record: RunRecord) -> list[Finding]:
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
-    """Return one sentence that tells whether the run learned, and what to change first."""
+    """Return one sentence that says if the run learned, and what to change first."""
     if record.num_steps < 2:
         counted = "one step" if record.num_steps else "no step"
-        return f"Nothing can be said: the run recorded {counted}, and two are needed."
+        return f"Nothing can be said yet: the run recorded {counted}, and two are needed."
     text = _outcome(record)
     if record.ended_by:
         kept = record.end.get("kept_step")
@@ -524,7 +544,7 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
     text = f"{text}: {_moved(record)}"
     if findings:
         what = findings[0].setting or findings[0].remedy.partition(";")[0]
-        return f"{text}; change first ({findings[0].kind}): {what}."
+        return f"{text}; change this first ({findings[0].kind}): {what}."
     return f"{text}."
 
 
@@ -534,16 +554,19 @@ def _outcome(run: RunRecord) -> str:
     if run.worse or (run.held_out is None and run.fell):
         return "It got worse"
     if run.rose:
-        return "The reward rose, and held-out prompts do not show it"
+        return "The reward rose, but the score on held-out prompts did not"
     return "It did not learn"
 
 
 def diagnose(folder: str | Path, say: Callable[[str], None] = print) -> list[Finding]:
-    """Print whether a run learned, what went wrong and what to change; return the findings.
+    """Diagnose a run: print if it learned, what went wrong and what to change.
 
     Args:
-        folder: Folder of the run, which may be unfinished.
-        say: Called with the text.
+        folder: Folder of the run. The run may still train.
+        say: Function that is called with the whole text.
+
+    Returns:
+        The findings, the most harmful first.
 
     Raises:
         DataError: ``folder`` is not the folder of a run.

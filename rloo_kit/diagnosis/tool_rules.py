@@ -1,47 +1,48 @@
-"""Rules that find faults in the use of tools, for runs and for the check of rewards."""
+"""Rules that find faults in a model's use of tools, in a run or in a check of rewards."""
 
 from collections.abc import Iterator, Mapping
 
 from rloo_kit.diagnosis.registry import Rules, Seen
 
-# Finding -> why it matters, remedy
+# Kind of finding -> why it matters, what to do
 KINDS = {
     "tools_never_called": (
-        "what the model never does cannot be rewarded, so it does not learn to use its tools",
-        "ask for calls in data.system, or take a model that was trained to call tools",
+        "RLOO can reward only calls that the model makes, so the model does not learn to use tools",
+        "ask for tool calls in data.system, or use a model that was trained to call tools",
     ),
     "tool_calls_fail": (
-        "the model reads errors instead of results",
+        "the model gets error messages instead of results",
         "read the errors in the report, then correct the tool or the description of its parameters",
     ),
     "calls_without_answer": (
-        "a trajectory that ends with a call has no answer: the result did not fit, or no round was "
-        "left",
+        "a completion that ends with a call has no answer, because the result did not fit or no "
+        "further turn was allowed",
         "raise trainer.max_completion_length, model.max_seq_length or "
         "trainer.max_tool_calling_iterations, or return shorter results",
     ),
     "tool_results_cut": (
-        "the model reads only the first 10,000 characters of a result",
-        "return shorter results",
+        "the model gets only the first 10,000 characters of a result",
+        "make the tool return shorter results",
     ),
     "needless_calls": (
-        "a call that does not raise the score costs time",
-        "subtract something for it, {name: tool_use, called: 0, cost: 0.1}, or leave the tool out",
+        "a call that does not raise the score only costs time",
+        "add a reward that subtracts a cost for each call, {name: tool_use, called: 0, cost: 0.1}, "
+        "or leave the tool out",
     ),
 }
 
 
 def add_kinds(rules: Rules) -> None:
-    """Register the kinds of findings."""
+    """Register the kinds of findings about tools in ``rules``."""
     for kind, texts in KINDS.items():
         rules.rule(kind, *texts)
 
 
 def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
-    """Yield what is wrong with the calls.
+    """Yield each fault that the metrics of tool calls show.
 
     Args:
-        numbers: As ``call_numbers`` returns them; NaN if unknown.
+        numbers: Metrics of the calls, as ``call_numbers`` returns them. NaN means unknown.
     """
     calls = numbers["tools/call_frequency"]
     if calls == 0:
@@ -60,7 +61,7 @@ def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
         yield Seen(f"{cut:.0%} of the results are cut", "warning", kind="tool_results_cut")
     gain = numbers["tools/score_gain"]
     if gain <= 0 and numbers["tools/compared_frequency"] >= 0.5:
-        seen = f"completions with a call score {-gain:.2g} less than others of their prompt"
+        seen = f"completions with a call score {-gain:.2g} less than those without (same prompt)"
         if gain == 0:
-            seen = "completions with a call score like the others of their prompt"
+            seen = "completions with a call score the same as those without (same prompt)"
         yield Seen(seen, "warning", kind="needless_calls")

@@ -1,7 +1,7 @@
-"""Online diagnosis during training: reports findings, and can stop early at the best weights.
+"""Diagnosis during training: reports findings, and can end the run and restore the best weights.
 
-A finding is reported if several checks in a row agree, so that one batch is not enough. A finding
-that only held-out prompts show is reported if two evaluations agree.
+A finding is reported only after several checks in a row have found it, so that one odd batch is not
+enough. A finding that only held-out prompts show needs two evaluations that agree.
 """
 
 import math
@@ -25,86 +25,92 @@ from rloo_kit.text.numbers import finite_numbers
 if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Rollout
 
-# Checks that must agree before a finding is reported
+# Number of checks in a row that must find the same before it is reported
 CHECKS_IN_A_ROW = 3
-# Steps before the first finding, and before the first one about scores that do not differ
+# First step at which a finding is reported; findings about equal scores need more steps
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
-# Share of the run's time that checks may use
+# Share of the run's time that the checks may use
 TIME_SHARE = 0.005
-# Number of batches whose mean score rates the weights
+# Number of batches over which the score of the weights is averaged
 BEST_OVER = 4
-# Identity of a finding from check to check; its numbers may change
+# A finding with these fields is the same in the next check, even if its numbers have changed
 _identity = attrgetter("kind", "reward", "level")
 
 
 class BestWeights:
-    """Copy in main memory of the trained weights with the highest score.
+    """The weights with the highest score so far, copied to main memory.
 
     Args:
-        parameters: The trained parameters.
+        parameters: The parameters that are trained.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        self.step = 0  # optimizer steps that made these weights
+        self.step = 0  # optimizer step after which the weights were copied
         self.value = -math.inf
         self._parameters = list(parameters)
         self._batches: deque[float] = deque(maxlen=BEST_OVER)
         self._kept: list[Any] = []
 
     def see_batch(self, step: int, score: float) -> None:
-        """Use the mean score of a batch that the weights of ``step`` have just sampled.
+        """Copy the current weights if the batches that they sampled score highest so far.
 
-        One batch is noisy, so the mean of the last ``BEST_OVER`` batches is compared, and a batch
-        below that mean never makes its weights the best.
+        One batch is noisy, so the mean of the last ``BEST_OVER`` batches is compared. The weights
+        are not copied if their own batch is below that mean.
+
+        Args:
+            step: Optimizer step after which the weights sampled the batch.
+            score: Mean score of the batch.
         """
         self._batches.append(score)
         mean = fmean(self._batches)
         if score >= mean:
-            # the mean of fewer batches is too noisy to compare
+            # The mean of fewer batches is too noisy, so it counts as the lowest score
             self.see(step, mean if len(self._batches) == BEST_OVER else -math.inf)
 
     def see(self, step: int, score: float) -> None:
-        """Copy the weights if their score is the highest so far, or equals it."""
+        """Copy the current weights if their score is at least the highest score so far."""
         if score >= self.value:
             self.step = step
             self.value = score
             self._kept = [values.detach().to("cpu", copy=True) for values in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; its weights are never changed in place."""
+        """Return the state for a checkpoint. Later steps do not change the tensors in it."""
         batches = list(self._batches)
         weights = list(self._kept)
         return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned."""
+        """Restore the state that ``state_dict`` returned."""
         self.step, self.value, self._kept = state["step"], state["value"], state["weights"]
         self._batches.extend(state["batches"])
 
     def restore(self) -> None:
-        """Put the best weights into the model."""
+        """Copy the best weights back into the model."""
         for parameter, values in zip(self._parameters, self._kept, strict=False):
             parameter.data.copy_(values)
 
     def release(self) -> None:
-        """Drop the references to the model's weights and their copies."""
+        """Drop the references to the model's weights and to their copies, to free the memory."""
         self._parameters = []
         self._kept = []
 
 
 class RunWatch(TrainerCallback):
-    """Callback that looks for findings after every step.
+    """Callback of the trainer that diagnoses the run after every step.
+
+    If ``data.held_out_every`` is set and ``see_held_out`` was called for step 0, the scores of
+    held-out prompts choose the best weights. Otherwise the scores of the training batches do.
 
     Args:
-        config: Settings of the run, from which remedies are computed. With ``data.held_out_every``
-            the scores of held-out prompts choose the best weights, if ``see_held_out`` was called
-            at step 0.
-        tell: Called with the findings when they change.
-        stop: Called with a sentence, at most once, when the run must end.
-        stop_on: Kinds of findings that end the run; the best weights are then restored.
-        parameters: Returns the trained parameters.
+        config: Settings of the run, from which remedies are computed.
+        tell: Function that is called with all current findings when they change.
+        stop: Function that is called at most once, with the reason, when a finding must end the
+            run.
+        stop_on: Kinds of findings that end the run. The best weights are then restored.
+        parameters: Function that returns the parameters that are trained.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class RunWatch(TrainerCallback):
         self._begin()
 
     def _begin(self) -> None:
-        self.findings: list[Finding] = []  # reported last
+        self.findings: list[Finding] = []  # findings of the last check that were confirmed
         self.stopped_on: Finding | None = None
         self.best: BestWeights | None = None
         self._completions: list[dict[str, Any]] = []  # the first and the last ones
@@ -135,11 +141,11 @@ class RunWatch(TrainerCallback):
 
     @property
     def by_held_out(self) -> bool:
-        """True if scores of held-out prompts during the training choose the best weights."""
+        """True if the scores of held-out prompts, not of batches, choose the best weights."""
         return bool(self.config.data.held_out_every) and "before" in self._evaluation
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start a new record, and keep the scores of held-out prompts from before the training."""
+        """Reset the watch. The scores of held-out prompts from before training are kept."""
         self._begin()
         if self.stop_on:
             self.best = BestWeights(self.parameters())
@@ -147,7 +153,7 @@ class RunWatch(TrainerCallback):
                 self._see_scores(0, self._evaluation["before"])
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
-        """Put the best weights into the checkpoint."""
+        """Add the best weights to the state of a checkpoint, ``held``."""
         if self.best is not None:
             held["best_weights"] = self.best.state_dict()
 
@@ -158,7 +164,7 @@ class RunWatch(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Restore the completions of the finished steps, and the best weights."""
+        """Restore the completions of the finished steps, and the best weights from ``held``."""
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step
         self._completions = [row for row in rows if (row.get("step") or 0) <= done]
@@ -173,7 +179,7 @@ class RunWatch(TrainerCallback):
         records: list[dict[str, Any]],
         rollout: "Rollout",
     ) -> None:
-        """Keep the records of a batch, and the weights that sampled it if they are the best."""
+        """Keep the records of a batch, and copy the weights that sampled it if they score best."""
         self._completions += records
         del self._completions[KEPT_ROWS:-KEPT_ROWS]
         if self.best is not None and not self.by_held_out:
@@ -183,10 +189,10 @@ class RunWatch(TrainerCallback):
                 self.best.see_batch(state.global_step, fmean(means))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
-        """Use scores of held-out prompts.
+        """Keep an evaluation on held-out prompts, and the current weights if they are the best.
 
         Args:
-            step: Optimizer steps so far; 0 before the first.
+            step: Number of optimizer steps so far; 0 before training.
             evaluation: Result of ``Evaluation.as_dict``.
         """
         if not step:
@@ -210,7 +216,7 @@ class RunWatch(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Look for findings, unless checks have used their share of the time."""
+        """Check the run for findings, unless the checks have already used their share of time."""
         started = time.monotonic()
         if "reward" not in logs or self.stopped_on or started < self._next_check:
             return
@@ -219,7 +225,8 @@ class RunWatch(TrainerCallback):
         except Exception as exc:  # a faulty rule must not end a run
             self._next_check = math.inf
             warnings.warn(
-                f"the doctor stops its checks and the run continues: {type(exc).__name__}: {exc}",
+                f"the doctor failed and makes no more checks, but the run continues "
+                f"({type(exc).__name__}: {exc})",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -265,7 +272,7 @@ class RunWatch(TrainerCallback):
         kept = ""
         if self.best and math.isfinite(self.best.value):
             kept = (
-                f"; the weights after step {self.best.step} are kept, at a mean score of "
+                f"; the weights after step {self.best.step} are kept, which had a mean score of "
                 f"{self.best.value:.3g}"
             )
         change = f"change {finding.setting}" if finding.setting else finding.remedy

@@ -333,7 +333,9 @@ def test_the_verdict_says_whether_it_learned():
     verdict = verdict_of(WELL["rising on held-out prompts"])
     assert verdict.startswith("It learned: accuracy on 100 held-out prompts")
     alone = record(evaluation=held_out(0.5, 0.5))
-    assert verdict_of(alone).startswith("The reward rose, and held-out prompts do not show it")
+    assert verdict_of(alone).startswith(
+        "The reward rose, but the score on held-out prompts did not"
+    )
     worse = verdict_of(SPOILED["reward_hacking"])
     assert worse.startswith("It got worse: ")
     assert "(reward_hacking): trainer.beta=0.1" in worse
@@ -375,7 +377,7 @@ def test_another_folder_is_refused(tmp_path):
 
 def test_metrics_that_hold_no_row_are_refused(folder):
     (folder / "metrics.jsonl").write_bytes(b"\x00\xff not json\n[1, 2]\n")
-    with pytest.raises(DataError, match="holds no line of JSON"):
+    with pytest.raises(DataError, match="contains no line of JSON"):
         read_run(folder)
 
 
