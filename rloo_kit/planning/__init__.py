@@ -2,5 +2,5 @@
 
 Public: ``rk.plan`` and ``Plan`` (planner). ``memory`` computes the bytes, ``facts`` reads a run
 file, ``advice`` searches for changes. The package reads configs, never weights. It must not load a
-model, and does not know how a run is trained.
+model or import the trainer.
 """

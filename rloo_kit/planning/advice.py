@@ -1,4 +1,4 @@
-"""Changes that make a run fit, the least harmful first."""
+"""Search for changes of a run's settings that make it fit into the memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,27 +9,28 @@ from rloo_kit.config.run_file import RunConfig, read_overrides
 from rloo_kit.planning.facts import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
 
-# Settings that are changed together, each `section.key=value`, as after `--set`
+# Settings that are changed together, each written `section.key=value`, as after `--set`
 Option = list[str]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One or more settings to change in a run file, and the memory that this saves."""
+    """One or more settings to change in a run file, and the memory that the change saves."""
 
     settings: Option
-    saves: int  # bytes of the peak, after the changes before it
+    saves: int  # bytes by which the peak falls, if the earlier changes are already made
 
     def __str__(self) -> str:
         return "set " + ", ".join(one.replace("=", " to ") for one in self.settings)
 
 
 def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
-    """Return the settings of a run after the changes, of which later ones override earlier ones.
+    """Return a copy of a run's settings with changes made to it.
 
     Args:
-        config: Settings of the run; not changed.
-        options: Each a list of ``section.key=value``.
+        config: Settings of the run, which stay as they are.
+        options: The changes. Each is a list of ``section.key=value``. A later change overrides an
+            earlier one of the same setting.
     """
     changes = read_overrides(list(chain.from_iterable(options)))
     trainer = config.trainer | changes.pop("trainer", {})
@@ -38,17 +39,20 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
-    """Return the planned peak memory in bytes of a run with ``options`` (see ``apply``)."""
+    """Return the planned peak memory of a run after the changes ``options``, in bytes.
+
+    The changes are written as for ``apply``.
+    """
     return plan_memory(make_job(apply(config, options), facts)).peak_bytes
 
 
 def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
-    """Return the changes that make a run fit into ``room`` bytes, the least harmful first.
+    """Return changes that make a run fit into ``room`` bytes, the least harmful first.
 
-    The list is empty if the run fits already, or if all changes together do not suffice.
+    The list is empty if the run already fits, or if all changes together do not make it fit.
     """
     peak = partial(peak_with, config, facts)
-    # later families are tried with the changes so far, so that each change is as mild as possible
+    # Each family is tried on top of the changes so far, so that it changes no more than needed
     found: list[Option] = []
     for family in range(len(_families(config, facts))):
         if peak(found) <= room:
@@ -60,7 +64,8 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
             found.append(chosen)
     if peak(found) > room:
         return []
-    for option in found[-2::-1]:  # the most harmful of the earlier ones first; the last is needed
+    # Drop changes that are not needed, the most harmful first. The last one is always needed.
+    for option in found[-2::-1]:
         without = [one for one in found if one is not option]
         if peak(without) <= room:
             found = without
@@ -74,7 +79,10 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
 
 
 def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
-    """Return the options of each family, the mildest first; families in the order of harm."""
+    """Return families of changes, from the least to the most harmful family.
+
+    The options of a family are alternatives, such as values of one setting, the mildest first.
+    """
     job = make_job(config, facts)
     return [
         [
@@ -84,14 +92,14 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
         ],
         [["trainer.gradient_checkpointing=true"]] if job.checkpointing == "none" else [],
         [] if job.in_4bit else [["model.load_in_4bit=true"]],
-        # smaller passes, down to a single row: slower, and the same gradient
+        # Smaller passes, down to one row each: training gets slower, but the gradient is the same
         [
             [f"trainer.tokens_per_micro_batch={budget}"]
             for budget in _halves(plan_memory(job).budget, job.width)
         ],
         [["trainer.generation=transformers"]] if job.engine in ("vllm", "shared") else [],
         [[f"trainer.rows_in_flight={job.rows}"]] if job.at_once > job.rows else [],
-        # fewer completions at once for the same step: more accumulation
+        # Fewer completions at once, and more gradient accumulation for the same optimizer step
         [
             [
                 f"trainer.per_device_train_batch_size={rows}",

@@ -1,4 +1,4 @@
-"""Models that fit a card: run files for GPUs of the kit, with their longest completions."""
+"""Search for the models that fit on a GPU, among the run files that ship with the kit."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ from rloo_kit.planning.advice import apply
 from rloo_kit.planning.facts import read_facts
 from rloo_kit.planning.planner import Plan
 
-# Lengths of completions to try, in tokens
+# Completion lengths to try, in tokens
 LENGTHS = (16_384, 8192, 4096, 2048, 1024, 512)
-# Run file with the settings for a model without a run file
+# Run file whose settings are used for a model that has no run file
 TYPICAL = "qwen3-4b-thinking-12gb"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A run file that fits, with the settings that give it the longest completions."""
+    """A run file that fits on a GPU, with the settings for the longest completions that fit."""
 
-    name: str
+    name: str  # the run file
     plan: Plan
-    overrides: tuple[str, ...]  # ``section.key=value``; () if it fits best unchanged
+    overrides: tuple[str, ...]  # changes, each ``section.key=value``; () if none is needed
 
     def __str__(self) -> str:
         command = " ".join(["rloo-kit train", self.name, *(f"--set {o}" for o in self.overrides)])
@@ -35,35 +35,37 @@ class Fit:
 
 
 def describe_fits(card: Hardware) -> str:
-    """Return the models that fit a card, the largest first, with the command that trains each.
+    """Return a text that lists the models that fit on a GPU, the largest first.
+
+    For each model the text has the longest completions that fit, and the command that trains it.
 
     Raises:
-        ConfigError: The card is this machine's CPU.
+        ConfigError: ``card`` is this machine's CPU.
     """
     if not card.on_gpu:
-        raise ConfigError("this machine has no GPU: give a card, such as --gpu 12GB, or a run file")
+        raise ConfigError("this machine has no GPU: name a GPU, as in --gpu 12GB, or a run file")
     names = sorted(path.stem for path in EXAMPLES.glob("qwen3-*.yaml"))
     fits = [fit for name in names if (fit := longest_fit(name, card)) is not None]
-    best: dict[int, Fit] = {}  # of each model the one with the longest completions
+    best: dict[int, Fit] = {}  # size of a model -> its fit with the longest completions
     for fit in sorted(fits, key=lambda one: (one.plan.job.completion, -len(one.overrides))):
         best[fit.plan.facts.shape.num_parameters] = fit
     lines = [f"on {card.name}, with Unsloth and vLLM; peaks are estimates:"]
     lines += [str(best[size]) for size in sorted(best, reverse=True)]
     if not best:
         lines.append("  none of the run files that ship with the kit")
-    return "\n".join([*lines, "rloo-kit plan RUN.yaml --gpu GPU shows a run part by part"])
+    return "\n".join([*lines, "rloo-kit plan RUN.yaml --gpu GPU shows the memory of one run"])
 
 
 def longest_fit(name: str, card: Hardware) -> Fit | None:
-    """Return the run file with the longest completions that fit on the card, or None.
+    """Return the longest completions with which the run file ``name`` fits on the GPU, or None.
 
-    The lengths that are tried are the run file's own and ``LENGTHS``.
+    The lengths that are tried are ``LENGTHS`` and that of the run file. None means that none fits.
     """
     config = read_run_file(name)
     own = config.trainer["max_completion_length"]
     prompt = config.model.max_seq_length - own
     facts = read_facts(config, EXAMPLES, card, card.usable)
-    facts = replace(facts, vllm=True, unsloth=True)  # as on a machine with that card
+    facts = replace(facts, vllm=True, unsloth=True)  # as on a machine where both are installed
     for length in sorted({own, *LENGTHS}, reverse=True):
         overrides = (
             f"trainer.max_completion_length={length}",
@@ -76,7 +78,7 @@ def longest_fit(name: str, card: Hardware) -> Fit | None:
 
 
 def is_model(source: str) -> bool:
-    """Return whether the argument of ``plan`` is a model and not a run file or a run's folder."""
+    """Return True if the argument of ``plan`` names a model, not a run file or a run's folder."""
     if os.path.isdir(source):
         return Path(source, "config.json").is_file() and not Path(source, "run.yaml").exists()
     return "/" in source and not os.path.exists(source) and not source.endswith((".yaml", ".yml"))

@@ -1,4 +1,4 @@
-"""Ways to train a run on several cards, on paper: DDP, FSDP2, a server, verl."""
+"""Estimates of the memory for training a run on several GPUs: DDP, FSDP2, a server, verl."""
 
 from dataclasses import dataclass, replace
 
@@ -7,22 +7,22 @@ from rloo_kit.planning.memory import CONTEXT, LEARN, SAMPLE, SCORE, Job, plan_me
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train on several cards."""
+    """A way to train on several GPUs, and the memory that it needs."""
 
     name: str
-    peak_bytes: int  # of the fullest card
+    peak_bytes: int  # peak of the GPU that needs the most memory
 
 
 def find_ways(job: Job, cards: int) -> list[Way]:
-    """Return the ways to train a run on several equal cards, the simplest first.
+    """Return the ways to train a run on several equal GPUs, the simplest way first.
 
-    Each card that trains has the batch size, micro-batches and lengths of the run. FSDP2 or ZeRO-3
-    divides the base among the cards, and vLLM divides its copy (tensor parallelism). Unsloth is
-    used only if a single card trains.
+    Each GPU that trains has the batch size, micro-batches and lengths of the run. FSDP2 or ZeRO-3
+    shards the base model across the GPUs, and vLLM shards its copy (tensor parallelism). Unsloth is
+    used only if a single GPU trains.
 
     Args:
-        job: Facts of the run on one card.
-        cards: Number of cards, at least 2.
+        job: Facts of the run on one GPU.
+        cards: Number of GPUs, at least 2.
     """
     plain = "none" if job.checkpointing == "none" else "plain"
     several = replace(job, engine="transformers", checkpointing=plain)
@@ -47,13 +47,16 @@ def find_ways(job: Job, cards: int) -> list[Way]:
 
 
 def _server_bytes(job: Job, cards: int) -> int:
-    """Return the bytes of each card of a server: its part of the base and the smallest cache."""
+    """Return the bytes that vLLM's server needs on each GPU.
+
+    They are the GPU's share of the base model and of the smallest possible KV cache.
+    """
     size = planned_engine(job).size
     return CONTEXT + (size.fixed + size.smallest_cache) // cards
 
 
 def _verl_bytes(divided: Job) -> int:
-    """Return the peak if vLLM's copy is on the cards only while it samples."""
+    """Return the peak of a GPU in bytes if vLLM's weights are on it only during sampling."""
     memory = plan_memory(replace(divided, engine="server"))
     held = sum(memory.parts[name].get(SAMPLE, 0) for name in ("weights", "LoRA adapter, float32"))
     held += _server_bytes(divided, divided.cards)

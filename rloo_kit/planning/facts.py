@@ -1,4 +1,4 @@
-"""Facts of a run file that decide its memory: the model's shape, the longest prompt, the engine.
+"""Facts that determine the memory of a run: the model's shape, the longest prompt, the engine.
 
 This module reads configs and prompts, never weights.
 """
@@ -26,25 +26,25 @@ _shape = lru_cache(maxsize=16)(read_shape)
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that a plan needs in addition to the settings."""
+    """What a plan needs besides the settings: facts on model, prompts, machine and libraries."""
 
     shape: ModelShape
-    longest: int | None  # tokens of the longest prompt; None if it is not on this machine
+    longest: int | None  # tokens of the longest prompt; None if it cannot be counted here
     card: Hardware
-    room: int  # bytes that this process may use
-    unsloth: bool  # Unsloth trains, on a GPU
-    vllm: bool  # vLLM is installed
-    continues: bool  # the run trains an adapter further, whose rank stays
+    room: int  # bytes of memory that this process may use
+    unsloth: bool  # True if Unsloth trains, on a GPU
+    vllm: bool  # True if vLLM is installed
+    continues: bool  # True if the run trains an existing adapter, whose rank cannot change
 
 
 def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Facts:
-    """Return the facts on model, prompts and machine for the plan of a run.
+    """Read the facts on model, prompts and machine that the plan of a run needs.
 
     Args:
         config: Settings of the run.
-        base: Folder that the paths of model and prompts start from.
-        card: The card or machine to plan for.
-        room: Bytes of GPU memory that this process may use; of main memory without a GPU.
+        base: Folder that the relative paths of model and prompts start from.
+        card: The GPU or machine to plan for.
+        room: Memory that this process may use, in bytes: GPU memory, or main memory without a GPU.
 
     Raises:
         ModelError: The config of a model cannot be read.
@@ -64,7 +64,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
 
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
-    """Return the facts of a run that decide its memory."""
+    """Combine a run's settings and facts into the ``Job`` from which its memory is computed."""
     trainer = {**DEFAULTS, **config.trainer}
     batch = batch_plan(trainer)
     others = config.lora.others
@@ -116,7 +116,7 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
         yield from targets
     elif targets == "all-linear":
         yield from dense
-    else:  # a pattern of whole names contains their last parts
+    else:  # a pattern for full names, which is searched for the last parts of the names
         yield from [name for name in dense if name in targets] or dense
     for one in facts.shape.linears:
         leaf = one.name.rpartition(".")[2]
@@ -128,21 +128,21 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
 
 
 def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
-    """Yield the assumptions of a plan, a sentence each."""
+    """Yield a sentence for each assumption that the plan makes."""
     if facts.longest is None and config.data.max_prompt_tokens is None:
         yield (
-            f"prompts are assumed to have {job.prompt:,} tokens, all that model.max_seq_length "
-            f"leaves; data.max_prompt_tokens lowers this"
+            f"prompts are assumed to have {job.prompt:,} tokens, the most that "
+            f"model.max_seq_length allows; set data.max_prompt_tokens to lower this number"
         )
     if facts.shape.in_16bit:
         yield (
-            f"an estimate of {facts.shape.in_16bit:.0%} of the layers stays in 16 bit in "
-            f"{config.model.name}: its own config is not on this machine"
+            f"about {facts.shape.in_16bit:.0%} of the layers are assumed to stay in 16 bit in "
+            f"{config.model.name}, since its config is not on this machine"
         )
     if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
-        yield "transformers samples, since vLLM is not installed here"
+        yield "completions are sampled by transformers, since vLLM is not installed here"
     if any(isinstance(one, dict) and one.get("name") == "reward_model" for one in config.rewards):
-        yield "the memory of reward models is not counted"
+        yield "the memory that the run's reward models need is not counted"
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
@@ -163,7 +163,10 @@ def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
 
 
 def _engine(config: RunConfig, facts: Facts) -> str:
-    """Return the sampling engine: one of ``ENGINES``, or ``shared`` (vLLM on Unsloth's copy)."""
+    """Return the name of the sampling engine that the run would use.
+
+    It is one of ``ENGINES``, or ``shared`` if vLLM uses Unsloth's copy of the weights.
+    """
     trainer = config.trainer
     asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
     if "server" in (trainer.get("vllm_mode"), trainer.get("generation")):
@@ -172,7 +175,7 @@ def _engine(config: RunConfig, facts: Facts) -> str:
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
-    # in a plan for another machine vLLM may run if it was requested
+    # If vLLM was requested by name, the plan assumes that it runs on the machine of the plan
     why_not = None if can_sample or asked == "vllm" else "it cannot here"
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine

@@ -1,8 +1,9 @@
-"""Memory of a training run: bytes of each part in each phase of a step, and the peak.
+"""Calculation of a run's memory: the bytes of each part in each phase, and the peak.
 
-This is arithmetic only. The peak is the largest phase of a step, not the sum of all parts. Weights
-and optimizer states are as bitsandbytes and torch store them; activations were counted with torch's
-profiler on a CPU (docs/how-to/plan.md), which is an upper bound for a GPU's fused kernels.
+Nothing is measured or loaded here. The peak is the phase that needs the most memory, not the sum of
+all parts. Weights and optimizer states have the sizes in which bitsandbytes and torch store them.
+Activations were counted with torch's profiler on a CPU (docs/how-to/plan.md), which gives an upper
+bound for a GPU with fused kernels.
 """
 
 from collections.abc import Sequence
@@ -22,94 +23,95 @@ from rloo_kit.models.engine_memory import (
 from rloo_kit.models.shape import Linear, ModelShape, weight_bytes
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, default_token_budget
 
-# Phases, and their descriptions
+# Phase -> what happens in it, as a clause
 DOING = {
     "load": "the model is loaded",
     "start": "vLLM starts",
     "sample": "completions are sampled",
     "score": "log-probabilities are computed",
-    "learn": "it learns",
+    "learn": "the model is trained",
 }
 PHASES = tuple(DOING)
 LOAD, START, SAMPLE, SCORE, LEARN = PHASES
 
-# Resident memory of a CPU process that has trained, without tensors: Python, torch, TRL and the
-# backend, as benchmarks/plan_accuracy.py --libraries measures it
+# Resident memory of a CPU process after training, without tensors: Python, torch, TRL and the
+# backend, measured with benchmarks/plan_accuracy.py --libraries
 LIBRARIES = 1010 * MIB
-# On a GPU, outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It differs
-# by card and driver: 610 and 676 MiB on an H100
+# GPU memory outside of torch's allocator: the CUDA context, cuBLAS and Triton's kernels. It depends
+# on the GPU and the driver; 610 and 676 MiB were measured on an H100.
 CONTEXT = 680 * MIB
-# Share of temporary memory that is lost between blocks: on a GPU with expandable segments (an
-# estimate), and in the heap of a CPU process (docs/how-to/plan.md)
+# Fragmentation, as a share of the temporary memory: on a GPU with expandable segments (estimated),
+# and in the heap of a CPU process (docs/how-to/plan.md)
 FRAGMENTATION = 0.06
 HEAP = 0.25
-# Memory of a 4-bit load on a CPU while it packs, relative to the model in 16 bit
+# Memory needed to quantise a model to 4 bit on a CPU, relative to the model's size in 16 bit
 LOADING = 1.4
 TRITON_TOKENS = 4096
 TRITON_LOGITS = 32768
-"""Tile of TRL 1.15's kernel on a GPU: tokens, and logits of each (kernels/chunked_logprob.py)."""
-# Smallest state, in elements, that a paged optimizer keeps in main memory (bitsandbytes 0.50)
+"""Tile size of TRL 1.15's kernel on a GPU: number of tokens, and of logits for each token
+(kernels/chunked_logprob.py)."""
+# Number of elements from which a paged optimizer keeps a state in main memory (bitsandbytes 0.50)
 PAGED_FROM = 100_000
 EIGHT_BIT_FROM = 4096
 EIGHT_BIT_BLOCK = 256
-"""Smallest state, in elements, that is kept in 8 bit, and elements that share a statistic."""
+"""Number of elements from which a state is kept in 8 bit, and elements in a quantisation block."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Facts of a training run that decide its memory; lengths in tokens, memory in bytes."""
+    """Facts that determine the memory of a run. Lengths are in tokens, and memory is in bytes."""
 
     shape: ModelShape
     on_gpu: bool
-    room: int  # memory of the card that this process may use, or free memory on a CPU
-    card: int = 0  # memory of the whole card, as torch reports it; 0: the room
+    room: int  # GPU memory that this process may use, or free main memory on a CPU
+    card: int = 0  # memory of the whole GPU, as torch reports it; 0: the same as `room`
     in_4bit: bool = True
-    value_bytes: int = 2  # of an activation: 2 in 16 bit, 4 in float32
+    value_bytes: int = 2  # size of a value of an activation: 2 in 16 bit, 4 in float32
     rank: int = 16
     targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
     adapted_layers: int | None = None  # number of layers with an adapter; None: all
-    whole: int = 0  # number of embeddings and LM heads that train as a whole
+    whole: int = 0  # number of embeddings and LM heads that are trained in full, without LoRA
     optimizer: str = "adamw_torch"  # TRL's `optim`
-    checkpointing: str = "none"  # or `plain`, or `unsloth` (layer inputs in main memory)
-    rows: int = 8  # completions of a generation batch
-    in_flight: int | None = None  # completions that are sampled at once; None: `rows`
-    step_rows: int = 8  # completions of an optimizer step
-    group: int = 4
-    prompt: int = 512  # the longest prompt
-    completion: int = 512
-    max_length: int = 1024  # longest prompt plus completion
-    budget: int | None = None  # `tokens_per_micro_batch`; None: from the free memory
-    scores: bool = True  # there are passes without gradient
-    keeps_graphs: bool = True  # whole groups run forward before any of them runs backward
+    checkpointing: str = "none"  # or `plain`, or `unsloth` (keeps layer inputs in main memory)
+    rows: int = 8  # completions in a generation batch
+    in_flight: int | None = None  # completions that are sampled at the same time; None: `rows`
+    step_rows: int = 8  # completions in an optimizer step
+    group: int = 4  # completions of a prompt
+    prompt: int = 512  # length of the longest prompt
+    completion: int = 512  # length of the longest completion
+    max_length: int = 1024  # maximum length of prompt and completion together
+    budget: int | None = None  # `tokens_per_micro_batch`; None: computed from the free memory
+    scores: bool = True  # True if a phase computes log-probabilities without gradient
+    keeps_graphs: bool = True  # True if all rows of a group run forward before any runs backward
     engine: str = "transformers"  # or `server`, `vllm`, `shared` (vLLM on Unsloth's weights)
-    sleeps: bool = True
-    share: float | None = None  # of the GPU, for vLLM; None: computed (`engine_memory`)
-    batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM reads in one pass
-    draft_tokens: int = 0  # tokens that vLLM guesses for a completion in one pass
-    cards: int = 1  # cards that share base, adapter and its states; the rest is per card
+    sleeps: bool = True  # True if vLLM frees its memory during training
+    share: float | None = None  # vLLM's share of the GPU memory; None: see `engine_memory`
+    batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM processes in one pass
+    draft_tokens: int = 0  # draft tokens of a completion in one pass (speculative decoding)
+    cards: int = 1  # GPUs across which base, adapter and optimizer states are sharded
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row: its prompt and its completion."""
+        """Maximum number of tokens in a row (a prompt with its completion)."""
         return min(self.prompt + self.completion, self.max_length)
 
     @property
     def at_once(self) -> int:
-        """Completions that are sampled at once."""
+        """Number of completions that are sampled at the same time."""
         return self.in_flight or self.rows
 
 
-# Phase -> bytes that a part holds in it
+# Phase -> bytes that a part of the memory needs in that phase
 Held = dict[str, int]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of a training run by phase, and by part, such as weights or activations."""
+    """Memory of a run: the total of each phase, and its parts, such as weights or activations."""
 
-    parts: dict[str, Held]
-    budget: int  # positions of a training pass (rows times width)
-    phases: dict[str, int]  # bytes on the device, or of the process on a CPU
+    parts: dict[str, Held]  # name of the part -> its bytes in each phase
+    budget: int  # positions in a training pass (rows times width)
+    phases: dict[str, int]  # phase -> total bytes, on the GPU or, on a CPU, of the process
 
     @property
     def phase(self) -> str:
@@ -122,12 +124,12 @@ class MemoryPlan:
         return self.phases[self.phase]
 
     def at(self, phase: str) -> list[tuple[str, int]]:
-        """Return (name, bytes) of the parts that are held in one of ``PHASES``."""
+        """Return name and bytes of each part that needs memory in ``phase``, one of ``PHASES``."""
         return [(name, held[phase]) for name, held in self.parts.items() if held.get(phase)]
 
 
 def plan_memory(job: Job) -> MemoryPlan:
-    """Return the memory of a training run."""
+    """Compute the memory that a run needs in each phase."""
     sizes = adapter_sizes(job)
     trained = 4 * sum(sizes) // job.cards
     parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained), **_sampling(job)}
@@ -135,10 +137,10 @@ def plan_memory(job: Job) -> MemoryPlan:
     states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu) // job.cards
     parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
     parts |= _passes(job, budget, trained)
-    # parts that are held all the time are allocated once and leave no holes
+    # Parts that are held in all phases are allocated once, so they cause no fragmentation
     brief = {name: held for name, held in parts.items() if len(held) < len(PHASES)}
     lost = FRAGMENTATION if job.on_gpu else HEAP
-    # the measured memory of a starting vLLM includes it
+    # The measured memory of vLLM's start already includes fragmentation
     parts["between blocks"] = {p: int(lost * _total(brief, p)) for p in PHASES if p != START}
     there = {SCORE: job.scores, START: job.on_gpu and job.engine in ("vllm", "shared")}
     phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
@@ -146,7 +148,7 @@ def plan_memory(job: Job) -> MemoryPlan:
 
 
 def _since(first: str, size: float) -> Held:
-    """Return a part that is held from one phase on."""
+    """Return the bytes per phase of a part that is held from the phase ``first`` to the end."""
     return dict.fromkeys(PHASES[PHASES.index(first) :], int(size))
 
 
@@ -161,13 +163,13 @@ def _weights(job: Job) -> dict[str, Held]:
     shape = job.shape
     packing = mapped = 0
     if job.in_4bit and not shape.packed:
-        packing = 2 * max(linear.size for linear in shape.linears)  # one layer after the other
+        packing = 2 * max(linear.size for linear in shape.linears)  # one layer at a time is packed
         if not job.on_gpu:
-            mapped = weight_bytes(shape, in_4bit=False)  # the whole file is read, and stays
+            mapped = weight_bytes(shape, in_4bit=False)  # the mapped file stays in memory
             packing = int(LOADING * mapped)
     outside = "CUDA context" if job.on_gpu else "Python and libraries"
     total = weight_bytes(shape, in_4bit=job.in_4bit, value_bytes=job.value_bytes)
-    # divided weights are gathered for use: a layer, the next one, and embeddings with the head
+    # Sharded weights are gathered for use: one layer, the next one, embeddings and LM head
     outer = shape.others * job.value_bytes
     gathered = outer + 2 * (total - outer) // shape.num_layers
     return {
@@ -180,7 +182,10 @@ def _weights(job: Job) -> dict[str, Held]:
 
 
 def adapter_sizes(job: Job) -> list[int]:
-    """Return the elements of each tensor of the adapter (A and B of every layer that has one)."""
+    """Return the number of elements of each trained tensor.
+
+    These are A and B of every layer with an adapter, and embeddings and LM heads trained in full.
+    """
     layers = job.shape.num_layers
     part = layers if job.adapted_layers is None else job.adapted_layers
     sizes = [
@@ -197,16 +202,16 @@ def _adapted(job: Job) -> list[Linear]:
 
 
 def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> int:
-    """Return the bytes of an optimizer's states on the device.
+    """Return the bytes that the states of an optimizer need on the device.
 
     On a CPU, 8-bit and paged optimizers are replaced by AdamW in float32.
 
     Args:
-        name: TRL's ``optim``.
-        sizes: Elements of every trained tensor.
-        on_gpu: The run trains on a GPU.
+        name: Name of the optimizer, as in TRL's ``optim``.
+        sizes: Number of elements of each trained tensor.
+        on_gpu: True if the run trains on a GPU.
     """
-    # bitsandbytes keeps small tensors in 32 bit, and pages only large ones
+    # bitsandbytes keeps the states of small tensors in 32 bit, and pages only large states
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
     eight_bit = "8bit" in name and on_gpu
     paged = "paged" in name and on_gpu
@@ -224,7 +229,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
 def _sampling(job: Job) -> dict[str, Held]:
     if job.engine == "transformers":
         return _by_transformers(job)
-    if not job.on_gpu or job.engine == "server":  # vLLM on a CPU is not counted
+    if not job.on_gpu or job.engine == "server":  # the memory of vLLM on a CPU is not counted
         return {}
     awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
     engine = planned_engine(job)
@@ -239,7 +244,7 @@ def _sampling(job: Job) -> dict[str, Held]:
         "vLLM keys and values": dict.fromkeys(awake, cache),
         "vLLM activations": dict.fromkeys((START, SAMPLE), size.working),
         "vLLM CUDA graphs": _since(START, size.graphs + UNMEASURED),  # they stay while it sleeps
-        # vLLM 0.26 used the estimate for keys and values, so the graphs come in addition
+        # vLLM 0.26 fills the memory reserved for graphs with KV cache, so graphs come in addition
         "CUDA graphs over vLLM's share": _since(START, size.graphs),
         "vLLM, while it starts": {START: size.starting - size.graphs},
         # Unsloth merges an adapter into 16-bit weights, and keeps the rounding error
@@ -250,10 +255,10 @@ def _sampling(job: Job) -> dict[str, Held]:
 
 
 def planned_engine(job: Job) -> EngineMemory:
-    """Return the memory of vLLM on the card, as the engine will request it.
+    """Return the GPU memory that vLLM will request in the run.
 
-    If vLLM does not fit, ``refusal`` of the result says why, and its memory is that for all
-    completions at full length.
+    If vLLM does not fit, ``refusal`` of the result says why. The memory is then that for the KV
+    cache of all completions at full length.
     """
     size = engine_size(
         job.shape,
@@ -266,7 +271,7 @@ def planned_engine(job: Job) -> EngineMemory:
         draft_tokens=job.draft_tokens,
     )
     free = job.room - CONTEXT
-    if job.engine != "shared":  # the trainer's model and adapter are on the card already
+    if job.engine != "shared":  # the trainer's model and adapter are already on the GPU
         free -= size.weights + 4 * sum(adapter_sizes(job))
     try:
         card = job.card or job.room
@@ -279,8 +284,8 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     shape = job.shape
     wide = job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.at_once * job.width
-    cache += cache // max(1, shape.num_layers)  # a layer is copied when it grows
-    # Unsloth's models on a GPU have their own decoding loop, which runs a prompt per completion
+    cache += cache // max(1, shape.num_layers)  # the cache of a layer is copied when it grows
+    # Unsloth's decoding loop on a GPU processes the prompt again for each of its completions
     prompts = job.at_once if job.on_gpu else -(-job.at_once // job.group)
     read = prompts * min(job.prompt, job.width) * _forward_bytes(job)
     matrices = 0
@@ -289,7 +294,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     return {
         "keys and values": {SAMPLE: cache},
         "prompts, read at once": {SAMPLE: read},
-        # for every row: logits, the same in float32, their softmax, and a copy for sampling
+        # For every row: logits, logits in float32, their softmax, and a copy for sampling
         "logits of the next token": {SAMPLE: job.at_once * shape.vocab_size * (wide + 12)},
         "base and adapter as one matrix": {SAMPLE: matrices if 4 * matrices < job.room else 0},
     }
@@ -299,12 +304,12 @@ def _by_transformers(job: Job) -> dict[str, Held]:
 
 
 def layer_bytes(job: Job) -> int:
-    """Return the bytes of activations that one layer keeps for each position until backward.
+    """Return the bytes of activations that one layer keeps per position for the backward pass.
 
-    The two norms, and those of queries and keys, keep their inputs in float32. In 16 bit a layer
-    keeps five vectors as wide as the model, three as wide as the queries, two as wide as the keys,
-    four as wide as the MLP, and one of each adapter's rank. The result equals that of torch's
-    profiler to the byte (docs/how-to/plan.md).
+    The layer's two norms, and the norms of queries and keys, keep their inputs in float32. In 16
+    bit, a layer keeps five vectors of the hidden size, three of the query size, two of the key
+    size, four of the MLP's size, and one of the rank for each adapter. The result equals that of
+    torch's profiler to the byte (docs/how-to/plan.md).
     """
     shape = job.shape
     wide = job.value_bytes
@@ -323,12 +328,16 @@ def layer_bytes(job: Job) -> int:
 
 
 def _forward_bytes(job: Job) -> int:
-    """Return the bytes that a layer holds of a position in a forward pass without gradient."""
+    """Return the bytes that one layer needs per position in a forward pass without gradient."""
     return job.value_bytes * (4 * job.shape.intermediate_size + 6 * job.shape.hidden_size)
 
 
 def _budget(job: Job, free: int) -> int:
-    """Return ``tokens_per_micro_batch`` as set, or as the trainer will choose it."""
+    """Return the maximum number of positions in a training pass.
+
+    It is ``tokens_per_micro_batch`` if that is set, or else the value that the trainer would
+    compute from ``free`` bytes of memory.
+    """
     return job.budget or default_token_budget(
         max(0, free),
         job.shape.hidden_size,
@@ -343,12 +352,13 @@ def _budget(job: Job, free: int) -> int:
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     width = job.width
     wide = job.value_bytes
-    # a row longer than the budget is a pass of its own
+    # A row longer than the budget gets its own pass
     rows = max(1, budget // width)
-    if job.keeps_graphs:  # as many whole groups as fit
+    if job.keeps_graphs:  # as many complete groups as fit
         rows = max(budget // (job.group * width) * job.group, rows)
     rows = min(rows, job.step_rows)
-    gradients = (2 if rows < job.step_rows else 1) * trained  # of earlier passes, and of this one
+    # Gradients of this pass, and the sum of those of earlier passes if there are several
+    gradients = (2 if rows < job.step_rows else 1) * trained
     copied = trained * wide // 4 if wide == 2 else 0
     parts: dict[str, Held] = {
         "gradients, float32": {LEARN: gradients},
@@ -366,7 +376,10 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
 
 
 def _activations(job: Job, positions: int) -> int:
-    """Return the bytes on the device that are kept for the backward pass of some positions."""
+    """Return the bytes on the device that a pass keeps for its backward pass.
+
+    ``positions`` is the number of positions in the pass.
+    """
     layers = job.shape.num_layers
     hidden = job.shape.hidden_size
     wide = job.value_bytes
@@ -374,20 +387,23 @@ def _activations(job: Job, positions: int) -> int:
     whole = positions * (layers * layer_bytes(job) + head)
     if job.checkpointing == "none":
         return whole
-    # one layer at a time is computed again, and its backward pass needs additional memory
+    # One layer at a time is recomputed, and its backward pass needs additional memory
     backward = int(wide * (2 * job.shape.intermediate_size + 3.5 * hidden))
     one = layer_bytes(job) + backward + head
-    # Unsloth keeps the layers' inputs in main memory, and two of them on the card at a time
+    # Unsloth keeps the layers' inputs in main memory, with at most two of them on the GPU
     inputs = 2 if job.checkpointing == "unsloth" else layers
     kept = positions * (inputs * hidden * wide + one)
-    # the heap of a CPU process keeps holes, since gradients lie between freed blocks
+    # The heap of a CPU process stays fragmented, since gradients lie between freed blocks
     return kept if job.on_gpu else max(kept, whole // 2)
 
 
 def _log_prob_chunk(job: Job, positions: int, *, gradient: bool) -> int:
-    """Return the bytes of the logits that exist at a time, and for their gradient."""
+    """Return the bytes of the logits that are in memory at the same time.
+
+    ``gradient`` adds the memory that the backward pass needs for them on a GPU.
+    """
     vocabulary = job.shape.vocab_size
-    if not job.on_gpu:  # three tables in float32
+    if not job.on_gpu:  # three copies of the logits in float32
         return 3 * 4 * min(positions * vocabulary, CHUNK_LOGITS)
     tile = min(TRITON_TOKENS, positions) * min(TRITON_LOGITS, vocabulary) * job.value_bytes
     return tile + (4 * positions * job.shape.hidden_size if gradient else 0)

@@ -1,7 +1,7 @@
-"""Plan of a run's memory on a card, with changes if it does not fit.
+"""Plan of a run's memory on a GPU, with changes of settings if it does not fit.
 
-A plan is arithmetic on the run file, the model's config and the card; no weights are read.
-``benchmarks/plan_accuracy.py`` compares it with real runs.
+A plan is computed from the run file, the model's config and the GPU's memory. No weights are read.
+``benchmarks/plan_accuracy.py`` compares plans with real runs.
 """
 
 from collections.abc import Sequence
@@ -20,72 +20,72 @@ from rloo_kit.planning.cards import Way, find_ways
 from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
 
-# Columns of the longest bar and of a part's name, 80 with the number
+# Width of the longest bar and of a part's name, in characters; with the number a line has 80
 BAR = 26
 NAME = 33
-# Numbers of cards to try if nothing fits on one
+# Numbers of GPUs to try if the run cannot fit on one
 MORE_CARDS = (2, 4, 8, 16)
-# Parts with a smaller share of the peak are shown together
+# Parts with a smaller share of the peak than this are shown as one part
 SMALLEST_PART = 0.01
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Memory plan of a run on a card; ``print`` shows all of it."""
+    """Memory plan of a run on a GPU or a CPU. ``print`` shows the whole plan as text."""
 
     config: RunConfig
     facts: Facts
-    changes: tuple[Change, ...] = ()  # that make it fit, the least harmful first
-    cards: int = 1  # above 1: the text also shows ways to train on this many cards
+    changes: tuple[Change, ...] = ()  # changes that make the run fit, the least harmful first
+    cards: int = 1  # number of GPUs; above 1 the text also shows ways to train on all of them
 
     @property
     def room(self) -> int:
-        """Bytes of GPU memory that this process may use; of main memory without a GPU."""
+        """Memory that this process may use, in bytes: GPU memory, or main memory without a GPU."""
         return self.facts.room
 
     @cached_property
     def job(self) -> Job:
-        """Facts that decide the memory."""
+        """Facts from which the memory is computed."""
         return make_job(self.config, self.facts)
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """Memory of the run by phase, and by part, such as weights or activations."""
+        """Memory of the run: the total of each phase, and its parts, such as weights."""
         return plan_memory(self.job)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory in bytes, on the card or, on a CPU, of the process."""
+        """Peak memory of the run in bytes, on the GPU or, on a CPU, of the process."""
         return self.memory.peak_bytes
 
     @property
     def fits(self) -> bool:
-        """True if the peak fits and vLLM starts."""
+        """True if the peak fits into the memory and vLLM, if it is used, can start."""
         return self.peak_bytes <= self.room and self.refusal is None
 
     @property
     def vllm_share(self) -> float | None:
-        """Share of the card's memory for vLLM; None if vLLM does not sample in this process."""
+        """Share of the GPU's memory that vLLM gets; None if vLLM does not run in this process."""
         if not self.job.on_gpu or self.job.engine in ("server", "transformers"):
             return None
         return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
 
     @property
     def refusal(self) -> str | None:
-        """Reason why vLLM would not start, even if the peak fits; None if there is no reason."""
+        """Reason why vLLM cannot start, even if the peak fits; None if it can or is not used."""
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     def fitting_ways(self, cards: int) -> list[Way]:
-        """Return the ways to train on ``cards`` cards of this kind whose estimated peak fits."""
+        """Return the ways to train on ``cards`` GPUs of this kind whose estimated peak fits."""
         return [way for way in find_ways(self.job, cards) if way.peak_bytes <= self.room]
 
     @property
     def verdict(self) -> str:
-        """One line that says whether the run fits, and how much memory is left or missing."""
+        """One line that says if the run fits, and how much memory is left or missing."""
         what = f"{self.config.model.name} on {self.facts.card.name}"
         left = self.room - self.peak_bytes
         if left < 0:
-            return f"{what}: does not fit, {_gib(-left)} are missing of {_gib(self.peak_bytes)}"
+            return f"{what}: does not fit, {_gib(-left)} of {_gib(self.peak_bytes)} are missing"
         if self.refusal:
             return f"{what}: {self.refusal}"
         tight = " (tight)" if left < 3 * (1 - USABLE) * self.room else ""
@@ -101,42 +101,42 @@ def plan(
     overrides: Sequence[str] = (),
     cards: int = 1,
 ) -> Plan:
-    """Plan the memory of a run before anything is loaded.
+    """Estimate the memory that a run needs, without loading a model.
 
     Example:
         print(rk.plan("qwen3-4b-thinking", gpu="12GB"))
 
     Args:
-        source: A run file, the name of one that ships with the kit, the folder of a run, or a
-            ``RunConfig``.
-        gpu: A card's memory (``12GB``) or name (``RTX 4070``); None or ``this``: the card in this
-            machine, or else its CPU.
-        overrides: ``section.key=value``, as after ``--set``.
-        cards: Number of such cards; above 1 the plan also shows which ways to train on them fit,
-            on paper.
+        source: Path of a run file, name of a run file that ships with the kit, folder of a run, or
+            a ``RunConfig``.
+        gpu: Memory of a GPU (``12GB``) or its name (``RTX 4070``). None or ``this`` means the GPU
+            of this machine, or its CPU if it has no GPU.
+        overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
+        cards: Number of GPUs of this kind. Above 1, the plan also shows which ways to train on
+            several GPUs would fit, as estimates.
 
     Raises:
-        ConfigError: The run file, the card or the number of cards is wrong.
+        ConfigError: The run file, the GPU or the number of GPUs is wrong.
         ModelError: The model's config cannot be read.
     """
     config, base = read_config(source, overrides)
-    setup(config.model.backend)  # Unsloth must be imported before transformers, which follows
+    setup(config.model.backend)  # imports Unsloth, which must come before transformers
     return make_plan(config, gpu, base=base, cards=cards)
 
 
 def make_plan(
     config: RunConfig, gpu: str | None = None, *, base: Path = Path(), cards: int = 1
 ) -> Plan:
-    """Return the plan of settings that were read; see ``plan``. Unsloth is not imported.
+    """Estimate the memory of a run from its settings, without importing Unsloth (see ``plan``).
 
     Args:
         config: Settings of the run.
-        gpu: As for ``plan``.
-        base: Folder that the paths of model and prompts start from.
-        cards: As for ``plan``.
+        gpu: Memory or name of a GPU, as for ``plan``.
+        base: Folder that the relative paths of model and prompts start from.
+        cards: Number of GPUs, as for ``plan``.
 
     Raises:
-        ConfigError: The card or the number of cards is wrong.
+        ConfigError: The GPU or the number of GPUs is wrong.
         ModelError: The model's config cannot be read.
     """
     if cards < 1:
@@ -151,10 +151,10 @@ def make_plan(
 
 
 def find_room(gpu: str | None) -> tuple[Hardware, int]:
-    """Return the card to plan for, and the bytes of memory there that this process may use.
+    """Return the GPU (or CPU) to plan for, and the bytes of its memory that a run may use.
 
     Args:
-        gpu: As for ``plan``.
+        gpu: Memory or name of a GPU, as for ``plan``.
     """
     if gpu is None or gpu.strip().lower() == "this":
         return detect_hardware(), room_here()
@@ -163,15 +163,15 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
 
 
 def room_here() -> int:
-    """Return the bytes of memory that are free or that this process holds already.
+    """Return the bytes of memory that this process may use: free memory and what it already holds.
 
-    They are the GPU's, or those of main memory on a machine without a GPU.
+    This is GPU memory, or main memory on a machine without a GPU.
     """
     hardware = detect_hardware()
     if hardware.on_gpu:
         import torch
 
-        # asking a GPU for its memory makes a CUDA context there
+        # Asking a GPU for its free memory creates a CUDA context, which is added here
         held = torch.cuda.memory_reserved() if hardware.device == "cuda" else 0
         return min(hardware.usable, hardware.free_memory + CONTEXT + held)
     import psutil
@@ -180,10 +180,10 @@ def room_here() -> int:
 
 
 def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
-    """Return the changes to make after memory ran out, as a clause; "" if no change helps.
+    """Return a clause that says what to change after memory ran out; "" if no change helps.
 
-    The changes make the planned peak fit into ``room`` bytes and lower it by at least a tenth,
-    even if the plan said that the run would fit.
+    The changes make the planned peak fit into ``room`` bytes. They lower it by at least a tenth,
+    even if the run should have fitted according to the plan.
     """
     try:
         facts = read_facts(config, base, detect_hardware(), room)
@@ -194,7 +194,7 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
 
 def _picture(made: Plan) -> list[str]:
-    """Return the lines of a plan, at most 80 columns where names are short."""
+    """Return the lines of a plan's text. They have at most 80 columns if the names are short."""
     memory = made.memory
     shape = made.facts.shape
     parts = memory.at(memory.phase)
@@ -204,10 +204,10 @@ def _picture(made: Plan) -> list[str]:
     phases = ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items())
     lines = [
         made.verdict,
-        f"{_count(shape.num_parameters)} parameters, by {shape.source}; "
+        f"{_count(shape.num_parameters)} parameters, according to {shape.source}; "
         f"{made.job.at_once} completions at once, rows up to {made.job.width:,} tokens",
         "",
-        f"the peak, {_gib(memory.peak_bytes)}, is when {DOING[memory.phase]}:",
+        f"the peak, {_gib(memory.peak_bytes)}, is reached while {DOING[memory.phase]}:",
         *(_bar(name, size, size / longest) for name, size in [*large, ("all else", rest)]),
         "",
         f"phases: {phases}",
@@ -230,14 +230,14 @@ def _picture(made: Plan) -> list[str]:
 
 
 def _several_cards(made: Plan) -> list[str]:
-    """Return the lines on more than one card; [] for one card or a CPU."""
+    """Return the lines about training on several GPUs; [] for one GPU or a CPU."""
     if made.cards == 1 or not made.job.on_gpu:
         return []
-    lines = ["", f"on {made.cards} such cards, on paper; memory of the fullest one:"]
+    lines = ["", f"on {made.cards} such cards (estimates of the peak on the fullest card):"]
     for way in find_ways(made.job, made.cards):
         verdict = "fits" if way.peak_bytes <= made.room else "no"
         lines.append(f"  {verdict:<4}  {way.name:<{NAME + BAR - 4}}{_gib(way.peak_bytes):>11}")
-    return [*lines, "docs/how-to/more_than_one_card.md lists what each of them needs"]
+    return [*lines, "docs/how-to/more_than_one_card.md says what each of these ways needs"]
 
 
 def _bar(name: str, size: int, share: float) -> str:
