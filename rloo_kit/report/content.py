@@ -1,4 +1,4 @@
-"""Content of a report about a run, as plain values for its page."""
+"""Content of a run's report, as plain values that the page's script draws."""
 
 import json
 import math
@@ -20,27 +20,27 @@ from rloo_kit.report.examples import completion_parts, kept_groups, messages_of,
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
 
-# Approximate bytes of groups, and of thumbnails, for all runs together
+# Approximate size of the groups and of the thumbnails on a page, for all runs together
 GROUP_BYTES = 3 << 19  # 1.5 MiB
 THUMBNAIL_BYTES = 1 << 20
-# Held-out prompts with two completions each, for all runs together
+# Maximum number of held-out prompts on a page, for all runs together
 MAX_SAMPLES = 60
-# Characters of their prompts and completions
+# Maximum number of characters in a held-out prompt, and in a completion of it
 SAMPLE_LENGTH = 4000
-# Text for a default that cannot be read here, for example of an engine that is not installed
+# Shown for a default value that cannot be read here, such as that of a library not installed
 UNKNOWN = "the library's own"
 
 
 def run_content(
     record: RunRecord, name: str, charts: Sequence[Chart], share: int = 1
 ) -> dict[str, Any]:
-    """Return the content of a run for the page.
+    """Return everything that the page shows about a run, as plain values.
 
     Args:
-        record: The run.
-        name: Its name on the page.
+        record: Record of the run.
+        name: Name of the run on the page.
         charts: Charts of the page.
-        share: Number of runs on the page, which divide the space for examples.
+        share: Number of runs on the page. Each run gets an equal part of the space for examples.
     """
     findings = find_in_run(record)
     content = {
@@ -72,14 +72,18 @@ def _numbers(value: object) -> dict[str, float | None]:
 
 
 def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
-    # several settings are one text, "a.b=1, a.c=2", and values may hold commas too
+    # Several settings are one text, "a.b=1, a.c=2", and values may contain commas too
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
     return {**asdict(finding), "settings": settings, "command": command if settings else ""}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
-    """Return the end of the run and its times; a killed run has no end.json."""
+    """Return how and when the run ended, with its number of steps.
+
+    A run that was killed or still trains has no end.json. It counts as ``finished`` if it was
+    evaluated after training, and as ``open`` otherwise.
+    """
     times = finite_numbers(row.get("time") for row in record.metrics)
     end = record.end
     last_step = max(metrics_of(record).steps, default=0)
@@ -96,7 +100,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Return the most important facts, as pairs of name and value."""
+    """Return the most important facts about a run (model, prompts, rewards) as name and value."""
     config = record.config
     facts = []
     if config:
@@ -123,7 +127,7 @@ def _reward_name(reward: object) -> str:
 
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
-    """Return all rewards before and after, and the kind of their change."""
+    """Return the held-out score of each reward before and after training, and how it changed."""
     parts = {when: scored(record, when) for when in ("before", "after")}
     means = {when: _numbers(part.get("rewards")) for when, part in parts.items()}
     rewards: dict[str, dict[str, Any]] = {
@@ -137,14 +141,17 @@ def _held_out(record: RunRecord) -> dict[str, Any]:
 
 
 def _sign(change: float) -> str:
-    """Return the kind of a change that is given in standard errors."""
+    """Return ``rose``, ``fell``, ``chance`` or ``same`` for a change, given in standard errors."""
     if abs(change) <= 2:
         return "chance" if change else "same"
     return "rose" if change > 0 else "fell"
 
 
 def _samples(record: RunRecord, most: int) -> dict[str, Any]:
-    """Return held-out prompts with both completions, the largest changes of rewards first."""
+    """Return held-out prompts, each with its completions from before and after training.
+
+    Prompts whose rewards changed most come first. ``most`` is the maximum number of prompts.
+    """
     before, after = (
         [*map(as_dict, as_list(scored(record, when).get("samples")))]
         for when in ("before", "after")
@@ -176,12 +183,12 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beta(record: RunRecord) -> float | None:
-    """Return the cost of a nat of KL; None if each token has an advantage of its own."""
+    """Return ``beta``, the penalty for a nat of KL; None if the KL penalty is per token."""
     return None if record.setting("token_level_kl") else record.setting("beta")
 
 
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
-    """Return all settings with their defaults, and whether they differ."""
+    """Return a row for each setting: its name, value and default, and if the two differ."""
     if config is None:
         return []
     trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")
@@ -209,7 +216,7 @@ def _text(value: object) -> str:
 
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
-    """Return hardware, backend and versions as pairs of name and value."""
+    """Return hardware, backend and package versions as pairs of name and value."""
     facts = record.environment
     found = []
     hardware = as_dict(facts.get("hardware"))

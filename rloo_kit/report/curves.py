@@ -1,4 +1,4 @@
-"""Curves of a run for a page: its charts, and their points."""
+"""Charts of a report page, and the points of their curves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +18,16 @@ from rloo_kit.live.series import (
 )
 from rloo_kit.text.numbers import finite_number, finite_numbers
 
-# Points of a curve; in a longer run each is the mean of neighbouring steps
+# Maximum number of points of a curve. In a longer run a point is the mean of neighbouring steps.
 MAX_POINTS = 500
 NO_METRICS = {"step", "time", "epoch"}
 
 
 def metrics_of(record: RunRecord) -> Metrics:
-    """Return the metrics of every step; a step that a resumed run repeated has the newer ones."""
+    """Return the metrics of every step of a run.
+
+    If a resumed run repeated a step, the newer metrics are used.
+    """
     found: dict[int, dict[str, Any]] = {}
     step = 0
     for row in record.metrics:
@@ -48,7 +51,7 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
         Chart(f"reward-{place}", f"Reward {name}", note, (reward_line(name),), held_out=(name,))
         for place, name in enumerate(rewards)
     ]
-    # the only reward of the runs needs no chart of its own
+    # If the runs have only one reward, the first chart already shows it
     if len(of_rewards) == 1 and all(
         run.values(of_rewards[0].lines[0].metrics) == run.values(("reward",)) for run in runs
     ):
@@ -62,9 +65,11 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
-    """Return the means of all rewards on the held-out prompts, as pairs of step and value.
+    """Return the mean of each reward on held-out prompts over the run.
 
-    ``before`` is at step 0, ``after`` at the last step or at the step of the kept weights.
+    The result is name of the reward -> pairs of step and mean. The evaluation from before training
+    is at step 0. The one from after training is at the last step, or at the step of the weights
+    that were kept.
     """
     last = finite_number(record.end.get("kept_step"))
     last = max(metrics_of(record).steps, default=0) if last is None else last
@@ -83,26 +88,31 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 
 
 def scored(record: RunRecord, when: str) -> dict[str, Any]:
-    """Return the evaluation ``before`` or ``after`` the training; {} without one."""
+    """Return the evaluation from ``before`` or ``after`` training; {} if there is none.
+
+    ``when`` is one of these two words.
+    """
     return as_dict(record.evaluation.get(when))
 
 
 def as_dict(value: object) -> dict[str, Any]:
-    """Return the value if it is a dict, else an empty dict."""
+    """Return the value if it is a dict, otherwise an empty dict."""
     return value if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """Return the value if it is a list, else an empty list."""
+    """Return the value if it is a list, otherwise an empty list."""
     return value if isinstance(value, list) else []
 
 
 def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
-    """Return the points of every chart, at most ``MAX_POINTS`` a curve.
+    """Return the points of all curves, at most ``MAX_POINTS`` for each curve.
 
-    ``from`` and ``to`` are the first and last step of each point. ``lines`` has the lines of charts
-    by ``ID/NUMBER``, each with ``y`` and, if it has a band or a point is the mean of several steps,
-    ``lo`` and ``hi``. ``more`` has the metrics that no chart shows, by name.
+    Returns:
+        A dict. ``from`` and ``to`` have the first and the last step of each point. ``lines`` has
+        the curves under the key ``ID/NUMBER`` (chart and line), each with its values ``y``. A curve
+        also has the edges ``lo`` and ``hi`` if it has a band, or if a point is the mean of several
+        steps. ``more`` has the values of the metrics that no chart shows, by name.
     """
     run = metrics_of(record)
     cuts = cut(len(run.steps), MAX_POINTS)
@@ -121,7 +131,10 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _points(curve: tuple[Values, Values, Values], cuts: list[slice]) -> dict[str, Values]:
-    """Return the values and the edges of their band, as means over the steps of each point."""
+    """Return the points of a curve, each from the steps of one slice in ``cuts``.
+
+    ``y`` has the mean of each point, and ``lo`` and ``hi`` have the extremes of the band.
+    """
     values, low, high = curve
     found = {"y": means(values, cuts)}
     if low is not values or len(cuts) < len(values):
@@ -131,9 +144,9 @@ def _points(curve: tuple[Values, Values, Values], cuts: list[slice]) -> dict[str
 
 
 def _other_metrics(run: Metrics, charts: Sequence[Chart]) -> list[str]:
-    """Return the metrics that no chart shows, in the order of first appearance."""
+    """Return the names of the metrics that no chart shows, in the order of first appearance."""
     shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
     names = dict.fromkeys(name for row in run.rows for name in row)
-    # a reward without a chart is the only reward, which the first chart shows
+    # A reward without its own chart is the only reward, and the first chart shows it
     wanted = [n for n in names if n not in shown and n not in NO_METRICS and not is_reward(n)]
     return [name for name in wanted if run.values((name,))]

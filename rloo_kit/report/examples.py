@@ -1,4 +1,4 @@
-"""Prompts and completions for a page: the kept groups, with texts cut to a limit."""
+"""Selection of groups of completions for a report page, with their texts shortened."""
 
 import base64
 import json
@@ -15,10 +15,10 @@ from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 
-# Largest and smallest limit on the characters of a completion
+# Maximum number of characters of a completion: at most the first value, at least the second
 LONGEST = 6000
 SHORTEST = 300
-# Least number of kept groups; their texts are cut shorter if necessary
+# Minimum number of kept groups; to keep as many, texts are shortened more if necessary
 MIN_GROUPS = 24
 THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
@@ -32,21 +32,22 @@ Place = tuple[int, int]
 
 
 def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
-    """Return groups of a run for a page, spread evenly over its steps.
+    """Select groups of completions for a page, spread evenly over the steps of the run.
 
     A group is ``{step, group, prompt, completions}``. A completion has ``thought`` (null if it has
-    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in NUMBERS. With tools
-    it has ``turns`` too, those before the last.
+    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in ``NUMBERS``. If it
+    called tools, it also has ``turns``, all messages before the last one.
 
     Args:
         folder: Folder of the run.
-        budget: Approximate bytes of JSON for the groups.
+        budget: Approximate size of all groups as JSON, in bytes.
 
     Returns:
-        ``groups``, and for the whole run ``num_groups`` and ``num_completions``.
+        A dict with the selected ``groups``, and with ``num_groups`` and ``num_completions`` of the
+        whole run.
     """
     path = folder / "completions.jsonl"
-    # the file may be larger than memory, so it is read once to count, and once for the kept groups
+    # The file may be larger than memory, so it is read twice: to count, and for the kept groups
     sizes = Counter(place for place, _ in _rows(path))
     places = sorted(sizes)
     rows: dict[Place, list[dict[str, Any]]] = {}
@@ -54,7 +55,7 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     if places:
         per_group = path.stat().st_size / len(places)
         num = min(len(places), max(MIN_GROUPS, int(budget / per_group)))
-        # the first and the last group, and others at equal distances
+        # The first group, the last one, and others at equal distances between them
         rows = {places[n * (len(places) - 1) // max(1, num - 1)]: [] for n in range(num)}
         limit = min(LONGEST, max(SHORTEST, budget // (MIN_GROUPS * max(sizes.values()))))
     for place, row in _rows(path):
@@ -65,12 +66,15 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yield the rows of completions.jsonl with their step and group; skip other lines."""
+    """Yield the rows of completions.jsonl, each with its step and group.
+
+    Lines that are not valid JSON, or that have no step or group, are skipped.
+    """
     if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
-            row = read_object(line) or {}  # a killed run may have cut the last line off
+            row = read_object(line) or {}  # the last line of a killed run may be incomplete
             step = finite_number(row.get("step"))
             group = finite_number(row.get("group"))
             if step is not None and group is not None:
@@ -102,7 +106,9 @@ def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
 
 
 def shortened(text: str, limit: int) -> Shortened:
-    """Return a text, or ``[head, characters left out, tail]`` if it is longer than the limit.
+    """Return a text, or ``[head, number of characters left out, tail]`` if it is too long.
+
+    A text is too long if it has more than ``limit`` characters.
 
     >>> shortened("abcdefghij", 6)
     ['abcd', 4, 'ij']
@@ -114,9 +120,10 @@ def shortened(text: str, limit: int) -> Shortened:
 
 
 def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
-    """Return a plain text or chat messages as dicts, with texts cut to ``limit`` characters.
+    """Return a prompt (plain text or chat messages) as a list of dicts for the page.
 
-    Each dict has ``role`` ("" for a plain text), ``text``, and ``images``, the names of thumbnails.
+    Each dict has ``role`` ("" for a plain text), ``text`` (see ``shortened``) and ``images`` (the
+    names of its thumbnails).
     """
     messages = prompt if isinstance(prompt, list) else [prompt]
     return [
@@ -135,12 +142,13 @@ def _images(content: object) -> list[str]:
 
 
 def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str]:
-    """Return the thumbnails of a run that ``content`` names, by name, as ``data:`` URLs.
+    """Return the thumbnails that a page's content names, as name -> ``data:`` URL.
 
     Args:
         folder: Folder of the run.
-        content: Nested dicts and lists.
-        budget: Characters of all URLs together; further thumbnails are left out.
+        content: The content, made of nested dicts and lists.
+        budget: Maximum number of characters of all URLs together. Thumbnails that exceed it are
+            left out.
     """
     found = {}
     for name in sorted(set(THUMBNAIL.findall(json.dumps(content, default=str)))):
@@ -163,11 +171,11 @@ def _content(message: object) -> str:
 
 
 def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return ``thought`` and ``answer`` of a row, cut to ``limit`` characters together.
+    """Split the completion of a row into ``thought`` and ``answer``, and shorten both.
 
-    ``answer_at`` of the row is the number of characters before the answer. Without it the last
-    ``</think>``, which is in neither part, divides the text. The thought is None if it is not
-    closed.
+    Together they have at most ``limit`` characters. If the row has ``answer_at``, the answer begins
+    at that character. Otherwise the text is split at the last ``</think>``, which is in neither
+    part. ``thought`` is None if no thought is closed.
 
     >>> completion_parts({"completion": "<think>4+5=9</think> 9"}, 100)
     {'thought': '4+5=9', 'answer': ' 9'}

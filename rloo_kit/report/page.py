@@ -1,7 +1,7 @@
-"""Page of the report, ``report.html``: progress of a run, its faults, and what to change.
+"""The page ``report.html``, which shows a run's progress, its faults and what to change.
 
-The page holds its styles, its scripts, a plotting library and the data. A browser loads nothing
-else, since the page's content security policy forbids it.
+The page contains its styles, its scripts, a plotting library and the data. A browser loads nothing
+else, because the page's content security policy forbids it.
 """
 
 import base64
@@ -27,11 +27,11 @@ from rloo_kit.text.wording import printable
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.min.css", "report.css")
 LIBRARY = "uPlot.iife.min.js"
-# Joined to one script; each file may use names of the earlier ones
+# These files are joined to one script, so that each may use names from the files before it
 SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
 NAME = "report.html"
 NAME_OF_SEVERAL = "comparison.html"
-# Placeholders in page.html; filled in one pass, so that inserted data is not searched
+# Placeholders in page.html. They are filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -40,17 +40,22 @@ def write_report(
     path: str | Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write the report of a run, or a comparison of several, atomically; return its path.
+    """Write the report of a run, or a comparison of several runs, as one HTML page.
+
+    The file is replaced atomically.
 
     Args:
-        folders: Run folders of ``rloo-kit train``; a run may still train.
-        path: Path of the page. None for report.html in the folder of a single run, or
-            comparison.html in the current folder for several runs.
-        say: Called with the verdict on each run.
+        folders: One or more run folders. A run may still train.
+        path: Path of the page. None means ``report.html`` in the folder of a single run, or
+            ``comparison.html`` in the current folder for several runs.
+        say: Function that is called with the verdict on each run.
+
+    Returns:
+        The path of the page.
 
     Raises:
-        DataError: A folder is not that of a run, the path does not end in .html, or it cannot be
-            written.
+        DataError: A folder is not a run folder, the path does not end in .html, or the page cannot
+            be written.
     """
     given = [*map(Path, [folders] if isinstance(folders, str | Path) else folders)]
     target = _target(given, path)
@@ -60,7 +65,7 @@ def write_report(
         run_content(record, name, charts, len(records))
         for record, name in zip(records, _names(given), strict=True)
     ]
-    page = _page(charts, runs).encode("utf-8", "replace")  # texts may hold a lone surrogate
+    page = _page(charts, runs).encode("utf-8", "replace")  # texts may contain a lone surrogate
     try:
         write_atomically(target, page)
     except OSError as exc:
@@ -73,7 +78,7 @@ def write_report(
 
 
 def _page(charts: Sequence[Chart], runs: Sequence[dict[str, Any]]) -> str:
-    """Return the page of one run, or of several side by side."""
+    """Return the HTML text of the page for one run, or for several runs side by side."""
     content = {
         "version": installed_version("rloo_kit"),
         "charts": [asdict(chart) for chart in charts],
@@ -92,9 +97,9 @@ def _page(charts: Sequence[Chart], runs: Sequence[dict[str, Any]]) -> str:
 
 
 def page_json(value: object) -> str:
-    """Return JSON for the inside of a ``<script type="application/json">``.
+    """Return a value as JSON text that is safe inside ``<script type="application/json">``.
 
-    NaN and infinities become null. A value of a type that JSON lacks becomes its ``str``.
+    NaN and infinities become null. A value of a type that JSON does not have becomes text.
     """
     text = json.dumps(
         without_nan(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
@@ -103,7 +108,7 @@ def page_json(value: object) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for every run: its folder's name, or its path if two names are equal."""
+    """Return a name for every run: the name of its folder, or full paths if two names are equal."""
     paths = [folder.resolve() for folder in folders]
     names = [path.name for path in paths]
     return names if len(set(names)) == len(names) else [path.as_posix() for path in paths]
@@ -111,7 +116,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 @cache
 def _assets() -> dict[str, str]:
-    """Return the template, its styles and scripts, and the policy that allows only these."""
+    """Return the page's template, styles, scripts, and a security policy that allows only these."""
     style, script, library, page = (
         "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
         for names in (STYLES, SCRIPTS, (LIBRARY,), ("page.html",))
@@ -130,11 +135,11 @@ def _hash(text: str) -> str:
 
 def _target(folders: Sequence[Path], path: str | Path | None) -> Path:
     if not folders:
-        raise DataError("no run folder is given: give at least one")
+        raise DataError("no run folder is given: name at least one")
     if path is None:
         return folders[0] / NAME if len(folders) == 1 else Path(NAME_OF_SEVERAL)
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise DataError(
-            f"the report would be written to {str(path)!r}: give a path ending in .html"
+            f"the report cannot be written to {str(path)!r}: give a path that ends in .html"
         )
     return Path(path)
