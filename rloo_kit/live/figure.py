@@ -1,4 +1,4 @@
-"""Figure of a run so far, for a notebook; nothing heavy is imported."""
+"""Figure of a run's progress for a notebook. matplotlib is imported only to draw it."""
 
 import base64
 import html
@@ -8,12 +8,15 @@ from importlib.util import find_spec
 from rloo_kit.live.progress import Progress, finding_line
 from rloo_kit.live.series import FOLLOWED
 
-# Least seconds between two drawings, each of which takes a part of a second
+# Minimum number of seconds between two drawings; a drawing takes less than a second
 DRAWING_SECONDS = 10.0
 
 
 def page_of(progress: Progress) -> dict[str, str]:
-    """Return MIME type -> the run so far, as HTML and as plain text."""
+    """Return the progress of a run as plain text and as HTML, under their MIME types.
+
+    The HTML contains the figure if matplotlib is installed and the run has made a step.
+    """
     line = progress.line
     findings = [finding_line(finding) for finding in progress.findings]
     findings = findings or ["the doctor finds nothing"] * bool(progress.metrics.rows)
@@ -27,7 +30,10 @@ def page_of(progress: Progress) -> dict[str, str]:
 
 
 def figure_png(progress: Progress) -> bytes:
-    """Return the curves of a run as a PNG, without pyplot and its settings."""
+    """Return a PNG file with the curves of a run.
+
+    It is drawn without pyplot, so that the user's own figures and settings are not touched.
+    """
     import numpy as np
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -36,7 +42,7 @@ def figure_png(progress: Progress) -> bytes:
     rewards = ("Reward functions", metrics.reward_lines())
     charts = [(chart.title, chart.lines[:1]) for chart in FOLLOWED]
     picture = io.BytesIO()
-    # a $ in a reward's name would begin a formula
+    # A $ in a reward's name would start a formula
     with rc_context({"font.size": 7, "lines.linewidth": 1.2, "text.parse_math": False}):
         # 1.5 times the pixels that the page shows, for sharp screens
         figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
@@ -44,7 +50,7 @@ def figure_png(progress: Progress) -> bytes:
         for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):
             axis.set_title(title, loc="left")
             for line in lines:
-                # None, a gap, becomes NaN
+                # None, which means a gap in the curve, becomes NaN
                 values, low, high = np.array(metrics.curve(line), dtype=float)
                 if len(values):
                     axis.plot(metrics.steps, values, marker=".", markersize=2, label=line.label)

@@ -1,4 +1,4 @@
-"""View of a run as a figure in a notebook."""
+"""Live view of a run as a figure in a notebook."""
 
 import time
 from typing import Any
@@ -8,10 +8,10 @@ from rloo_kit.live.view import LiveView
 
 
 class NotebookFigure(LiveView):
-    """Figure with a line of numbers and the findings, updated in place without a widget.
+    """View that shows a line of numbers, the findings and a figure in the output of a cell.
 
-    It is drawn at the first and the last step, and every ten seconds in between. Without matplotlib
-    only the text is shown.
+    The output is updated in place, without a widget: at the first step, at the last step, and at
+    most every ten seconds in between. If matplotlib is not installed, there is no figure.
     """
 
     def _begin(self) -> None:

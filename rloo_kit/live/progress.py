@@ -1,4 +1,4 @@
-"""Progress of a run: its steps so far, its findings, the remaining time."""
+"""Progress of a run: its steps so far, its findings and the remaining time."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,35 +12,35 @@ from rloo_kit.live.series import CHARTS, Metrics
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.wording import format_duration, printable
 
-# Number of steps whose median duration gives the remaining time
+# Number of last steps whose median duration is used to estimate the remaining time
 PACE_STEPS = 20
 
 
 @dataclass
 class Progress:
-    """Progress of a run: its newest step and the metrics of the earlier ones."""
+    """Progress of a run: its newest step, the metrics of all steps so far, and its findings."""
 
-    step: int = 0  # the newest; at first the optimizer steps before the start
-    total: int = 0  # optimizer steps of the run
-    now: float = 0.0  # seconds of a monotonic clock at that step
-    tokens: float = 0.0  # up to that step
+    step: int = 0  # newest optimizer step; before the first one, the step that a run resumes from
+    total: int = 0  # number of optimizer steps in the whole run
+    now: float = 0.0  # time at the end of the newest step, in seconds of a monotonic clock
+    tokens: float = 0.0  # number of tokens up to the end of the newest step
     metrics: Metrics = field(default_factory=lambda: Metrics([], []))
     findings: list[Finding] = field(default_factory=list)
     tokens_per_second: float = 0.0
-    # seconds per step
+    # Seconds per step, of the last steps
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
 
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:
         """Add a step that sampled completions.
 
         Args:
-            step: Optimizer steps so far.
-            total: Optimizer steps of the run.
+            step: Number of optimizer steps so far.
+            total: Number of optimizer steps in the whole run.
             logs: Metrics of the step, as in metrics.jsonl.
-            now: Time of its end on the clock of ``Progress.now``, in seconds.
+            now: Time at the end of the step, in seconds of the same clock as ``Progress.now``.
         """
         seconds = max(1e-9, now - self.now)
-        # after a resume, or with several passes over a batch, some steps were not logged
+        # After a resume, or with several passes over a batch, some steps are not added
         self._paces.append(seconds / max(1, step - self.step))
         tokens = finite_number(logs.get("num_tokens")) or self.tokens
         self.tokens_per_second = (tokens - self.tokens) / seconds
@@ -53,12 +53,12 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """Remaining seconds, estimated from the median of the last steps; 0 before the first."""
+        """Remaining time in seconds, estimated from the last steps; 0 before the first step."""
         return median(self._paces) * max(0, self.total - self.step) if self._paces else 0.0
 
     @property
     def line(self) -> str:
-        """The newest step as one line: rewards, KL, length, speed, time left."""
+        """One line about the newest step: rewards, KL, length, speed, remaining time."""
         if not self.metrics.rows:
             return f"step {self.step}/{self.total}"
         logs = self.metrics.rows[-1]
@@ -81,7 +81,7 @@ class Progress:
 
 
 def progress_of(record: RunRecord) -> Progress:
-    """Return the progress of a recorded run, with the curves of all its steps."""
+    """Rebuild the progress of a run from its record, with the metrics of all steps."""
     rows = record.rows
     total = record.setting("max_steps") or 0
     first = rows[0] if rows else {}
@@ -93,7 +93,7 @@ def progress_of(record: RunRecord) -> Progress:
 
 
 def finding_line(finding: Finding) -> str:
-    """Return a finding as one line: its kind, and the setting to change or the remedy."""
+    """Return one line about a finding: its kind, and the setting or remedy that helps."""
     of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
     return printable(f"{finding.level}: {finding.kind}{of}; {rest}")

@@ -1,4 +1,4 @@
-"""The choice of the live view: by the output, or by an environment variable."""
+"""Choice of the live view, from the environment variable RLOO_KIT_LIVE or the kind of output."""
 
 import os
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ CHOICES = ("auto", "notebook", "plain", "off")
 
 
 def chosen_view() -> str:
-    """Return the value of RLOO_KIT_LIVE; ``auto`` if it is not set.
+    """Return the value of RLOO_KIT_LIVE, or ``auto`` if it is not set.
 
     Raises:
         ConfigError: The value is not in ``CHOICES``.
@@ -26,7 +26,9 @@ def chosen_view() -> str:
 
 
 def live_progress() -> "LiveView":
-    """Return the view that RLOO_KIT_LIVE names; by default lines, and a figure in a notebook.
+    """Return a new view of the kind that RLOO_KIT_LIVE names.
+
+    By default this is a figure in a notebook, and lines of text elsewhere.
 
     Raises:
         ConfigError: The value of RLOO_KIT_LIVE is not in ``CHOICES``.

@@ -1,6 +1,6 @@
-"""Views as callbacks of the trainer: an empty view, and plain lines.
+"""Live views, which are callbacks of the trainer: one that shows nothing, and one of plain lines.
 
-An error in a view closes the view and never ends the run.
+An error in a view closes the view, but does not end the run.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from rloo_kit.live.progress import Progress, finding_line
 
 
 class LiveView(TrainerCallback):
-    """View that follows a run and shows nothing; subclasses show the run.
+    """View that records the progress of a run but shows nothing. Subclasses show it.
 
     Args:
-        stream: Stream for text; None for stdout.
+        stream: Stream that text is written to. None uses stdout.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -31,14 +31,14 @@ class LiveView(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Start the clock."""
+        """Open the view, and reset its progress to the beginning of the training."""
         self._open = True
         seen = state.num_input_tokens_seen
         self.progress = Progress(state.global_step, state.max_steps, time.monotonic(), seen)
         self._safely(self._begin)
 
     def on_findings(self, *_: object, findings: Sequence[Finding], **__: object) -> None:
-        """Replace the findings by the current ones."""
+        """Replace the findings with the current ones, and show them."""
         self.progress.findings = [*findings]
         if self.progress.metrics.rows:
             self._safely(self._show_step)
@@ -51,13 +51,17 @@ class LiveView(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
-        """Show a step; rows without a reward are further passes over a batch, or the summary."""
+        """Show the step that was logged.
+
+        Logs without a reward are skipped: they belong to a further pass over a batch, or to the
+        summary at the end.
+        """
         if "reward" in logs:
             self.progress.add(state.global_step, state.max_steps, logs, time.monotonic())
             self._safely(self._show_step)
 
     def close(self) -> None:
-        """Show the last state and end the view; may be called twice."""
+        """Show the final state and close the view. A second call does nothing."""
         self._safely(self._end)
         self._open = False
 
@@ -68,10 +72,10 @@ class LiveView(TrainerCallback):
         """Show the newest step of ``self.progress``."""
 
     def _end(self) -> None:
-        """Finish the view."""
+        """Show the final state of the run."""
 
     def _safely(self, act: Callable[[], None]) -> None:
-        """Call a function if the view is open; an error closes the view with a warning."""
+        """Call a function if the view is open. An error closes the view, with a warning."""
         if not self._open:
             return
         try:
@@ -81,20 +85,21 @@ class LiveView(TrainerCallback):
             with contextlib.suppress(Exception):
                 self._end()
             warnings.warn(
-                f"the live view ended, the run continues: {type(exc).__name__}: {exc}",
+                f"the live view failed and was closed, but the run continues: "
+                f"{type(exc).__name__}: {exc}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 class PlainLines(LiveView):
-    """View with one line per step, and one for each finding when it first appears."""
+    """View that prints a line for each step, and a line for each finding when it first appears."""
 
     def _begin(self) -> None:
         self._shown: set[str] = set()
 
     def _show_step(self) -> None:
-        # the line of a step is always new, the line of a finding only once
+        # The line of a step is always new; that of a finding is new only the first time
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)
