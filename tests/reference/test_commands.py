@@ -32,7 +32,7 @@ REWARDS = {
 }
 # The first words of a command, values of the run file that it refuses, and words of the message
 REFUSED = [
-    ("eval", {"held_out": 0}, "name some with --prompts"),
+    ("eval", {"held_out": 0}, "or dataset with --prompts"),
     ("calibrate", {"rewards": "library"}, "has the largest weight and is not in [0, 1]"),
 ]
 

@@ -269,7 +269,7 @@ def test_report_is_written_atomically(run, monkeypatch):
 
 def test_only_a_page_is_ever_overwritten(run):
     folder = run()
-    with pytest.raises(DataError, match=r"give a path ending in \.html"):
+    with pytest.raises(DataError, match=r"give a path that ends in \.html"):
         write_report(folder, folder / "run.yaml")
 
 
