@@ -80,7 +80,7 @@ def test_conversation_is_remembered_and_blank_lines_are_skipped(run):
 
 
 def test_conversation_that_is_too_long_is_refused(run):
-    with pytest.raises(ConfigError, match="start a new one"):
+    with pytest.raises(ConfigError, match="start a new conversation"):
         talk(run, "1 + 2 = 3. " * 200)
 
 

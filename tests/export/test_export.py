@@ -229,9 +229,9 @@ def test_missing_converter_is_reported_before_loading(run, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(run))
     monkeypatch.setenv("XDG_CACHE_HOME", str(run))
     assert main(["export", str(run), "--to", "gguf"]) == 2
-    assert "fetch it with python scripts/fetch_converter.py" in capsys.readouterr().err
+    assert "download it with python scripts/fetch_converter.py" in capsys.readouterr().err
     assert main(["export", str(run), "--to", "gguf", "--converter", str(run)]) == 2
-    assert "give llama.cpp's folder" in capsys.readouterr().err
+    assert "set --converter to llama.cpp's folder" in capsys.readouterr().err
 
 
 def test_converter_is_found_by_name_and_in_the_cache(tmp_path, monkeypatch):
