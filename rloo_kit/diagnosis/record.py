@@ -172,11 +172,11 @@ class RunRecord:
         return finite_numbers(row.get(name) for row in self.metrics)
 
     def first(self, name: str) -> float:
-        """Return the mean of a metric over the beginning; NaN if the run does not have it."""
+        """Return a metric's mean over the first ``window`` steps; NaN if the run lacks it."""
         return mean(self.series(name)[: self.window])
 
     def last(self, name: str) -> float:
-        """Return the mean of a metric over the end; NaN if the run does not have it."""
+        """Return a metric's mean over the last ``window`` steps; NaN if the run lacks it."""
         return mean(self.series(name)[-self.window :])
 
     def setting(self, name: str) -> Any:
@@ -218,7 +218,7 @@ class RunRecord:
 
     @cached_property
     def signal(self) -> list[float]:
-        """Share of groups with differing scores, for each step."""
+        """For each step, the share of groups whose scores differ."""
         return [1.0 - v for v in self.series("signal/groups_without")]
 
     @cached_property

@@ -57,9 +57,9 @@ def describe_fits(card: Hardware) -> str:
 
 
 def longest_fit(name: str, card: Hardware) -> Fit | None:
-    """Return the longest completions with which the run file ``name`` fits on the GPU, or None.
+    """Return the ``Fit`` of a run file with the longest completions that fit on a GPU.
 
-    The lengths that are tried are ``LENGTHS`` and that of the run file. None means that none fits.
+    The lengths in ``LENGTHS`` and that of the run file are tried. The result is None if none fits.
     """
     config = read_run_file(name)
     own = config.trainer["max_completion_length"]

@@ -75,7 +75,7 @@ class RewardStats:
 
 @dataclass(frozen=True)
 class Signal:
-    """Differences of scores within groups, which are all that RLOO learns from."""
+    """Statistics of the score differences within groups, from which alone RLOO learns."""
 
     num_groups: int  # groups with at least two scored completions
     num_with_signal: int
@@ -85,7 +85,7 @@ class Signal:
 
     @property
     def share(self) -> float:
-        """Share of groups with signal."""
+        """Share of groups whose scores differ, from 0 to 1."""
         return self.num_with_signal / self.num_groups if self.num_groups else 0.0
 
 
