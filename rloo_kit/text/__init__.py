@@ -1,6 +1,7 @@
-"""Plain text helpers, in pure Python.
+"""Text helpers in pure Python.
 
-``wording``: short forms of values, errors and durations for messages. ``redaction``: masks keys and
-tokens. ``numbers``: finite numbers. ``chat_templates`` and ``thoughts``: ends of turns and marks of
-thoughts. The package knows nothing of models, runs or settings.
+``wording`` formats values, errors and durations for messages. ``redaction`` masks API keys and
+access tokens. ``numbers`` picks out finite numbers. ``chat_templates`` finds the token that ends a
+turn, and ``thoughts`` finds the thought (the reasoning) in a completion. The package does not
+depend on models, runs or settings.
 """

@@ -1,4 +1,4 @@
-"""End-of-turn token of a chat template."""
+"""Function that finds the end-of-turn token of a chat template."""
 
 from rloo_kit.types import Tokenizer
 
@@ -8,7 +8,8 @@ ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn in the chat template.
 
-    None if there is no chat template, or if the template closes a turn without a special token.
+    Return None if there is no chat template, or if the template does not end a turn with a special
+    token.
     """
     if not tokenizer.chat_template:
         return None

@@ -1,8 +1,9 @@
-"""Masks for keys and tokens in text that the kit writes to files or prints.
+"""Functions that mask secrets in text before the kit prints it or writes it to a file.
 
-Two things are masked, as ``[hidden: NAME]`` or ``[hidden]``: values known to be secrets (variables
-of the environment and of ``.env``, settings whose names say so), and texts with the shape of one
-(``hf_...``, ``Bearer ...``, a password in a URL).
+A secret is replaced by ``[hidden: NAME]`` or ``[hidden]``. Two kinds of text are masked. The first
+kind is known values: environment variables, variables of ``.env`` and settings whose names mark
+them as secret. The second kind is text that looks like a secret: ``hf_...``, ``Bearer ...``, or a
+password in a URL.
 """
 
 import contextlib
@@ -15,19 +16,20 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
-# Characters from which a text may hold a secret
+# A text with fewer characters cannot be a secret
 MIN_LENGTH = 8
 HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
 # --- names and values of secrets -----------------------------------------------------------------
 
-# Names, in lower case with `_` between words, whose value is always a secret
+# Names whose value is always a secret. They are matched in lower case, with `_` between words.
 ALWAYS_SECRET = re.compile(
     r"passw(or)?d|passphrase|secret|credential|api_?keys?(?![a-z])"
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# Last word of a name, or any word of a variable, whose value is a secret unless it is plain
+# Words that mark a value as a secret, unless the value is plain. A setting must end with the word;
+# an environment variable may have it anywhere in its name.
 OFTEN_SECRET = "(?<![a-z])(auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token)"
 OFTEN_SECRET_SETTING = re.compile(f"{OFTEN_SECRET}$")
 OFTEN_SECRET_VARIABLE = re.compile(f"{OFTEN_SECRET}(?![a-z])")
@@ -39,7 +41,7 @@ NOT_THE_VALUE = re.compile(
 NO_SECRET = re.compile(
     "(?<![a-z])(id$|(bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk)_(.*_)?token(?![a-z]))"
 )
-# Values without letters, of one word, or paths
+# Values without letters, values of one word, and paths
 PLAIN = re.compile(r"[\W\d_]*|\D{0,15}|[~.]{0,2}/\D*")
 
 
@@ -50,7 +52,11 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _how_secret(name: str) -> str | None:
-    """Return ``always``, ``often`` or None."""
+    """Return ``always``, ``often`` or None: how surely a name marks its value as a secret.
+
+    The value of an ``often`` name is a secret unless it is plain (see ``is_plain``). The value of
+    any other name (None) is not a secret.
+    """
     last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rsplit(".", 1)[-1]).lower()
     words = "_".join(re.findall("[a-z]+", last))
     if NOT_THE_VALUE.search(words):
@@ -62,9 +68,9 @@ def _how_secret(name: str) -> str | None:
 
 
 def is_plain(value: str) -> bool:
-    """Return whether a value is too common to be masked wherever it occurs.
+    """Return whether a value is too ordinary to be a secret.
 
-    Such values are short texts, numbers, dates, words, paths, and addresses without a password.
+    Plain values are short texts, numbers, dates, single words, paths, and URLs without a password.
     """
     text = value.strip()
     if len(text) < MIN_LENGTH or _is_hidden(text):
@@ -76,16 +82,23 @@ def is_plain(value: str) -> bool:
 
 # --- known values --------------------------------------------------------------------------------
 
-# Text -> its replacement
+# Text of a secret -> text that replaces it
 _known: dict[str, str] = {}
 
 
 def remember_secret(value: str, name: str = "") -> None:
-    """Mask a text from now on wherever it occurs, unless it is plain (``is_plain``)."""
+    """Mask a text from now on wherever it occurs.
+
+    A plain text (see ``is_plain``) is not masked, since it would hide ordinary words and numbers.
+
+    Args:
+        value: The secret.
+        name: Name of the setting or variable, which the mask shows; "" for a mask without a name.
+    """
     text = value.strip()
     if text in _known or is_plain(text):
         return
-    # As text, JSON and an address spell it
+    # The secret as it is written in plain text, in JSON and in a URL
     forms = {text, repr(text)[1:-1], quote(text), quote(text, safe="")}
     forms |= {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
     for form in forms:
@@ -93,7 +106,15 @@ def remember_secret(value: str, name: str = "") -> None:
 
 
 def remember_settings(settings: object, name: str = "") -> None:
-    """Search nested dicts and lists, and remember every value whose key marks it as a secret."""
+    """Search nested dicts and lists, and mask every secret in them from now on.
+
+    A text is a secret if its key marks it as one (see ``is_secret_name``). The password of a URL is
+    a secret under any key.
+
+    Args:
+        settings: Dict, list or tuple to search, or a single value.
+        name: Key of the settings, if they are themselves a value in a dict.
+    """
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             remember_settings(value, str(key))
@@ -108,7 +129,7 @@ def remember_settings(settings: object, name: str = "") -> None:
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
-    """Remember the secrets among the ``name=value`` arguments of a command."""
+    """Mask the secrets among the ``name=value`` arguments of a command from now on."""
     for argument in arguments:
         name, _, value = argument.partition("=")
         remember_settings(value.strip("'\" "), name)
@@ -126,7 +147,7 @@ def _label(name: str) -> str:
 
 
 def _passwords_in(text: str) -> Iterator[str]:
-    """Yield the passwords of addresses in a text, as written and decoded."""
+    """Yield the password of each URL in a text, as written and with percent-encoding decoded."""
     for match in IN_AN_ADDRESS.finditer(text) if "@" in text else ():
         for password in {match["secret"], unquote(match["secret"])}:
             if not is_plain(password):
@@ -140,7 +161,8 @@ IN_AN_ADDRESS = re.compile(
 )
 _VALUE = r"(?P<value>[^\s\"'\\<>&,;(){}\[\]]{8,})"
 _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
-# Each ends with a `secret`, or a `value` that is one unless it is plain
+# Each pattern ends with the group `secret`, which is always masked, or the group `value`, which is
+# masked unless it is plain
 SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
     r"(?P<secret>hf_[A-Za-z0-9]{20,})",
     # not in "task-"
@@ -204,9 +226,9 @@ def _redact_tree(value: Any, name: str) -> Any:
 
 
 def without_hidden(settings: Any) -> Any:
-    """Return settings that were masked and read back, without the masked values.
+    """Return settings that were read back from a file, without the values that are masked in it.
 
-    A text that is masked in part, such as an address without its password, stays.
+    A text that is masked only in part, such as a URL with a masked password, stays.
     """
     if isinstance(settings, Mapping):
         return {key: without_hidden(item) for key, item in settings.items() if not _is_hidden(item)}

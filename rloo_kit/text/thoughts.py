@@ -1,7 +1,8 @@
-"""Beginning and end of the thought in a completion, by the marks of its model family.
+"""Functions that find where the thought (the reasoning) in a completion begins and ends.
 
-Token ids are the model's own. In the text that rewards, records and reports read, the marks of
-every family are written ``<think>`` and ``</think>``.
+Each model family marks its thoughts with its own tokens or texts. In the text that rewards,
+records and reports read, the marks of every family are replaced by ``<think>`` and ``</think>``.
+Token ids are left as the model sampled them.
 """
 
 import bisect
@@ -16,19 +17,19 @@ from rloo_kit.types import Tokenizer
 
 THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
-# Name of marks that were given by hand, in a tokenizer's own settings
+# Name under which the tokenizer's settings keep marks that a user has set
 GIVEN = "rloo_kit_thinking"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Marks of thoughts in a family of models."""
+    """Texts with which a family of models opens and closes a thought."""
 
     start: str
     end: str
-    sign: str = ""  # text in the family's chat templates; "": the end itself
-    start_pattern: str = ""  # regular expression for all opening marks; "": the start itself
-    end_pattern: str = ""
+    sign: str = ""  # text that identifies the family's chat templates; "": use `end`
+    start_pattern: str = ""  # regular expression for every opening mark; "": match `start` exactly
+    end_pattern: str = ""  # regular expression for every closing mark; "": match `end` exactly
 
 
 # Sources: the parsers in vLLM's `vllm.reasoning` and `vllm.parser`, and the chat templates in TRL
@@ -58,7 +59,7 @@ FAMILIES = {
 def token_id(tokenizer: Tokenizer, token: str) -> int | None:
     """Return the id of a token in the tokenizer's vocabulary; None if it is not a single token."""
     found = tokenizer.convert_tokens_to_ids(token)
-    # A token the vocabulary lacks comes back as None or as the id of the unknown token.
+    # For a token missing from the vocabulary, the tokenizer returns None or the unknown token's id.
     known = isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == token
     return found if known else None
 
@@ -67,15 +68,15 @@ def token_id(tokenizer: Tokenizer, token: str) -> int | None:
 class Mark:
     """Mark that opens or closes a thought."""
 
-    text: str  # as the kit writes it
-    pattern: str = ""  # regular expression for all that a model may write
-    token: int | None = None  # its id, if it is one token
+    text: str  # the mark in its usual spelling
+    pattern: str = ""  # regular expression for every spelling that the model may use
+    token: int | None = None  # token id; None if the mark is not a single token
 
     def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
-        """Return (first token, one after the last token) of each occurrence of the mark.
+        """Return the token range of each occurrence of the mark, as (start, end), end exclusive.
 
-        A mark of several tokens is looked for in the text. If its ends share a token with their
-        neighbours, that token belongs to the mark.
+        If the mark is not a single token, it is searched for in the decoded text. A token that
+        holds a part of the mark and also other text counts as part of the mark.
         """
         if self.token is not None or tokenizer is None:
             return [(at, at + 1) for at, one in enumerate(ids) if one == self.token]
@@ -103,35 +104,38 @@ class ThoughtMarks:
 
     start: Mark
     end: Mark
-    tokenizer: Tokenizer | None = None  # None: both are known by their ids
+    tokenizer: Tokenizer | None = None  # None: both marks are single tokens with known ids
 
     def opened(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (first token, one after the last token) of each opening mark."""
+        """Return the token range of each opening mark, as (start, end), end exclusive."""
         return self.start.places(ids, self.tokenizer)
 
     def closed(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (first token, one after the last token) of each closing mark."""
+        """Return the token range of each closing mark, as (start, end), end exclusive."""
         return self.end.places(ids, self.tokenizer)
 
     def is_open(self, ids: Sequence[int]) -> bool:
-        """Return whether the last mark opens a thought."""
+        """Return whether the tokens end inside a thought: their last mark is an opening mark."""
         return max(self.opened(ids), default=(-1, 0)) > max(self.closed(ids), default=(-1, 0))
 
     def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the tokens before the first closing mark, without a leading opening mark.
 
-        None if no thought is closed.
+        Return None if there is no closing mark.
         """
         closed = self.closed(ids)
         if not closed:
             return None
         end = closed[0][0]
         opened = self.opened(ids[:end])
-        # A template that opens the thought leaves the mark in the prompt
+        # If the chat template opens the thought, the opening mark is in the prompt, not here
         return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
 
     def thought_of(self, turns: Sequence[Sequence[int]]) -> list[int] | None:
-        """Return the tokens of the thoughts of all turns; None if the last turn closes none."""
+        """Return the tokens of the thoughts of all turns, joined.
+
+        Return None if the last turn has no closing mark.
+        """
         thoughts = [self.thought(ids) for ids in turns]
         if thoughts[-1] is None:
             return None
@@ -139,7 +143,11 @@ class ThoughtMarks:
 
     @cached_property
     def _hidden(self) -> set[int] | None:
-        """Special tokens that belong to no mark; None: the plain text shows the usual marks."""
+        """Ids of the special tokens that ``text`` must leave out: all that are not part of a mark.
+
+        None if ``text`` can simply skip all special tokens, because the marks are the usual
+        ``<think>`` and ``</think>`` and are not special tokens.
+        """
         tokenizer: Any = self.tokenizer
         usual = (self.start.text, self.end.text) == (THOUGHT_BEGINS, THOUGHT_ENDS)
         end = self.end.token
@@ -152,7 +160,7 @@ class ThoughtMarks:
         }
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, with ``<think>`` and ``</think>`` as its marks."""
+        """Return the text of a completion, with its marks written ``<think>`` and ``</think>``."""
         tokenizer: Any = self.tokenizer
         if self._hidden is None:
             return tokenizer.decode(ids, skip_special_tokens=True)
@@ -163,17 +171,19 @@ class ThoughtMarks:
         return re.sub(self.end.pattern, THOUGHT_ENDS, text)
 
     def own_text(self, text: str) -> str:
-        """Return a text with the model's own marks in place of ``<think>`` and ``</think>``."""
+        """Return the text with ``<think>`` and ``</think>`` replaced by the model's own marks."""
         text = text.replace(THOUGHT_BEGINS, self.start.text)
         return text.replace(THOUGHT_ENDS, self.end.text)
 
 
 def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
-    """Return the marks of a model's thoughts, as given by hand or else by its tokenizer.
+    """Return the marks of a model's thoughts.
 
-    The tokenizer decides by the family whose closing mark is in its vocabulary, or else in its chat
-    template. None without a tokenizer, and if neither holds the mark of a known family. There is no
-    guess, since the id of another family's mark is an ordinary word.
+    Marks set with ``give_marks`` come first. Otherwise the marks are those of the family whose
+    closing mark is a token of the vocabulary or, if there is none, whose mark is in the chat
+    template. Return None without a tokenizer, or if the model belongs to no known family. The
+    marks of another family are never used as a default, because this model may use the same token
+    ids for ordinary words.
     """
     if tokenizer is None:
         return None
@@ -199,29 +209,32 @@ def _marks(tokenizer: Tokenizer, family: Family) -> ThoughtMarks:
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
-    """Set the marks of a model's thoughts by hand; if one is None, nothing changes.
+    """Set the marks of a model's thoughts; do nothing if ``start`` or ``end`` is missing.
 
-    The tokenizer keeps the marks, also when it is saved with an adapter.
+    The tokenizer stores the marks, and saves them together with an adapter.
 
     Args:
         tokenizer: The tokenizer, which is changed in place.
         start: Text that opens a thought, such as ``<think>``.
-        end: Text that closes it.
+        end: Text that closes a thought, such as ``</think>``.
     """
     if start and end:
         tokenizer.init_kwargs[GIVEN] = [start, end]
 
 
 def opens_thought(tokenizer: Tokenizer | None, text: str) -> bool:
-    """Return whether a prompt ends with an open thought; without a tokenizer, with ``<think>``."""
+    """Return whether a prompt ends with the model's opening mark, so that it opens a thought.
+
+    The mark is ``<think>`` if there is no tokenizer or the model belongs to no known family.
+    """
     marks = thought_marks(tokenizer)
     start = THOUGHT_BEGINS if marks is None else marks.start.pattern
     return re.search(rf"(?:{start})\s*\Z", text) is not None
 
 
 def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) -> list[str]:
-    """Return the texts of B completions, with ``<think>`` and ``</think>`` as their marks."""
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the one of a processor
+    """Return the text of each completion, with its marks written ``<think>`` and ``</think>``."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor wraps its tokenizer
     marks = thought_marks(tokenizer)
     if marks is None:
         return tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -231,7 +244,16 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
 def find_thoughts(
     marks: ThoughtMarks | None, turns: Sequence[list[int]], completion: object
 ) -> dict[str, int | None]:
-    """Return ``find_thought`` of the last turn, with the tokens and thought tokens of all turns."""
+    """Return what ``find_thought`` returns, for a completion of several turns.
+
+    ``tokens`` and ``thought_tokens`` are summed over all turns. ``answer_at`` is that of the last
+    turn.
+
+    Args:
+        marks: Marks of the model's thoughts; None if they are not known.
+        turns: Token ids of each turn of the model.
+        completion: The completion as text, or as a list of messages.
+    """
     found = find_thought(marks, turns[-1], completion) | {"tokens": sum(map(len, turns))}
     if marks is not None and (thought := marks.thought_of(turns)) is not None:
         found["thought_tokens"] = len(thought)
@@ -241,10 +263,12 @@ def find_thoughts(
 def find_thought(
     marks: ThoughtMarks | None, completion_ids: list[int], completion: object
 ) -> dict[str, int | None]:
-    """Return the fields of a row of completions.jsonl about its thought.
+    """Return the fields that describe the thought in a row of ``completions.jsonl``.
 
-    ``tokens`` are all tokens, ``thought_tokens`` those of the thought, ``answer_at`` the characters
-    up to the end of the last closing mark; the last two are None if no thought was closed.
+    ``tokens`` is the number of tokens in the completion. ``thought_tokens`` is the number of tokens
+    in the thought. ``answer_at`` is the number of characters up to the end of the last closing
+    mark, where the answer begins. ``thought_tokens`` and ``answer_at`` are None if the completion
+    has no closing mark; ``answer_at`` is also None if the text does not match the tokens.
     """
     found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
     thought = marks and marks.thought(completion_ids)

@@ -1,6 +1,7 @@
-"""Short forms for messages: values, errors, durations, the nearest known name.
+"""Functions that format values, errors, durations and suggestions for messages.
 
-A value may be huge, may hold itself and may not be printable; the message must stay one line.
+A value may be huge, contain itself, or have characters that cannot be printed. Its formatted text
+is always short and on one line.
 """
 
 import difflib
@@ -14,16 +15,16 @@ from typing import Any
 from rloo_kit.text.redaction import redact
 from rloo_kit.types import Completion
 
-# Characters of a value
+# Most characters of a value that a message shows
 LONGEST_VALUE = 100
-# Characters of another library's error
+# Most characters of another library's error that a message shows
 LONGEST_REASON = 160
-# Errors of one message, after the first
+# Most errors that one message lists after the first
 MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):
-    """``repr`` that reads only a few items of a few levels."""
+    """``repr`` that shows at most 12 items of a container and three levels of nesting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +33,15 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = LONGEST_VALUE
 
     def repr_str(self, x: str, level: int) -> str:
-        """Return a text without secrets, since half of a secret is not recognised later."""
+        """Return the short ``repr`` of a text, with its secrets masked.
+
+        Secrets are masked before the text is cut, because a secret cut in half would not be
+        recognised later.
+        """
         return super().repr_str(redact(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
-        """Return a whole number, or its size if it has many digits."""
+        """Return the ``repr`` of an integer, or only its size if it has 256 bits or more."""
         return repr(x) if x.bit_length() < 256 else f"a whole number of {x.bit_length()} bits"
 
 
@@ -44,19 +49,22 @@ _SHORT = _Short()
 
 
 def format_value(value: object) -> str:
-    """Return ``repr(value)``, cut in its middle to about 100 characters."""
+    """Return ``repr(value)`` on one line, with its middle cut out if it exceeds 100 characters."""
     text = printable(_SHORT.repr(value))
     half = LONGEST_VALUE // 2
     return text if len(text) <= LONGEST_VALUE else f"{text[: half + 2]}...{text[3 - half :]}"
 
 
 def format_name(value: object) -> str:
-    """Return ``format_value(value)``; a text, such as a key, without quotation marks."""
+    """Return ``format_value(value)``, without the quotation marks if the value is a string."""
     return format_value(value)[1:-1] if isinstance(value, str) else format_value(value)
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the first line of an error's text, cut to 160 characters; its type if it has none."""
+    """Return the first line of an exception's message, cut to 160 characters.
+
+    Return the name of the exception's type if it has no message.
+    """
     try:
         lines = redact(str(exc)).strip().splitlines()
     except Exception:  # str() of a user's own error class may fail
@@ -65,7 +73,7 @@ def first_line(exc: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text on one line, with escapes for characters that cannot be printed."""
+    """Return the text on one line, with escapes for line breaks and unprintable characters."""
     if text.isprintable():
         return text
     return "".join(
@@ -74,7 +82,7 @@ def printable(text: str) -> str:
 
 
 def format_errors(errors: Iterable[str]) -> str:
-    """Return several errors as one message: the first ones, and the number of others."""
+    """Return one message that lists the first 12 errors and counts the others."""
     text, *others = errors
     shown = "; ".join([text, *others[:MORE_ERRORS]])
     left = len(others) - MORE_ERRORS
@@ -82,14 +90,21 @@ def format_errors(errors: Iterable[str]) -> str:
 
 
 def did_you_mean(word: object, candidates: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; "" without a near candidate."""
+    """Return ``; did you mean 'NAME'?``, to be appended to a message about an unknown word.
+
+    NAME is the candidate most similar to the word. Return "" if no candidate is similar.
+    """
     # A key of YAML may be a number.
     near = difflib.get_close_matches(word, list(candidates), 1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def where_missing(name: str, base: Path) -> str:
-    """Return a clause on where a path is missing, here and from ``base``, with a similar name."""
+    """Return the part of a message that says in which folders a missing path was looked for.
+
+    The folders are those that the path has relative to the current folder and to ``base``. If one
+    of them holds a file or folder with a similar name, the text suggests it.
+    """
     path = Path(os.path.expanduser(name))
     places = dict.fromkeys(os.path.abspath((start / path).parent) for start in (Path(), base))
     names = [one for place in places for one in glob.glob("*", root_dir=place)]
@@ -98,7 +113,7 @@ def where_missing(name: str, base: Path) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as ``2 h 3 min``."""
+    """Return a duration in its two largest units, such as ``2 h 3 min`` for 7380 seconds."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)
@@ -112,14 +127,17 @@ def format_duration(seconds: float) -> str:
 
 
 def text_of(completion: object) -> str:
-    """Return the text of a completion, plain or conversational: that of its last message."""
+    """Return the text of a completion, or of its last message if it is a list of messages."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], dict):
         completion = completion[-1].get("content")
     return content_text(completion)
 
 
 def content_text(content: object) -> str:
-    """Return the content of a message as one string; the text parts of a list are joined."""
+    """Return the content of a message as one string.
+
+    If the content is a list of parts, join the texts of the parts. Return "" if there is no text.
+    """
     if isinstance(content, list):
         parts = (part for part in content if isinstance(part, dict))
         return "".join(str(part.get("text") or "") for part in parts)
@@ -131,12 +149,12 @@ TOOL_ERROR = "{'error':"
 
 
 def calls_of(completion: Completion) -> list[Any]:
-    """Return the calls of tools in a completion."""
+    """Return the tool calls in a completion, in order."""
     return [call for turn in _turns(completion) for call in turn.get("tool_calls") or ()]
 
 
 def results_of(completion: Completion) -> list[str]:
-    """Return the results of tools that a completion has."""
+    """Return the text of each tool result in a completion, in order."""
     return [str(turn.get("content")) for turn in _turns(completion) if turn.get("role") == "tool"]
 
 
