@@ -1,4 +1,5 @@
-"""Prompts: built-in tasks, files, hub datasets, reasoning-gym.
+"""Prompts from built-in tasks, files, hub datasets and reasoning-gym.
 
-``rk.load_prompts`` (prompts) returns a dataset. The package knows nothing of rewards or training.
+``rk.load_prompts`` (in ``prompts``) returns them as a dataset. The package does not depend on
+rewards or training.
 """

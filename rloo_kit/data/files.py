@@ -1,8 +1,8 @@
-"""Reading of files, folders and hub datasets, with the kit's column names and checked prompts.
+"""Functions that read files, folders and hub datasets, rename columns and check the prompts.
 
-A text file is read as rows, so that an error names its line and a prompt may be text in one row and
-messages in the next. A table (Parquet, the hub) is read as a Dataset, so that images stay encoded.
-Neither writes a copy into a cache.
+A text file (.jsonl, .csv) is read row by row. This way an error can name the line, and prompts may
+be text in one row and messages in another. A table (Parquet, hub dataset) is read as a Dataset, so
+that images stay encoded. Files are read without a copy in a cache.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
-# Rows that are Python objects at a time
+# Number of rows that are converted to Python objects at once
 CHUNK = 10_000
-# A row's file and line, as shown in errors, and the row
+# (place, row): the file and line of a row, for error messages, and the row itself
 PlacedRow = tuple[str, Row]
 
 
@@ -39,26 +39,28 @@ def read_source(  # noqa: PLR0913
     change: Callable[[Any], Any],
     skip_empty: bool,
 ) -> "Dataset":
-    """Return the first ``num`` rows of a file or a hub dataset, each prompt checked and changed.
+    """Return the first ``num`` rows of a file or hub dataset, with checked and converted prompts.
 
     Args:
-        name: A file, a folder, or a name on the hub.
+        name: A file, a folder with a dataset, or the name of a dataset on the hub.
         place: Configuration and split of a hub dataset.
-        num: Rows to read; None: all.
-        columns: Name in the kit -> name in the source.
-        builtin: Names of tasks, for an error.
-        change: Called with each prompt; returns the prompt to use.
-        skip_empty: Leave out empty prompts, with a warning that counts them.
+        num: Number of rows to read; None: all rows.
+        columns: Columns to rename, as name in the kit -> name in the source.
+        builtin: Names of the built-in tasks, which an error message lists.
+        change: Function that converts a prompt of the source to the prompt to use.
+        skip_empty: Leave out empty prompts, with a warning that says how many there are. False:
+            empty prompts are an error.
 
     Raises:
-        DataError: No such source, a bad row, or ``columns`` that do not fit.
+        DataError: The source does not exist or cannot be read, a row is invalid, or ``columns``
+            names a column that the source does not have.
     """
     path = local_path(name)
     key = columns.get("prompt", "prompt")
     empty: list[str] = []
 
     def checked(place: str, prompt: Any) -> Any:
-        """Return a prompt checked and changed; None for an empty one."""
+        """Check and convert a prompt; return None, and note its place, if it is empty."""
         if not prompt or not str(prompt).strip():
             empty.append(place)
             return None
@@ -86,38 +88,42 @@ def read_source(  # noqa: PLR0913
 
 
 def looks_local(name: str) -> bool:
-    """Return whether a name means a file, not a hub dataset, even if there is no such file.
+    """Return whether a name refers to a file rather than to a hub dataset.
 
-    It is a path, ends like a data file, or has a dot and no slash.
+    This is decided by the name alone; the file need not exist. The name of a file begins with
+    ``.``, ``/`` or ``~``, ends like a data file, or has a dot and no slash.
     """
     is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
     return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
 
 
 def local_path(name: str) -> Path:
-    """Return the path of a file, with ``~`` expanded."""
+    """Return a name as a path, with ``~`` expanded."""
     return Path(os.path.expanduser(name))
 
 
 def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> list[PlacedRow]:
-    """Return (place, row) for every row of a file or list; ``place`` names the row in errors.
+    """Return every row of a file or list as (place, row), after checking its columns.
+
+    ``place`` says where the row comes from (file and line, or row number), for error messages.
 
     Args:
-        source: A .jsonl, .csv or .parquet file, or rows.
-        columns: Columns that every row must have, as text or chat messages.
+        source: A .jsonl, .csv or .parquet file, or the rows themselves.
+        columns: Columns that every row must have, each holding text or a list of chat messages.
 
     Raises:
-        DataError: There are no rows, or a row lacks one of ``columns`` or has another type there.
+        DataError: There are no rows, or one of ``columns`` is missing in a row or holds neither
+            text nor chat messages.
     """
     if isinstance(source, str | Path):
         rows = list(read_rows(local_path(str(source))))
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        raise DataError(f"there are no rows: give some with {' and '.join(columns)}")
+        raise DataError(f"there are no rows: add rows with the columns {' and '.join(columns)}")
     for place, row in rows:
         if not isinstance(row, dict):
-            raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
+            raise DataError(f"{place}: is a {type(row).__name__}, but must be a dict of columns")
         for name in columns:
             if not isinstance(value := row.get(name), str):
                 check_messages(value, name, place)
@@ -125,11 +131,11 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
 
 
 def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Dataset":
-    """Return rows as a Dataset, with None where a row lacks a column.
+    """Return rows as a Dataset. If a row does not have a column, its value there is None.
 
     Args:
         rows: The rows.
-        features: Types of the columns; None: by their values.
+        features: Types of the columns; None: inferred from the values.
 
     Raises:
         DataError: A column has values of two types, or values that cannot be stored.
@@ -171,7 +177,10 @@ def _dataset(table: Any, features: "Features | None" = None) -> "Dataset":
 
 
 def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
-    """Yield ``NAME, row N`` and the row as stored, in which an image is its bytes or its path."""
+    """Yield every row of a dataset as (place, row), where place is ``NAME, row N``.
+
+    Values are returned as they are stored: an image is a dict with its bytes or path, not decoded.
+    """
     tables = dataset.with_format("arrow").iter(CHUNK)
     rows = (row for table in tables for row in table.to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
     for number, row in enumerate(rows, 1):
@@ -179,7 +188,7 @@ def number_rows(dataset: "Dataset", name: str) -> Iterator[PlacedRow]:
 
 
 def iter_column(dataset: "Dataset", name: str) -> Iterator[Any]:
-    """Return an iterator over the stored values of one column."""
+    """Return an iterator over the values of one column as they are stored (images not decoded)."""
     return (row[name] for _, row in number_rows(dataset.select_columns(name), ""))
 
 
@@ -187,10 +196,12 @@ def iter_column(dataset: "Dataset", name: str) -> Iterator[Any]:
 
 
 def read_rows(path: Path) -> Iterator[PlacedRow]:
-    """Yield every row of a .jsonl, .csv or .parquet file, with its file and line.
+    """Yield every row of a .jsonl, .csv or .parquet file as (place, row).
+
+    ``place`` is the file and the line (Parquet: the row number), for error messages.
 
     Raises:
-        DataError: The file cannot be read, or a line is damaged.
+        DataError: The file is missing, has another type or cannot be read, or a line is invalid.
     """
     _check_file(path)
     kind = path.suffix.lower()
@@ -217,7 +228,12 @@ def _check_file(path: Path) -> None:
 
 
 def missing_file(name: str, base: Path = Path()) -> DataError:
-    """Return the error for a data file that is neither here nor in the folder ``base``."""
+    """Return the error for a data file that is missing, or that is a folder.
+
+    Args:
+        name: Name of the file, as the user wrote it.
+        base: Folder in which the file was looked for, besides the current folder.
+    """
     what = "is a folder" if os.path.isdir(name) else where_missing(name, base)
     return DataError(
         f"data file {format_value(name)} {what}; give the path of a .jsonl, .csv or .parquet file"
@@ -241,7 +257,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
                 reason = getattr(exc, "msg", first_line(exc))
                 raise DataError(f"{place}: not valid JSON ({reason}); fix or delete it") from exc
             if not isinstance(row, dict):
-                raise DataError(f"{place}: holds a {type(row).__name__}, must be an object")
+                raise DataError(f"{place}: is a {type(row).__name__}, but must be a JSON object")
             yield place, row
 
 
@@ -256,7 +272,10 @@ def _read_csv(path: Path) -> Iterator[PlacedRow]:
             for row in reader:
                 place = _place(path, reader.line_num)
                 if None in row or None in row.values():
-                    raise DataError(f"{place}: must have the {count} fields of line 1; fix it")
+                    raise DataError(
+                        f"{place}: must have {count} fields, as many as the header in line 1: fix "
+                        "the row"
+                    )
                 yield place, row
         except csv.Error as exc:
             place = _place(path, reader.reader.line_num)
@@ -298,7 +317,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
 def _changed_rows(
     placed: Iterable[PlacedRow], key: str, checked: Callable[[str, Any], Any]
 ) -> Iterator[Row]:
-    """Yield rows whose prompts, in the column ``key``, are checked and changed."""
+    """Yield rows with the prompt in the column ``key`` replaced by what ``checked`` returns."""
     for place, row in placed:
         if key not in row:
             raise _without_prompt(place, key, row)
@@ -308,7 +327,10 @@ def _changed_rows(
 def _changed_table(
     dataset: "Dataset", name: str, num: int | None, key: str, checked: Callable[[str, Any], Any]
 ) -> "Dataset":
-    """Return the first ``num`` rows; messages keep their type, since they may hold images."""
+    """Return the first ``num`` rows, with the prompts replaced by what ``checked`` returns.
+
+    A column of messages keeps its type (features), because the messages may contain images.
+    """
     import datasets
 
     if key not in dataset.column_names:
@@ -343,7 +365,7 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
         raise DataError(
-            "columns leaves no column 'prompt': write the column that holds the prompts as "
+            "columns leaves no column 'prompt': name the column that has the prompts with "
             "{prompt: COLUMN}"
         )
     return renamed
@@ -357,15 +379,15 @@ def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
 
 
 def check_messages(messages: object, name: str, place: str) -> None:
-    """Check that a value is a list of chat messages, with a role and a content in each.
+    """Check that a value is a list of chat messages, each with a role and a content.
 
     Args:
-        messages: The value.
-        name: Its column, for the error.
-        place: Its file and line, for the error.
+        messages: The value to check.
+        name: Column of the value, for the error message.
+        place: File and line of the value, for the error message.
 
     Raises:
-        DataError: The value is something else.
+        DataError: The value is not such a list.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(

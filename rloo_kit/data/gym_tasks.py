@@ -27,19 +27,26 @@ def make_gym_rows(
     settings: dict[str, Any] | None = None,
     level: int | list[int] | None = None,
 ) -> list[Row]:
-    """Return up to ``num`` different problems of the reasoning-gym task ``reasoning_gym:TASK``.
+    """Return up to ``num`` different problems of a reasoning-gym task, as rows of a dataset.
 
-    Rows hold ``prompt``, ``task``, ``entry`` (the whole entry and the settings as JSON, for the
-    verifier), ``answer`` if there is one, and ``level`` if it is given.
+    The columns are ``prompt``, ``task`` and ``entry``. ``entry`` is the whole problem and its
+    settings as JSON, which the verifier reads. There is also ``answer`` if the problem has one
+    answer, and ``level`` if a level was requested.
 
     Args:
         name: ``reasoning_gym:TASK``.
-        num: Number of problems; fewer come back, with a warning, if the task has no more.
-        split: ``train`` or ``held_out``. A quarter of all questions is held out, by their text.
+        num: Number of problems. If the task has fewer different problems, all of them are returned,
+            with a warning.
+        split: ``train`` or ``held_out``. A hash of the question puts a quarter of all problems
+            into the held-out split.
         seed: Seed of the problems.
         settings: Settings of the task, which override those of its level.
-        level: A level of the task's curriculum, counted from 1, or several to alternate between;
-            None: the task's own settings.
+        level: A level of the task's curriculum, counted from 1, or a list of levels to alternate
+            between. None: the task's default settings.
+
+    Raises:
+        DataError: reasoning-gym is not installed or has no such task or level, or the task cannot
+            make problems with these settings.
     """
     if level is None:
         return _make_rows(name, num, split, seed, settings or {})
@@ -53,7 +60,7 @@ def make_gym_rows(
 
 
 def count_gym_levels(name: str) -> int:
-    """Return the number of levels in the curriculum of a task; 0: it has none."""
+    """Return the number of levels in a task's curriculum, or 0 if the task has no curriculum."""
     task = name.removeprefix(PREFIX)
     curriculum = _factory(task).CURRICULA.get(task)
     attributes = curriculum().attributes.values() if curriculum else ()
@@ -61,7 +68,10 @@ def count_gym_levels(name: str) -> int:
 
 
 def _level_settings(name: str, level: int) -> dict[str, Any]:
-    """Return the settings of one level; an attribute with fewer levels has its last."""
+    """Return the settings of one level of a task's curriculum.
+
+    An attribute of the curriculum that has fewer levels uses its last level.
+    """
     last = count_gym_levels(name)
     task = name.removeprefix(PREFIX)
     if type(level) is not int or not 1 <= level <= last:
@@ -134,7 +144,11 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, A
 
 
 def _factory(task: str) -> Any:
-    """Return the module ``reasoning_gym.factory``, if it has the task."""
+    """Import ``reasoning_gym.factory``, check that it has the task, and return the module.
+
+    Raises:
+        DataError: reasoning-gym is not installed or has no such task.
+    """
     try:
         with warnings.catch_warnings():
             # One of its libraries has invalid escapes

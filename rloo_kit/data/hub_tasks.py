@@ -1,7 +1,7 @@
-"""Math datasets with short names: place on the hub, splits and columns.
+"""Math datasets that have a short name, such as ``gsm8k``.
 
-``gsm8k`` is the hub's dataset at a fixed commit; ``gsm8k:PATH`` reads the same columns from a file,
-or from a folder such as a download of the dataset.
+``gsm8k`` loads the dataset from the hub at a fixed commit. ``gsm8k:PATH`` reads rows with the same
+columns from a file or a folder, such as a download of the dataset.
 """
 
 import os
@@ -17,7 +17,7 @@ from rloo_kit.types import Row
 
 # From the model cards of Qwen2.5-Math and Qwen3; used unless `data.system` is set
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
-# Text of DAPO around each problem
+# Instruction that DAPO puts before and after each problem
 _INSTRUCTION = re.compile(
     r"\A\s*Solve the following math problem step by step\..*?\n\n"
     r"|\s*Remember to put your answer on its own line after \"Answer:\"\.?\s*\Z",
@@ -30,12 +30,12 @@ class HubTask:
     """A dataset of questions with one correct answer each."""
 
     repository: str
-    revision: str  # commit, so that a run means the same next year
-    subset: str | None  # `config` in datasets
-    train: str | None  # the split to train on; None: for evaluation only
-    held_out: str | None  # None: the last rows of the train split
-    needs: str  # columns
-    convert: Callable[[Row], Row]  # a row of the dataset -> prompt, answer, ...
+    revision: str  # commit, so that a run uses the same rows when the dataset changes
+    subset: str | None  # configuration of the dataset; None: it has only one
+    train: str | None  # split to train on; None: the dataset is only for evaluation
+    held_out: str | None  # held-out split; None: the dataset has none
+    needs: str  # names of the columns that it must have, for an error message
+    convert: Callable[[Row], Row]  # returns the columns `prompt`, `answer`, ... of a row
 
 
 def _gsm8k(row: Row) -> Row:
@@ -77,14 +77,17 @@ HUB_TASKS = {
 
 
 def hub_task(name: str) -> HubTask | None:
-    """Return the dataset of ``NAME`` or ``NAME:PATH``; None for another source."""
+    """Return the dataset that ``NAME`` or ``NAME:PATH`` refers to; None if NAME is not in the list.
+
+    The list is ``HUB_TASKS``.
+    """
     return HUB_TASKS.get(name.partition(":")[0])
 
 
 def has_held_out_split(name: str) -> bool:
-    """Return whether ``NAME`` or ``NAME:PATH`` has a held-out split of its own.
+    """Return whether the dataset ``NAME`` or ``NAME:PATH`` has both a train and a held-out split.
 
-    A copy that is a single file has none.
+    The result is False if PATH is a single file, which is read as one split.
     """
     task = hub_task(name)
     path = name.partition(":")[2]
@@ -93,12 +96,12 @@ def has_held_out_split(name: str) -> bool:
 
 
 def read_hub_task(name: str, split: str) -> list[Row]:
-    """Return the rows of a math dataset, each question once.
+    """Return the rows of a math dataset, without repeated questions.
 
     Args:
         name: ``NAME`` or ``NAME:PATH``.
-        split: ``train`` or ``held_out``. With ``train`` a file is read whole, and a dataset that is
-            for evaluation only gives its held-out rows.
+        split: ``train`` or ``held_out``. ``train`` reads all rows if PATH is a file, and the
+            held-out rows if the dataset is only for evaluation.
 
     Raises:
         DataError: The dataset cannot be loaded, has no such split, or a row has other columns.

@@ -1,7 +1,8 @@
-"""Images of prompts: finding, checks, and storage as ``datasets.Image``, which decodes on reading.
+"""Functions that find, check and store the images of prompts.
 
-TRL reads them from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages
-to the learning step, so those are moved into a column.
+Images are stored as ``datasets.Image``, which decodes an image only when a row is read. TRL reads
+them from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages to the
+learning step, so the kit moves them from the messages into a column.
 """
 
 import hashlib
@@ -17,35 +18,35 @@ from rloo_kit.text.wording import first_line, format_value
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# TRL's names of columns
+# Columns from which TRL reads images
 IMAGE_COLUMNS = ("image", "images")
-# Keys of a part {"type": "image", ...} that name its image
+# Keys of a part {"type": "image", ...} that may hold its image
 PART_KEYS = ("image", "path", "url")
-# Folder of a run, and the longer side of what is in it, pixels
+# Folder for thumbnails in a run folder, and the longer side of a thumbnail in pixels
 THUMBNAILS = "images"
 THUMBNAIL_SIZE = 128
 
 
 def has_images(dataset: Any) -> bool:
-    """Return whether prompts have images: in a column ``image`` or ``images``, or as parts.
+    """Return whether the prompts have images, in an image column or inside the messages.
 
     Args:
         dataset: A ``datasets.Dataset``, or anything that yields rows. Only its features are read,
-            or its first row if it has none.
+            or its first row if it has no features.
     """
     row = _features(dataset)
     return any(name in row for name in IMAGE_COLUMNS) or _has_image_part(row.get("prompt"))
 
 
 def check_images(dataset: Any, processing_class: Any) -> None:
-    """Check that TRL's step can use the images of prompts.
+    """Check that TRL's training step can use the images of the prompts.
 
     Args:
-        dataset: A dataset with images (``has_images``).
-        processing_class: The trainer's argument; None: TRL loads it.
+        dataset: A dataset with images (see ``has_images``).
+        processing_class: Processor that was passed to the trainer; None: TRL loads it.
 
     Raises:
-        DataError: There is no processor, or images are inside messages.
+        DataError: ``processing_class`` is only a tokenizer, or images are inside messages.
     """
     if processing_class is not None and not hasattr(processing_class, "image_processor"):
         raise DataError(
@@ -65,7 +66,7 @@ def _features(dataset: Any) -> Mapping[str, Any]:
 
 
 def _has_image_part(node: Any) -> bool:
-    """Return whether messages, or the features of messages, have a part with an image."""
+    """Return whether messages, or the features of a column of messages, contain an image part."""
     if isinstance(node, Mapping):
         return any(key in node for key in PART_KEYS) or _has_image_part(node.get("content"))
     if isinstance(node, list | tuple):
@@ -77,9 +78,10 @@ def _has_image_part(node: Any) -> bool:
 
 
 def text_as_parts(messages: Any) -> Any:
-    """Return chat messages whose contents have one type, as a column of a dataset needs.
+    """Return chat messages whose contents all have the same type, as a dataset column requires.
 
-    If the content of a message is a list of parts, every text becomes a list with one part.
+    If the content of any message is a list of parts, every text is replaced by a list with one text
+    part. Otherwise the messages are returned unchanged.
     """
     if not any(isinstance(message["content"], list) for message in messages):
         return messages
@@ -92,18 +94,20 @@ def text_as_parts(messages: Any) -> Any:
 
 
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
-    """Return prompts with their images in a column of ``datasets.Image``.
+    """Return the prompts with their images in a column of type ``datasets.Image``.
 
-    A column of that type is not changed. Other images are opened once, but not decoded.
+    A column that has this type already is not changed. Each other image is opened once to check it,
+    but not decoded.
 
     Args:
-        dataset: Prompts whose images are paths, bytes, or dicts of both.
-        folder: Folder that paths start from.
-        name: Name of the prompts, for errors.
+        dataset: Prompts whose images are paths, bytes, or dicts with the keys ``path`` and
+            ``bytes``.
+        folder: Folder to which paths of images are relative.
+        name: Name of the prompts, for error messages.
 
     Raises:
-        DataError: An image is missing or cannot be read; images are in two places; or the prompts
-            are plain text.
+        DataError: An image is missing or cannot be read, both messages and a column have images,
+            or the prompts are plain text instead of chat messages.
     """
     import datasets
 
@@ -137,7 +141,10 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
 
 
 def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
-    """Move images from messages to the column ``images``; parts without their image stay there."""
+    """Move the images in messages to the column ``images``.
+
+    An image part stays in its message, without the image, to mark the image's position.
+    """
     import datasets
 
     if not _has_image_part(dataset.features["prompt"]):
@@ -161,7 +168,13 @@ def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
 
 
 def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
-    """Return an image as ``datasets.Image`` stores it, after reading its header."""
+    """Read the header of an image and return it as ``datasets.Image`` stores it.
+
+    The result is a dict with ``bytes`` and ``path``, one of which may be None.
+
+    Raises:
+        DataError: The image is a URL, is missing, or cannot be read.
+    """
     from PIL import Image
 
     key = "bytes" if isinstance(value, bytes) else "path"
@@ -170,7 +183,7 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     path = stored.get("path") or ""
     if not content and "://" in str(path):
         raise DataError(
-            f"{place}: the image {format_value(path)} is on the network, but nothing is "
+            f"{place}: the image {format_value(path)} is on the network, but images are not "
             "downloaded: save it and give its path"
         )
     try:
@@ -181,7 +194,7 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     except Exception as exc:  # PIL raises errors of many kinds
         raise DataError(
             f"{place}: the image {format_value(path)} cannot be read ({first_line(exc)}): give a "
-            "PNG, JPEG or WebP file, its path as seen from the data file"
+            "PNG, JPEG or WebP file, with its path relative to the folder of the data file"
         ) from exc
     return {"bytes": content, "path": path or None}
 
@@ -190,9 +203,10 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
 
 
 def save_thumbnails(value: Any, folder: Path) -> Any:
-    """Return nested dicts and lists with the name of a thumbnail in place of each PIL image.
+    """Return nested dicts and lists with each PIL image replaced by the name of a thumbnail file.
 
-    Each different thumbnail is written once, as ``folder/images/DIGEST.jpg`` of a few kB.
+    The thumbnail is saved as ``images/DIGEST.jpg`` (a few kB) in ``folder``, unless the file exists
+    already.
     """
     if isinstance(value, Mapping):
         return {key: save_thumbnails(item, folder) for key, item in value.items()}

@@ -1,6 +1,7 @@
-"""Lengths of prompts in tokens, bounded by their bytes and counted if necessary.
+"""Functions that measure prompts in tokens and leave out or reject the ones that are too long.
 
-A token covers at least one byte of its text, so most prompts of a large file need no tokenizer.
+A token covers at least one byte of text, so the number of bytes is an upper bound on the number of
+tokens. Only prompts whose upper bound is too high are tokenized.
 """
 
 import heapq
@@ -16,9 +17,9 @@ from rloo_kit.types import Prompt, Tokenizer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Most bytes that a tokenizer's normalisation (NFKC) makes of one; ASCII does not change
+# The normalisation of a tokenizer (NFKC) turns one byte into at most this many; ASCII is unchanged
 EXPANSION = 11
-# Candidates for the longest prompt that are counted
+# Number of candidates for the longest prompt that are tokenized
 COUNTED = 1000
 KEYS = {"role", "content"}
 
@@ -28,12 +29,12 @@ def tokenize_prompts(
     prompts: Sequence[str] | Sequence[list[dict[str, Any]]],
     settings: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of prompts as the policy reads them.
+    """Return the token ids of each prompt, exactly as the policy receives them.
 
     Args:
-        processing_class: The tokenizer, or a processor that has one.
-        prompts: Texts, or conversations, for which the chat template is used.
-        settings: Arguments of the chat template.
+        processing_class: The tokenizer, or a processor that has a tokenizer.
+        prompts: Texts, or conversations, which the chat template renders.
+        settings: Keyword arguments for the chat template.
 
     Raises:
         DataError: The chat template cannot render a prompt.
@@ -56,16 +57,17 @@ def tokenize_prompts(
 def prompt_ids(
     tokenizer: Tokenizer, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the T token ids of one prompt; the arguments are those of ``tokenize_prompts``."""
+    """Return the token ids of one prompt; see ``tokenize_prompts`` for the arguments."""
     return tokenize_prompts(tokenizer, [prompt], settings)[0]  # pyright: ignore[reportArgumentType]
 
 
 def longer_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> dict[int, int]:
-    """Return row number -> tokens for each prompt of more than ``limit`` tokens.
+    """Return the prompts that have more than ``limit`` tokens, as row number -> number of tokens.
 
-    Tokens of images are not counted. ``settings`` are arguments of the chat template.
+    Row numbers start at 0. Tokens of images are not counted. ``settings`` are keyword arguments for
+    the chat template.
     """
     lengths = (
         (row, len(prompt_ids(tokenizer, prompt, settings)))
@@ -78,10 +80,10 @@ def longer_prompts(
 def longest_prompt(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
 ) -> list[int]:
-    """Return the tokens of the longest prompt.
+    """Return the token ids of the longest prompt.
 
-    Only the ``COUNTED`` prompts whose bytes allow the most tokens are tokenized, so in a very large
-    dataset another prompt may be longer.
+    Only the 1,000 prompts with the highest upper bound on their tokens are tokenized. In a larger
+    dataset another prompt may therefore be longer.
     """
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
@@ -91,7 +93,10 @@ def longest_prompt(
 def quantile_of_lengths(
     dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
 ) -> int:
-    """Return the least length in tokens that the fraction ``share`` of prompts does not exceed."""
+    """Return the quantile ``share`` (0 to 1) of the lengths of all prompts, in tokens.
+
+    It is the smallest length that at least this share of the prompts does not exceed.
+    """
     prompts = iter_column(dataset, "prompt")
     lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
     return lengths[math.ceil(share * len(lengths)) - 1]
@@ -100,18 +105,18 @@ def quantile_of_lengths(
 def drop_long_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> "tuple[Dataset, int]":
-    """Return the prompts of at most ``limit`` tokens, and the number of those left out.
+    """Return the prompts of at most ``limit`` tokens, and the number of prompts left out.
 
     Raises:
-        DataError: No prompt is left.
+        DataError: Every prompt has more than ``limit`` tokens.
     """
     longer = longer_prompts(dataset, tokenizer, limit, settings)
     if not longer:
         return dataset, 0
     if len(longer) == len(dataset):
         raise DataError(
-            f"max_prompt_tokens {limit} leaves no prompt of {len(longer)}: raise it, the shortest "
-            f"has {min(longer.values())} tokens"
+            f"max_prompt_tokens {limit} leaves out all {len(longer)} prompts: raise it to at least "
+            f"{min(longer.values())}, the tokens of the shortest prompt"
         )
     kept = [row for row in range(len(dataset)) if row not in longer]
     return dataset.select(kept), len(longer)
@@ -120,8 +125,12 @@ def drop_long_prompts(
 def _bounded(
     dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None
 ) -> Iterator[tuple[int, Any, float]]:
-    """Yield row, prompt, and an upper bound of its tokens."""
-    template: dict[tuple[str, ...], int] = {}  # roles -> tokens of the first prompt with these
+    """Yield (row number, prompt, upper bound on its number of tokens) for each prompt.
+
+    The bound is infinite for a prompt whose messages have parts, tool calls or other keys.
+    """
+    # Roles of the messages -> tokens of the first prompt with these roles
+    template: dict[tuple[str, ...], int] = {}
     for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         # a table holds None for keys that a message lacks
@@ -148,17 +157,18 @@ def check_lengths(
     *,
     before: int = 0,
 ) -> None:
-    """Check that prompts and their completions fit into the model's longest sequence.
+    """Check that each prompt and a completion of full length fit into the model's context length.
 
     Args:
-        dataset: Rows with ``prompt``.
-        tokenizer: The tokenizer that counts.
+        dataset: Rows with a column ``prompt``.
+        tokenizer: The model's tokenizer.
         args: The trainer's settings.
-        longest: The model's ``max_seq_length``.
-        before: Number of rows before these, for the number in the message.
+        longest: The model's ``max_seq_length``, in tokens.
+        before: Number of prompts that come before this dataset. The error message adds it to the
+            row number.
 
     Raises:
-        DataError: A prompt is too long; the message has its number and the remedy.
+        DataError: A prompt is too long. The message gives its number and says what to change.
     """
     completion = args.max_completion_length
     multiple = args.pad_to_multiple_of or 1
@@ -169,8 +179,8 @@ def check_lengths(
     row, length = next(iter(longer.items()))
     least = -(-(max(longer.values()) + completion) // multiple) * multiple
     raise DataError(
-        f"prompt {before + row + 1} has {length} tokens, and {room} fit before a completion of "
-        f"{completion}: load the model with max_seq_length {least} (model.max_seq_length in a run "
-        "file), lower max_completion_length, or leave such prompts out with "
-        f"data.max_prompt_tokens: {room}"
+        f"prompt {before + row + 1} has {length} tokens, but only {room} fit before a completion "
+        f"of {completion} tokens: load the model with max_seq_length {least} "
+        "(model.max_seq_length in a run file), lower max_completion_length, or leave out long "
+        f"prompts with data.max_prompt_tokens: {room}"
     )

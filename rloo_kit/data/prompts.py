@@ -1,7 +1,7 @@
-"""Prompts: built-in tasks, reasoning-gym's tasks, files, hub datasets.
+"""Function that loads prompts from a built-in task, a reasoning-gym task, a file or the hub.
 
-Every dataset has a ``prompt`` column (chat messages, or a plain string with ``chat=False``); every
-other column reaches the reward functions under its own name.
+Every dataset has a column ``prompt``, with chat messages or, if ``chat=False``, plain strings. The
+reward functions receive every other column as an argument of the same name.
 """
 
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
-# Made prompts are all in memory
+# Limit for generated prompts, which are all kept in memory
 MAX_MADE = 1_000_000
 
 
@@ -45,22 +45,25 @@ def load_prompts(  # noqa: PLR0913
     """Return prompts as a Dataset with a ``prompt`` column and all other columns of the source.
 
     Args:
-        name: A built-in task, ``reasoning_gym:TASK``, a dataset of ``hub_tasks.py`` (``gsm8k``, or
-            ``gsm8k:PATH`` for a copy), a .jsonl, .csv or .parquet file, a dataset's
-            folder, or a hub dataset.
-        split: Split of a hub dataset; ``train`` or ``held_out`` of a task.
-        config: Configuration of a hub dataset; None: the only one.
-        num_prompts: Keep the first N prompts; None: all (a task makes 1,024).
-        system: A system message put before every prompt; None: that of ``gsm8k`` or ``dapo-math``,
-            or none.
-        chat: Make a plain string a user message, so that the model's chat template is applied.
-        seed: Seed for the order and choice of a task's problems.
-        columns: Names in the kit -> names in the file or hub dataset, such as
-            ``{"prompt": "question", "answer": "solution"}``; other columns keep their names.
-        level: Difficulty of a built-in or reasoning-gym task, one or several in equal parts; None:
-            the first, or that of ``settings``.
-        settings: Settings of a reasoning-gym task, under its own names.
-        skip_empty: Leave out the empty prompts of a file or dataset; False: they are an error.
+        name: A built-in task (``arithmetic``, ``countdown``, ``sums``), ``reasoning_gym:TASK``, a
+            math dataset (``gsm8k``, ``dapo-math``, ``math500``, or ``gsm8k:PATH`` for a local
+            copy), a .jsonl, .csv or .parquet file, a folder with a dataset, or a hub dataset.
+        split: Split of a hub dataset; for a task, ``train`` or ``held_out``.
+        config: Configuration of a hub dataset; None: the dataset has only one.
+        num_prompts: Number of prompts to load; None: all, or 1,024 problems of a task.
+        system: System message to put before every prompt. None: no system message, except for a
+            math dataset, which asks for step-by-step reasoning and a boxed answer.
+        chat: Turn a plain string into a user message, so that the chat template is applied.
+        seed: Seed that decides which problems of a task are made and in which order.
+        columns: Columns to rename, as name in the kit -> name in the file or hub dataset, such as
+            ``{"prompt": "question", "answer": "solution"}``. Other columns keep their names.
+        level: Difficulty of a built-in or reasoning-gym task, counted from 1. A list mixes several
+            levels in equal parts. None: the first level of a built-in task, and the default
+            settings of a reasoning-gym task.
+        settings: Settings of a reasoning-gym task, under reasoning-gym's names. They override
+            those of the level.
+        skip_empty: Leave out the empty prompts of a file or dataset. False: an empty prompt is an
+            error.
 
     Raises:
         DataError: The source is missing, empty or damaged, it has no column ``prompt``, or an
@@ -101,21 +104,24 @@ def load_prompts(  # noqa: PLR0913
 
 
 def is_task(name: str) -> bool:
-    """Return whether prompts of this name have a held-out split of their own."""
+    """Return whether the source of this name has its own held-out split, separate from train."""
     return name in BUILTIN or name.startswith(PREFIX) or has_held_out_split(name)
 
 
 def count_levels(name: str) -> int:
-    """Return the number of levels of a task; 0: it has none, or the prompts are not a task."""
+    """Return the number of difficulty levels of a task, or 0 if the source has no levels."""
     if name.startswith(PREFIX):
         return count_gym_levels(name)
     return LEVELS if name in BUILTIN else 0
 
 
 def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, Dataset | None]":
-    """Return (train, held-out): the last rows are kept out of training.
+    """Split a dataset into (train, held-out set); the last rows become the held-out set.
 
-    ``held_out`` is their number; None: an eighth, at most 256; 0: none, and held-out is None.
+    Args:
+        dataset: The prompts.
+        held_out: Number of rows to hold out. None: an eighth of the rows, but at most 256. If the
+            number is 0, the returned held-out set is None.
 
     Raises:
         DataError: No prompt is left to train on.
@@ -151,7 +157,7 @@ def _make_task(
     if split not in SPLITS:
         raise DataError(
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
-            "name one"
+            "choose one of the two"
         )
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)
@@ -159,12 +165,13 @@ def _make_task(
 
 
 def as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
-    """Return a prompt as a run uses it, with the system message first.
+    """Convert a prompt of a source to the form that a run uses.
 
     Args:
-        prompt: Text, or chat messages. Messages with a system message of their own keep it.
-        system: The system message; None or "": none.
-        chat: Make a text a user message; False: keep it as text.
+        prompt: Text, or chat messages.
+        system: System message to put first, unless the messages begin with one already. None or
+            "": no system message.
+        chat: Turn text into a user message. False: leave it as text.
 
     Raises:
         DataError: There is a system message, but the prompt is plain text.

@@ -1,4 +1,4 @@
-"""Built-in tasks: generated prompts in levels, with a fixed held-out split."""
+"""Built-in tasks, which generate prompts in levels of difficulty, with a fixed held-out split."""
 
 import hashlib
 import operator
@@ -15,8 +15,8 @@ HELD_OUT_ONE_IN = 8
 # Levels of every task; 1 is the easiest
 LEVELS = 5
 
-# Function of a level, counted from 1, that returns the columns of one problem, and whether it is
-# held out
+# Function that makes one problem. It is called with a random generator and a level (counted from
+# 1), and returns the problem's columns and whether it belongs to the held-out split.
 Maker = Callable[[random.Random, int], tuple[Row, bool]]
 
 
@@ -28,10 +28,21 @@ def make_rows(
     seed: int = 42,
     level: int | list[int] | None = None,
 ) -> list[Row]:
-    """Return ``num`` problems of a built-in task, alternating between levels (None: the first).
+    """Return ``num`` problems of a built-in task, as rows of a dataset.
 
-    No prompt is in both splits, whatever the seeds, except the small sums of ``sums``. Rows hold
-    ``prompt``, ``task``, ``level``, and ``answer`` if there is one correct text.
+    Rows have the columns ``prompt``, ``task``, ``level`` and, if only one text is correct,
+    ``answer``. A prompt is never in both splits, whatever the seed. The only exception is the small
+    sums of the task ``sums``.
+
+    Args:
+        name: Name of the task.
+        num: Number of problems.
+        split: ``train`` or ``held_out``.
+        seed: Seed of the problems.
+        level: Level of difficulty, 1 to 5, or a list of levels to alternate between. None: level 1.
+
+    Raises:
+        DataError: The task has no such level.
     """
     streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
     return list(islice((next(stream) for stream in cycle(streams)), num))
@@ -42,7 +53,7 @@ def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
     if not levels or any(type(one) is not int or not 1 <= one <= LEVELS for one in levels):
         raise DataError(
             f"{name} has the levels 1 to {LEVELS}, not {format_value(level)}: give one of them, or "
-            "a list"
+            "a list of them"
         )
     return levels
 
@@ -58,9 +69,9 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
 
 
 def is_kept_by_hash(text: str, one_in: int) -> bool:
-    """Return whether the hash of a text puts its problem into the held-out split (1 in ``one_in``).
+    """Return whether a problem belongs to the held-out split, according to the hash of its text.
 
-    The hash is the same on every machine.
+    One in ``one_in`` problems does. The result is the same on every machine.
     """
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0
@@ -74,7 +85,11 @@ def _is_kept(*key: object) -> bool:
 
 
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
-    """Make a sum of 2 or 3 numbers of 3 digits, one of 5 digits, a product, or brackets."""
+    """Make an arithmetic problem of a level, and return (columns, whether it is held out).
+
+    Level 1 adds two numbers of 3 digits, and level 2 three of them. Level 3 adds or subtracts
+    numbers of 5 digits. Level 4 multiplies and adds. Level 5 has brackets and three operators.
+    """
     if level == 1:
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
@@ -103,18 +118,21 @@ def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether the sum ``a + b`` is held out (1 in 16), so that no training uses it."""
+    """Return whether the sum ``a + b`` is in the held-out split, so that training never uses it.
+
+    About one in 16 sums is held out.
+    """
     return (a * 1009 + b * 2003) % 16 == 7
 
 
 def arithmetic_prompt(a: int, b: int) -> str:
-    """Return the question in the form that the embedded model was trained on."""
+    """Return the question for the sum ``a + b``, as the embedded model saw it in training."""
     return f"What is {a} + {b}?"
 
 
 # --- countdown -----------------------------------------------------------------------------------
 
-# Level -> number of numbers, the largest, operators of the solution
+# Level -> (how many numbers, the largest number, operators of the solution)
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 _LARGE = (25, 50, 75, 100)
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -132,7 +150,10 @@ def _countdown(rng: random.Random, level: int) -> tuple[Row, bool]:
 
 
 def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, str]:
-    """Return (numbers, target, an expression that reaches it with all of the numbers)."""
+    """Make a countdown problem and return (numbers, target, expression).
+
+    The expression uses all of the numbers, and its value is the target.
+    """
     while True:
         if level == 5:
             numbers = [*rng.sample(_LARGE, 2), *(rng.randint(1, 10) for _ in range(4))]
@@ -149,7 +170,10 @@ def countdown_problem(rng: random.Random, level: int) -> tuple[list[int], int, s
 
 
 def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[int, str]:
-    """Join two numbers until one is left; no step gives 0, a negative number or a fraction."""
+    """Combine the numbers at random with the operators, and return (value, expression).
+
+    No intermediate result is 0, negative or a fraction.
+    """
     left = [(number, str(number)) for number in numbers]
     while len(left) > 1:
         a, b = (left.pop(rng.randrange(len(left))) for _ in range(2))
@@ -164,9 +188,10 @@ def _combined(rng: random.Random, numbers: list[int], operators: str) -> tuple[i
 
 
 def _sums(rng: random.Random, level: int) -> tuple[Row, bool]:
-    """Make a sum: half of them of one-digit numbers, half of numbers with level + 2 digits.
+    """Make a sum of two numbers, and return (columns, whether it is held out).
 
-    There are so few small sums that they are in both splits.
+    Half of the sums are small, with one-digit numbers. The other half are large, with numbers of
+    ``level + 2`` digits. There are only few small sums, so they occur in both splits.
     """
     size = rng.choice(("small", "large"))
     low, high = (1, 9) if size == "small" else (10 ** (level + 1), 10 ** (level + 2) - 1)

@@ -137,7 +137,7 @@ GOOD = '{"prompt": "Why?"}\n'
     ("line", "message"),
     [
         ('{"prompt": "Why?"', "not valid JSON"),
-        ("[1]", "holds a list, must be an object"),
+        ("[1]", "is a list, but must be a JSON object"),
         ('{"question": "Why?", "answer": 1}', "has no `prompt`, only ['answer', 'question']: "
          "rename the column to prompt"),
         ('{"prompt": 3}', "prompt is 3, must be text or a list of chat messages"),
@@ -155,8 +155,8 @@ def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("prompt,answer\nWhy?,1\nHow?\n", 3, "must have the 2 fields of line 1"),
-        ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "must have the 2 fields of line 1"),
+        ("prompt,answer\nWhy?,1\nHow?\n", 3, "must have 2 fields, as many as the header"),
+        ("prompt,answer\nWhy?,1\nHow?,1,2\n", 3, "must have 2 fields, as many as the header"),
         ("question,answer\nWhy?,1\n", 2, "only ['answer', 'question']: rename the column to"),
     ],
 )
@@ -317,7 +317,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
          "column to prompt, or name it with columns, as in {prompt: question}"),
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
          "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
-        ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': write"),
+        ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': name"),
         ({"prompt": "question", "id": "solution"}, "to 'id', but a column of that name"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
@@ -443,7 +443,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
 
 def test_leaving_out_every_prompt_is_refused(tmp_path):
     dataset = load_prompts(write(tmp_path, "p.jsonl", lines({"prompt": "a b c"})))
-    with pytest.raises(DataError, match="leaves no prompt of 1: raise it, the shortest has 4"):
+    with pytest.raises(DataError, match="leaves out all 1 prompts: raise it to at least 4"):
         drop_long_prompts(dataset, Tokenizer(), 3)
 
 

@@ -122,7 +122,7 @@ def test_a_bad_pair_is_named_with_its_line_and_the_remedy(tmp_path, row, remedy)
 def test_no_pairs_are_named(tmp_path):
     for empty in ([], write_pairs(tmp_path / "empty.jsonl", [])):
         with pytest.raises(
-            DataError, match="there are no rows: give some with chosen and rejected"
+            DataError, match="there are no rows: add rows with the columns chosen and rejected"
         ):
             read_pairs(empty)
 
