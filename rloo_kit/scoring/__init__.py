@@ -1,5 +1,6 @@
-"""Reward functions: the contract, loading by name or file, composition, the catalogue.
+"""Loading, calling, checking, combining and listing of reward functions.
 
-Public: ``rk.load_rewards`` (specs), ``rk.gated``, ``rk.routed`` and ``rk.rescaled`` (composition).
-The package calls rewards and checks scores; it knows nothing of the trainer.
+Public: ``rk.load_rewards`` (in ``specs``), ``rk.gated``, ``rk.routed`` and ``rk.rescaled`` (in
+``composition``). ``contract`` checks calls and scores, and ``catalogue`` lists the built-in
+rewards. The package does not depend on the trainer.
 """

@@ -1,4 +1,7 @@
-"""Catalogue of rewards with docstrings and parameters, for ``rloo-kit rewards``."""
+"""Catalogue of the built-in rewards with their docstrings and parameters.
+
+``rloo-kit rewards`` and the generated documentation use it.
+"""
 
 import ast
 import inspect
@@ -14,16 +17,16 @@ from rloo_kit.types import Reward
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a reward, as a table in a run file gives it."""
+    """Parameter of a reward, which the reward's table in a run file can set."""
 
     name: str
-    default: str  # as Python writes it; "" without one
-    text: str
+    default: str  # default value as Python code; "" if the parameter is required
+    text: str  # what the parameter means
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One reward with a short name."""
+    """Catalogue entry of one built-in reward."""
 
     name: str
     summary: str  # first line of its docstring
@@ -32,19 +35,23 @@ class Entry:
 
 
 def describe_rewards() -> list[Entry]:
-    """Return every built-in reward, by name."""
+    """Return the catalogue entries of all built-in rewards, sorted by name."""
     return [describe_reward(name) for name in sorted(BUILTIN)]
 
 
 def describe_reward(name: str) -> Entry:
-    """Return one reward's entry."""
+    """Return the catalogue entry of a built-in reward.
+
+    Raises:
+        RewardLoadError: There is no built-in reward of that name.
+    """
     target = reward_behind(name)
     text = inspect.getdoc(target) or ""
     return Entry(name, text.partition("\n")[0], text, tuple(_parameters(target)))
 
 
 def entry_text(entry: Entry) -> str:
-    """Return the text that ``rloo-kit rewards show`` prints."""
+    """Return the text that ``rloo-kit rewards show`` prints for a catalogue entry."""
     lines = [entry.name, "", entry.text, "", "Parameters:"]
     for parameter in entry.parameters:
         default = f" = {parameter.default}" if parameter.default else " (must be given)"
@@ -60,7 +67,11 @@ def entry_text(entry: Entry) -> str:
 
 
 def _parameters(target: Reward) -> list[Parameter]:
-    """Return the parameters of a class, or of a function that makes several classes."""
+    """Return the parameters of a built-in reward.
+
+    The reward is a class, or a factory function whose return annotation lists the classes of the
+    rewards that it makes.
+    """
     is_class = inspect.isclass(target)
     kinds = [target] if is_class else typing.get_args(typing.get_type_hints(target)["return"])
     texts: dict[str, str] = {}
@@ -78,7 +89,10 @@ def _parameters(target: Reward) -> list[Parameter]:
 
 
 def _field_texts(kind: type) -> dict[str, str]:
-    """Return a dict from the name of each field to the string below it, joined into one line."""
+    """Return the description of each field of a dataclass, as field name -> text on one line.
+
+    The description is the string literal that follows the field in the source code.
+    """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))

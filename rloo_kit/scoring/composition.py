@@ -1,10 +1,10 @@
-"""Rewards composed of rewards: gated, routed, rescaled; weights that change over training.
+"""Functions that build a reward from other rewards, and weights that change over training.
 
     reward_funcs=[gated(Accuracy(), by=ThinkingFormat()), routed(Math(), task="math")]
 
-Each function returns a reward that is called, checked, bound and released like any other. In a run
-file the keys ``only_if``, ``only_for``, ``scaled_by`` and ``clipped_to`` do the same, and
-``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
+Each function returns a reward that is used like any other. In a run file, ``only_if`` stands for
+``gated``, ``only_for`` for ``routed``, and ``scaled_by`` and ``clipped_to`` for ``rescaled``. A
+weight such as ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
 """
 
 import math
@@ -25,23 +25,34 @@ def gated(
     at_least: float = 1.0,
     otherwise: float = 0.0,
 ) -> "Composed":
-    """Return a reward with the scores of ``reward`` where ``by`` scores at least ``at_least``.
+    """Return a reward that counts only for the completions that pass a gate.
 
-    All other rows score ``otherwise``, also those for which ``by`` returns None.
+    The gate is another reward, ``by``. A completion that it scores ``at_least`` or higher gets its
+    score from ``reward``. Every other completion scores ``otherwise``, also if the gate returns
+    None for it.
+
+    Args:
+        reward: Reward that scores the completions that pass the gate.
+        by: Reward that serves as the gate.
+        at_least: Lowest score of the gate with which a completion passes.
+        otherwise: Score of the completions that do not pass.
     """
     limits = {"at_least": float(at_least), "otherwise": float(otherwise)}
     return Composed((checked(reward), checked(by)), _gated, limits)
 
 
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
-    """Return a reward that scores the rows whose columns hold given values, and None elsewhere.
+    """Return a reward that scores only the rows with given values in given dataset columns.
+
+    All other rows get None, so that the reward does not apply to them.
 
     Args:
-        reward: The reward.
-        **only_for: The allowed value of each dataset column, or a list of allowed values.
+        reward: Reward that scores the chosen rows.
+        **only_for: Dataset column = value that a row must have there, or list of allowed values.
+            With several columns, a row must fit all of them.
 
     Raises:
-        ValueError: No column is named.
+        ValueError: No column is given.
     """
     if not only_for:
         raise ValueError("routed() names no column; give one, such as routed(reward, task='math')")
@@ -58,10 +69,15 @@ def rescaled(
     scale: float = 1.0,
     clip: tuple[float, float] | None = None,
 ) -> "Composed":
-    """Return the reward times ``scale``, then cut to the range ``clip`` (low, high).
+    """Return a reward whose scores are multiplied by ``scale`` and then clipped.
+
+    Args:
+        reward: Reward whose scores are changed.
+        scale: Factor for every score.
+        clip: Lowest and highest score, as (low, high); None: no clipping.
 
     Raises:
-        ValueError: ``clip`` is not a range.
+        ValueError: In ``clip``, low is not less than high.
     """
     low, high = clip or (-math.inf, math.inf)
     if not low < high:
@@ -74,21 +90,24 @@ def rescaled(
 
 @dataclass(frozen=True)
 class WeightSchedule:
-    """A weight that changes over training, linearly between (progress, weight) points.
+    """Weight of a reward that changes over training, linearly between given points.
+
+    A point is (progress, weight). Progress is the finished share of the training, from 0 to 1.
 
     >>> schedule = WeightSchedule.of({0: 1.0, 0.5: 0.0})
     >>> [schedule.at(progress) for progress in (0, 0.25, 0.9)]
     [1.0, 0.5, 0.0]
     """
 
-    points: tuple[tuple[float, float], ...]  # progress in [0, 1] and the weight there, in order
+    points: tuple[tuple[float, float], ...]  # (progress, weight), in order of progress
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
-        """Return the schedule of a mapping from progress, in [0, 1], to the weight there.
+        """Return the schedule that a mapping from progress to weight describes.
 
         Raises:
-            ValueError: The mapping holds anything else than progress and weights.
+            ValueError: The mapping is empty, a progress is not in [0, 1], or a weight is not a
+                finite number.
         """
         try:
             pairs = sorted((float(progress), float(weight)) for progress, weight in points.items())
@@ -96,13 +115,16 @@ class WeightSchedule:
             pairs = []
         if not pairs or not all(0 <= p <= 1 and math.isfinite(w) for p, w in pairs):
             raise ValueError(
-                f"weight {format_value(dict(points))} is not a schedule; give progress (0 to 1): "
+                f"weight {format_value(dict(points))} is not a schedule; map progress (0 to 1) to "
                 f"weight, such as {{0: 1.0, 0.5: 0.2}}"
             )
         return cls(tuple(pairs))
 
     def at(self, progress: float) -> float:
-        """Return the weight at ``progress`` (0 to 1), constant before and after all points."""
+        """Return the weight at ``progress``, from 0 to 1.
+
+        Before the first point and after the last point, the weight is that of the point.
+        """
         import numpy as np
 
         places, weights = zip(*self.points, strict=True)
@@ -114,10 +136,15 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class Composed:
-    """A reward that calls other rewards; it is async if one of them is."""
+    """Reward that computes its scores from other rewards, its parts.
 
-    parts: tuple[CheckedReward, ...]  # the first one scores, and gives its name
-    scores: Callable[..., Coroutine[Any, Any, list[Score]]]  # called with columns, parts, settings
+    It is async if one of its parts is async.
+    """
+
+    # The first part is the reward whose scores are used. The composed reward has its name.
+    parts: tuple[CheckedReward, ...]
+    # Function that is called with (columns, *parts, **settings) and returns the scores
+    scores: Callable[..., Coroutine[Any, Any, list[Score]]]
     settings: dict[str, Any]
 
     @property
@@ -134,7 +161,7 @@ class Composed:
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the columns that the parts read.
+        """Check that a dataset has the columns that the parts and ``only_for`` read.
 
         Raises:
             RewardContractError: A column is missing.
@@ -150,7 +177,7 @@ class Composed:
             part.release()
 
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
-        """Return B scores, or a coroutine that does."""
+        """Return one score per completion, or a coroutine that returns them if a part is async."""
         coroutine = self.scores(columns, *self.parts, **self.settings)
         if self.is_async:
             return coroutine
@@ -171,7 +198,10 @@ async def _gated(
     at_least: float,
     otherwise: float,
 ) -> list[Score]:
-    """Call the gate, then the reward for the rows that passed."""
+    """Call the gate, then call the reward for the rows that passed the gate.
+
+    The share of rows that passed is logged as the metric ``rewards/NAME/gate_open``.
+    """
     gate = await _call(by, columns)
     rows = [row for row, score in enumerate(gate) if score is not None and score >= at_least]
     if "log_metric" in columns and gate:
@@ -182,7 +212,7 @@ async def _gated(
 async def _routed(
     columns: dict[str, Any], reward: CheckedReward, *, only_for: dict[str, list[Any]]
 ) -> list[Score]:
-    """Call the reward for its own rows."""
+    """Call the reward for the rows whose columns have the values of ``only_for``."""
     rows = list(range(len(columns["completions"])))
     for column, values in only_for.items():
         if column not in columns:
@@ -193,15 +223,15 @@ async def _routed(
 
 def _without_routing(reward: CheckedReward, column: str) -> RewardContractError:
     return RewardContractError(
-        f"reward {reward.name!r} is only for rows with some {format_name(column)}, but the "
-        f"dataset has no column {format_value(column)}; add it, or drop only_for"
+        f"reward {reward.name!r} is only for some values of {format_name(column)}, but the "
+        f"dataset has no column {format_value(column)}; add the column, or drop only_for"
     )
 
 
 async def _rescaled(
     columns: dict[str, Any], reward: CheckedReward, *, scale: float, low: float, high: float
 ) -> list[Score]:
-    """Scale and clip the scores of the reward."""
+    """Call the reward, then scale and clip its scores."""
     scores = await _call(reward, columns)
     return [None if score is None else min(max(score * scale, low), high) for score in scores]
 
@@ -209,7 +239,10 @@ async def _rescaled(
 async def _scores_of(
     reward: CheckedReward, rows: list[int], columns: dict[str, Any], other: Score
 ) -> list[Score]:
-    """Call the reward for some rows; the others get the score ``other``."""
+    """Call the reward for the given rows, and return the scores of all rows.
+
+    Rows that are not given get the score ``other``.
+    """
     found = await _call(reward, _only(columns, rows)) if rows else []
     by_row = dict(zip(rows, found, strict=True))
     return [by_row.get(row, other) for row in range(len(columns["completions"]))]
@@ -222,7 +255,10 @@ async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:
 
 
 def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Return the columns of some rows; ``log_extra`` gets None for the others."""
+    """Return the columns with only the given rows.
+
+    Values that the reward logs with ``log_extra`` are filled up with None for the other rows.
+    """
     chosen = take_rows(columns, rows)
     count = len(columns["completions"])
     if "log_extra" in columns:

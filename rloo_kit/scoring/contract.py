@@ -1,4 +1,4 @@
-"""Checked rewards: called with the keywords they accept, in a time limit, with valid scores."""
+"""Wrapper around a reward that checks its call, its time limit and its scores."""
 
 import asyncio
 import functools
@@ -25,11 +25,11 @@ T = TypeVar("T")
 MAX_SCORE = 3.4028234663852886e38
 
 
-# Columns of a dataset that are not passed to rewards under these names
+# Names that a dataset's own columns cannot use, since rewards get other values under these names
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
-# Arguments of a reward that a trainer gives, without a trainer
+# Arguments that a trainer passes to a reward, with the values they have without a trainer
 OUTSIDE_OF_TRAINING = {
-    "trainer_state": None,  # of transformers
+    "trainer_state": None,  # TrainerState of transformers
     "log_extra": lambda column, values: None,  # adds a column to the table of completions
     "log_metric": lambda name, value: None,  # logs a metric of the reward
 }
@@ -41,13 +41,16 @@ def reward_columns(
     completion_ids: list[list[int]] | None,
     **of_trainer: object,
 ) -> dict[str, Any]:
-    """Return the keywords with which TRL calls a reward: whole columns of B rows.
+    """Return the keyword arguments with which TRL calls a reward.
+
+    Each argument is a column, a list with one value for each of B completions.
 
     Args:
-        rows: Rows of the dataset, with ``prompt``; a column that a row lacks is None there.
-        completions: Texts or conversations.
-        completion_ids: Their tokens; None if unknown.
-        **of_trainer: Values of a trainer for ``trainer_state``, ``log_extra`` and ``log_metric``.
+        rows: B rows of the dataset, each with ``prompt``. If a row does not have a column, its
+            value there is None.
+        completions: B completions, as texts or conversations.
+        completion_ids: Token ids of each completion; None if they are not known.
+        **of_trainer: The trainer's values for ``trainer_state``, ``log_extra`` and ``log_metric``.
     """
     names = sorted({name for row in rows for name in row} - set(RESERVED))
     known = {} if completion_ids is None else {"completion_ids": completion_ids}
@@ -63,26 +66,26 @@ def reward_columns(
 
 @dataclass(frozen=True)
 class CheckedReward:
-    """A reward that gets the keywords it accepts, and whose scores are verified at every call."""
+    """Wrapper that calls a reward with the keywords it accepts and checks every returned score."""
 
     reward: Any  # a callable, which may have the methods ``bind(tokenizer)`` and ``release()``
-    name: str
+    name: str  # name of the reward's metric
     timeout: float | None = None  # seconds a call may take; None: no limit
     on_error: str = "stop"
-    """``stop`` raises; ``skip`` gives None to the rows that could not be scored and counts them
-    under the metric ``rewards/NAME/errors``."""
+    """What happens if rows cannot be scored. ``stop`` raises an error. ``skip`` gives these rows
+    None, and counts them in the metric ``rewards/NAME/errors``."""
 
     @property
     def __name__(self) -> str:
-        """The name of the metric."""
+        """Name of the reward's metric."""
         return self.name
 
     def __call__(self, **columns: Any) -> list[Score]:
-        """Return B scores, each a finite float or None.
+        """Return one score per completion, each a finite float or None.
 
         Raises:
-            RewardContractError: The reward raised, took too long, lacks a column, or returned
-                something else than B scores.
+            RewardContractError: The reward raised, took too long, needs a column that is missing,
+                or did not return one valid score per completion.
         """
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))
@@ -95,7 +98,10 @@ class CheckedReward:
         return self._scores(output, columns)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset with these columns has what the reward reads; nothing is scored.
+        """Check that a dataset has the columns that the reward reads, without calling the reward.
+
+        Args:
+            names: Names of the dataset's columns.
 
         Raises:
             RewardContractError: A column is missing.
@@ -105,12 +111,15 @@ class CheckedReward:
         self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
-        """Release the reward's memory, such as that of a reward model."""
+        """Release the memory that the reward holds, such as the weights of a reward model."""
         if callable(getattr(self.reward, "release", None)):
             self.reward.release()
 
     def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
-        """Return this reward with the wrapped one bound to a tokenizer, if it has ``bind``."""
+        """Return this wrapper with its reward bound to a tokenizer.
+
+        A reward without a ``bind`` method is left as it is.
+        """
         if not callable(getattr(self.reward, "bind", None)):
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
@@ -122,7 +131,7 @@ class CheckedReward:
             raise RewardContractError(
                 f"reward {self.name!r} asks for {', '.join(map(repr, missing))}, which the "
                 "dataset lacks; add the column, or give the parameter a default "
-                f"(there are: {', '.join(sorted(columns))})"
+                f"(available arguments: {', '.join(sorted(columns))})"
             )
         chosen = {name: value for name, value in columns.items() if takes_any or name in accepted}
         if callable(log := chosen.get("log_metric")):
@@ -133,7 +142,18 @@ class CheckedReward:
     def _failed(
         self, fault: str, columns: dict[str, Any], cause: BaseException | None = None
     ) -> list[Score]:
-        """Raise an error, or with ``skip`` return None for all rows."""
+        """Report that a call failed: raise an error, or if ``on_error`` is ``skip``, only warn.
+
+        After a warning, return None for every row.
+
+        Args:
+            fault: What is wrong, as the end of a message that begins with the reward's name.
+            columns: The arguments of the call.
+            cause: Exception of the reward, if it raised one.
+
+        Raises:
+            RewardContractError: ``on_error`` is ``stop``.
+        """
         if self.on_error == "stop":
             raise RewardContractError(f"reward {self.name!r}{fault}") from cause
         count = len(columns["completions"])
@@ -182,12 +202,12 @@ class CheckedReward:
 
 
 class AsyncCheckedReward(CheckedReward):
-    """A checked reward whose call is awaited; TRL runs all of them at the same time."""
+    """Checked reward that is async; TRL awaits all async rewards at the same time."""
 
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - awaited, see above
         self, **columns: Any
     ) -> list[Score]:
-        """Return B scores; as in the base class."""
+        """Return one score per completion, with the checks of ``CheckedReward.__call__``."""
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
@@ -205,10 +225,15 @@ class AsyncCheckedReward(CheckedReward):
 
 
 def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
-    """Return the reward in a wrapper that verifies its call and its scores.
+    """Return a wrapper around a reward that checks its calls and its scores.
 
-    The wrapper has the reward's name, awaits an async reward, passes only the keywords that the
-    reward accepts (``def f(completions, prompts=None)`` works), and pickles if the reward does.
+    The wrapper passes only the keyword arguments that the reward accepts, so that
+    ``def f(completions, prompts=None)`` works. If the reward is async, so is the wrapper. The
+    wrapper can be pickled if the reward can.
+
+    Args:
+        func: The reward, or a wrapper of a reward.
+        name: Name of its metric; None: the name of the function or class.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
@@ -217,14 +242,20 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
 
 
 def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
-    """Return a checked reward with a time limit; a torch module is returned unchanged."""
+    """Return a checked reward with a time limit and a rule for rows that cannot be scored.
+
+    Args:
+        reward: A ``CheckedReward``. A torch module is returned unchanged.
+        timeout: Seconds that a call may take; None: no limit.
+        on_error: ``stop`` or ``skip`` (see ``CheckedReward.on_error``).
+    """
     if not isinstance(reward, CheckedReward):
         return reward
     return replace(reward, timeout=timeout, on_error=on_error)
 
 
 def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score]:
-    """Return the scores of one call, which is awaited if the reward is async."""
+    """Call a reward, wait for the result if the reward is async, and return the scores."""
     found: Any = func(**columns)
     if not inspect.iscoroutine(found):
         return found
@@ -237,7 +268,10 @@ def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score
 
 
 def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the columns of some rows; other values are returned unchanged."""
+    """Return the columns with only the given rows.
+
+    Arguments that are not columns (lists with one value per completion) are returned unchanged.
+    """
     count = len(columns["completions"])
     return {
         name: [values[row] for row in rows]
@@ -248,7 +282,10 @@ def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
 
 
 def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
-    """Return (names accepted by keyword, whether any keyword is accepted, the required names)."""
+    """Return which keyword arguments a reward accepts.
+
+    The result is (accepted names, whether ``**kwargs`` accepts every name, required names).
+    """
     try:
         parameters = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
@@ -260,13 +297,13 @@ def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
 
 
 def name_of(func: Reward) -> str:
-    """Return the name of a reward's metric."""
+    """Return the name of a reward's metric: the name of its function or class."""
     func = _innermost(func)
     return getattr(func, "__name__", type(func).__name__)
 
 
 def _is_async(func: Any) -> bool:
-    """Return whether a call gives a coroutine, for functions, partials and callable objects."""
+    """Return whether calling a function, partial or callable object returns a coroutine."""
     func = _innermost(func)
     if hasattr(func, "is_async"):
         return func.is_async
@@ -280,7 +317,10 @@ def _innermost(func: Reward) -> Any:
 
 
 def _number(value: Any) -> Score:
-    """Return a score as a finite float in float32's range, or None; NaN for anything else."""
+    """Return a score as a float, None if it is None, or NaN if it is not a valid score.
+
+    A valid score is a finite number that float32 can store.
+    """
     if value is None:
         return None
     try:
@@ -293,7 +333,10 @@ def _number(value: Any) -> Score:
 
 
 def _place_of(exc: BaseException) -> str:
-    """Return the last line of the reward's own file in an error's traceback, as text."""
+    """Return `` (FILE:LINE)`` for the place in the reward's own file where it raised an error.
+
+    Return "" if the traceback has no such place.
+    """
     frames = traceback.extract_tb(exc.__traceback__)
     frames = [one for one in frames if Path(one.filename).parent != Path(__file__).parent]
     own = [one for one in frames if one.filename == frames[0].filename]
@@ -304,26 +347,35 @@ def _place_of(exc: BaseException) -> str:
 
 
 class OverdueError(TimeoutError):
-    """A call exceeded its time limit; a TimeoutError of the call itself has another class."""
+    """A call exceeded its time limit.
+
+    It is a class of its own, so that a TimeoutError which the call itself raises is not mistaken
+    for it.
+    """
 
 
 class _Alarm(BaseException):
-    """Raised inside a call by its alarm; no ``except Exception`` in the call catches it."""
+    """Exception that interrupts a call at its time limit.
+
+    It is not an ``Exception``, so that no ``except Exception`` in the call catches it.
+    """
 
 
-# Errors that a wrapper passes on, since they are not the reward's own, unlike SystemExit
+# Errors that are passed on, since the reward did not cause them. SystemExit is not among them.
 _PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
 
 
 def within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Return ``call()``, or raise OverdueError if it takes longer than ``seconds``.
+    """Return the result of ``call()``, or raise OverdueError if it takes longer than ``seconds``.
 
-    SIGALRM interrupts it, even in a regular expression that backtracks. C code that never checks
-    signals, such as ``sum(range(10**12))``, is reported when it returns. There is no limit outside
-    of the main thread and of Unix.
+    SIGALRM interrupts the call, even inside a regular expression that backtracks. C code that never
+    checks signals, such as ``sum(range(10**12))``, is not interrupted; the error is raised when it
+    returns. The limit works only in the main thread and only on Unix; elsewhere, and if ``seconds``
+    is None, the call may take any time.
 
     Raises:
-        OverdueError: The call took too long; its text names the file and line.
+        OverdueError: The call took too long. The message names the file and line that it had
+            reached.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if seconds is None or not on_main or not hasattr(signal, "setitimer"):
@@ -332,7 +384,7 @@ def within(seconds: float | None, call: Callable[[], T]) -> T:
     has_ended = False
 
     def ring(_number: int, frame: FrameType | None) -> None:
-        """Note the place of the call, and interrupt it.
+        """Interrupt the call, and remember the line that it had reached.
 
         Raises:
             _Alarm: The call has not ended.

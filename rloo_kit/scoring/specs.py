@@ -1,16 +1,17 @@
-"""Loading of rewards from specs: built in, from a file, from a package.
+"""Functions that load rewards from specs.
 
 A spec is one of
 
-- a built-in name: ``thinking``
-- a function of a file: ``my_rewards.py:polite`` (relative to the run file)
-- a function of an installed package: ``package.module:function``
-- the folder of a reward model: ``models/my-reward-model``, or its name on the hub: ``org/name``
+- the name of a built-in reward: ``thinking``
+- a function in a file: ``my_rewards.py:polite`` (the path is relative to the run file)
+- a function in an installed package: ``package.module:function``
+- a reward model, as a folder or a name on the hub: ``models/my-reward-model``, ``org/name``
 - a callable
-- a table, which also gives parameters: ``{name: thinking, weight: 0.5, long: 60}``
+- a table, which can also set parameters of the reward: ``{name: thinking, weight: 0.5, long: 60}``
 
-A text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``. A table's ``weight``
-may be a schedule over training, ``{0: 1.0, 0.5: 0.2}``, and a table composes with the keys
+A spec that is text may end with a weight: ``thinking:0.5``, ``my_rewards.py:polite:0.5``. In a
+table, ``weight`` may also be a schedule over training, such as ``{0: 1.0, 0.5: 0.2}``. These keys
+of a table combine or change rewards (see ``composition``):
 
 - ``only_if: thinking_format``, or ``{name: thinking_format, at_least: 0.5, otherwise: -1}``
 - ``only_for: {task: [math, code]}``
@@ -42,7 +43,7 @@ from rloo_kit.types import Reward, Say, Tokenizer
 RewardSpec: TypeAlias = "str | Mapping[str, Any] | Callable[..., Any] | LoadedReward"
 Weight: TypeAlias = float | WeightSchedule
 
-# Keys of a table that say how its reward counts; they are not parameters of the reward
+# Keys of a table that combine or change rewards; they are not parameters of the reward itself
 COMPOSING = ("only_if", "only_for", "scaled_by", "clipped_to")
 _TABLE_HINT = "write it as a table, {name: ..., weight: ..., parameter: ...}"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -51,21 +52,24 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A checked reward with the name of its metric and its weight in the score."""
+    """Reward that is ready to be called, with the name of its metric and its weight in the sum."""
 
     func: Any  # a ``CheckedReward``, or a sequence-classification model that TRL calls itself
     name: str
     weight: Weight = 1.0
 
     def weight_at(self, progress: float) -> float:
-        """Return the weight at a share of the training, in [0, 1]."""
+        """Return the weight after the share ``progress`` (0 to 1) of the training."""
         return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
 
 
 def with_weights(
     rewards: list[LoadedReward], weights: Sequence[float] | None
 ) -> list[LoadedReward]:
-    """Return the rewards with the weights of ``trainer.reward_weights``, if it is set."""
+    """Return the rewards with their weights replaced by those of ``trainer.reward_weights``.
+
+    If ``weights`` is None or empty, the rewards are returned unchanged.
+    """
     if not weights:
         return rewards
     return [
@@ -81,17 +85,20 @@ def load_rewards(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     say: Say | None = None,
 ) -> list[LoadedReward]:
-    """Return one loaded reward per spec, in order, with distinct names (``polite``, ``polite_2``).
+    """Return one loaded reward per spec, in the same order.
+
+    Names are made distinct: two rewards called ``polite`` become ``polite`` and ``polite_2``.
 
     Args:
-        specs: As the docstring of this module describes.
-        tokenizer: The policy's; rewards with a ``bind`` method are bound to it.
-        base_dir: Folder that relative paths start from; None: the working directory.
-        chat_template_kwargs: Arguments of the policy's chat template, which may open the thought.
-        say: Called with a line that names foreign code before it is imported.
+        specs: Specs of the rewards, in the forms that the docstring of this module lists.
+        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method.
+        base_dir: Folder to which paths are relative; None: the working directory.
+        chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
+            whether the template opens a thought in the prompt.
+        say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
-        RewardLoadError: A reward cannot be found, imported or made.
+        RewardLoadError: A reward cannot be found, imported, or created with its parameters.
     """
     if tokenizer is not None and chat_template_kwargs:
         with_settings: Any = copy.copy(tokenizer)
@@ -120,7 +127,7 @@ def load_reward(
     base_dir: str | Path | None = None,
     say: Say | None = None,
 ) -> LoadedReward:
-    """Return the reward of one spec; its arguments and errors are those of ``load_rewards``."""
+    """Return the loaded reward of one spec; see ``load_rewards`` for arguments and errors."""
     if isinstance(spec, LoadedReward):
         return spec
     if hasattr(spec, "forward") and hasattr(spec, "state_dict"):
@@ -133,7 +140,7 @@ def load_reward(
         table = {"name": spec} if isinstance(spec, str) else spec
         func, weight = _reward_and_weight(table, Path(base_dir or ""), say)
     elif hasattr(spec, "get_rewards"):
-        # An object with get_rewards(prompts, completions), as older notebooks have it
+        # An object with a method get_rewards(prompts, completions), as in older notebooks
         func = checked(func.get_rewards, type(spec).__name__)
     _refuse_non_reward(func, spec)
     reward = checked(func)
@@ -143,23 +150,24 @@ def load_reward(
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
-    """Return the rewards after each reward model of the kit has got the tokenizer given for it.
+    """Return the rewards, with the given tokenizers set on the reward models among them.
 
     Args:
         rewards: The rewards.
-        given: TRL's ``reward_processing_classes``: one tokenizer for each reward, or None.
+        given: TRL's ``reward_processing_classes``: a list with a tokenizer or None for each reward,
+            a single tokenizer, or None. A tokenizer for a reward without a model is ignored.
 
     Raises:
-        ConfigError: The number of tokenizers differs from that of the rewards, or one is given for
-            a reward that is composed of others.
+        ConfigError: The list has another length than ``rewards``, or has a tokenizer for a reward
+            that is composed of other rewards.
     """
     if given is None:
         return rewards
     listed = given if isinstance(given, list | tuple) else [given]
     if len(listed) != len(rewards):
         raise ConfigError(
-            f"reward_processing_classes holds {len(listed)} and must match reward_funcs, which "
-            f"holds {len(rewards)}: give a tokenizer or None for each reward"
+            f"reward_processing_classes has {len(listed)} entries, but reward_funcs has "
+            f"{len(rewards)}: give a tokenizer or None for each reward"
         )
     return list(map(_with_tokenizer, rewards, listed))
 
@@ -168,7 +176,7 @@ def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
     inner: Any = getattr(reward.func, "reward", None)
     if isinstance(inner, Composed) and tokenizer is not None:
         raise ConfigError(
-            f"reward_processing_classes holds a tokenizer for {reward.name!r}, which is composed "
+            f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
             "of other rewards: give None there, and give the tokenizer to the reward model in it"
         )
     if tokenizer is None or not isinstance(inner, RewardModel):
@@ -177,10 +185,10 @@ def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
 
 
 def reward_behind(name: str) -> Any:
-    """Return the class or factory behind the short name of a built-in reward.
+    """Return the class or factory function of a built-in reward.
 
     Raises:
-        RewardLoadError: There is no such name.
+        RewardLoadError: There is no built-in reward of that name.
     """
     if name not in BUILTIN:
         raise RewardLoadError(_unknown(name))
@@ -191,7 +199,7 @@ def reward_behind(name: str) -> Any:
 
 
 def _reward_and_weight(table: Mapping[str, Any], base: Path, say: Say | None) -> tuple[Any, Weight]:
-    """Return the reward of a table, and its weight."""
+    """Return the reward that a table describes, and its weight."""
     parameters = dict(table)
     name = parameters.pop("name", None)
     if name is None:
@@ -218,7 +226,15 @@ def _reward_and_weight(table: Mapping[str, Any], base: Path, say: Say | None) ->
 
 
 def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: Say | None) -> Any:
-    """Return a reward with the composing keys of its table applied."""
+    """Return a reward after applying ``only_if``, ``only_for``, ``scaled_by`` and ``clipped_to``.
+
+    Args:
+        reward: The reward.
+        keys: Those of the four keys that its table has, with their values.
+        name: Name of the reward, for error messages.
+        base: Folder to which paths are relative.
+        say: See ``load_rewards``.
+    """
     _refuse_non_reward(reward, name)
     try:
         if "scaled_by" in keys or "clipped_to" in keys:
@@ -240,7 +256,14 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
 
 def _target(name: str, base: Path, say: Say | None) -> Any:
-    """Return the object that a text names; for a built-in, the class or function behind it."""
+    """Return what a spec without its weight names.
+
+    The result is the class or factory of a built-in reward, a reward model, or an object in a file
+    or package.
+
+    Raises:
+        RewardLoadError: Nothing has that name, or its file or module cannot be loaded.
+    """
     if name in BUILTIN:
         return BUILTIN[name]
     path = _path(name, base)
@@ -255,13 +278,15 @@ def _target(name: str, base: Path, say: Say | None) -> Any:
 
 
 def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
-    """Return the object behind ``file.py:name`` or ``package.module:name``; None for other texts.
+    """Return the object that ``file.py:name`` or ``package.module:name`` refers to.
+
+    Return None if the text has neither form.
 
     Args:
         name: The text.
-        base: Folder that a relative path starts from.
-        say: Called with a line that names the code before it is imported.
-        what: The kind of object, for messages.
+        base: Folder to which a path is relative.
+        say: Function that is called with a line that names the code before it is run.
+        what: Kind of the object, such as ``reward``, for error messages.
 
     Raises:
         RewardLoadError: The file or module is missing, raises, or does not have the object.
@@ -303,7 +328,7 @@ def _path(text: str, base: Path) -> Path:
 
 
 def _split_weight(spec: str) -> tuple[str, str | float]:
-    """Return (spec without its weight, weight); 1.0 if the last part is not a number."""
+    """Split ``NAME:WEIGHT`` and return (NAME, WEIGHT); the weight is 1.0 if the text has none."""
     head, _, tail = spec.rpartition(":")
     try:
         float(tail)
@@ -315,7 +340,11 @@ def _split_weight(spec: str) -> tuple[str, str | float]:
 
 
 def _checked_weight(value: Any, name: str) -> Weight:
-    """Return a weight as a finite float, or as a schedule."""
+    """Return a weight as a float, or as a schedule if it is a mapping.
+
+    Raises:
+        RewardLoadError: The weight is not a finite number, or the mapping is not a schedule.
+    """
     if isinstance(value, Mapping):
         try:
             return WeightSchedule.of(value)
@@ -337,10 +366,11 @@ def _checked_weight(value: Any, name: str) -> Weight:
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
-    """Return the module of a file, which runs once per process and content.
+    """Run a Python file as a module and return the module.
 
-    Its name is unique, and ``sys.path`` does not change: a file that is named like a package must
-    not replace it.
+    A file is run only once per process, unless its content changes. The module gets a unique name,
+    and ``sys.path`` is not changed, so that a file with the name of a package cannot replace the
+    package.
     """
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"_rloo_kit_reward_{path.stem}_{digest}"
@@ -349,7 +379,7 @@ def _load_file(path: Path, what: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends with .py
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, since dataclasses and pickle look it up there
+    # Register the module before it runs, since dataclasses and pickle look it up by name
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -404,7 +434,12 @@ def _unknown(name: str) -> str:
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
-    """Return a reward: call a class or built-in function; fill parameters into anything else."""
+    """Return a reward with its parameters set.
+
+    A class, or the factory function of a built-in reward, is called with the parameters. An
+    instance of a dataclass is copied with the parameters as new field values. For any other
+    function, the parameters become keyword arguments of a ``functools.partial``.
+    """
     is_instance = hasattr(target, "__dataclass_fields__") and not inspect.isclass(target)
     known, takes_any, _ = keywords_of(type(target) if is_instance else target)
     for parameter in parameters:
