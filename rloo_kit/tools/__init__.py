@@ -1,6 +1,6 @@
-"""Tools that a model may call while it completes a prompt, and environments that have them.
+"""Tools that a model can call while it completes a prompt, and environments that provide tools.
 
-A tool is a function with type hints and a docstring in Google's style, plain or async. An
-environment is a class with ``reset(**row)``, whose other public methods are tools, and which may
-have ``get_reward()``. Both have the meaning that TRL's ``GRPOTrainer`` gives them.
+A tool is a plain or async function with type hints and a docstring in Google style. An environment
+is a class with a method ``reset(**row)`` and optionally ``get_reward()``. Its other public methods
+are tools. Tools and environments work as in TRL's ``GRPOTrainer``.
 """

@@ -1,4 +1,4 @@
-"""The environments of a batch: an instance for each trajectory, made once and reset often."""
+"""Environments of a batch: one instance for each trajectory, reused from batch to batch."""
 
 import inspect
 from collections import Counter
@@ -13,13 +13,14 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environments:
-    """Instances of environment classes, by the name that a row gives.
+    """Pool of environment instances, from which each row of a batch gets its own.
 
     Args:
-        given: A class, or a table of classes by name.
+        given: An environment class for all rows; or a dict of classes by name, in which case the
+            column ``environment`` of a row names its class.
 
     Raises:
-        ConfigError: A class has no method ``reset``.
+        ConfigError: The dict is empty, or a class has no method ``reset``.
     """
 
     def __init__(self, given: Mapping[str, Callable[[], Any]] | Callable[[], Any]) -> None:
@@ -30,7 +31,7 @@ class Environments:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
         self.samples = {name: factory() for name, factory in self._factories.items()}
         self._pool = {name: [one] for name, one in self.samples.items()}
-        self.current: list[Any] = []  # those of the newest batch
+        self.current: list[Any] = []  # instances of the newest batch, one for each row
         for one in self.samples.values():
             if not callable(getattr(one, "reset", None)):
                 raise ConfigError(
@@ -39,32 +40,34 @@ class Environments:
                 )
 
     def release(self) -> None:
-        """Drop all instances, which may hold connections."""
+        """Drop all instances, so that their connections and memory are released."""
         self.samples.clear()
         self._pool.clear()
         self.current = []
 
     def name_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of a row's environment; None if all rows have the same.
+        """Return the name of a row's environment class, or None if all rows share one class.
 
         Raises:
-            DataError: The row names no known environment.
+            DataError: The row's column ``environment`` is missing or names an unknown class.
         """
         if not self.by_name:
             return None
         name = row.get("environment")
         if not isinstance(name, str) or name not in self._factories:
             raise DataError(
-                f"the prompts' column environment holds {format_value(name)}: give one of "
+                f"the prompts' column environment holds {format_value(name)}, but must name one of "
                 f"{', '.join(map(str, self._factories))}"
             )
         return name
 
     def check_names(self, dataset: Any) -> None:
-        """Check that every row of a dataset names a known environment.
+        """Check that every row of a dataset names a known environment class.
+
+        There is nothing to check if all rows share one class.
 
         Raises:
-            DataError: A row does not.
+            DataError: A row names an unknown class, or there is no column ``environment``.
         """
         if self.by_name:
             has_names = "environment" in dataset.column_names
@@ -72,10 +75,12 @@ class Environments:
                 self.name_of({"environment": name})
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Reset an environment for each row; return the prompts with what they show at first.
+        """Reset one environment for each row, and return the prompts.
+
+        Each environment's first observation, if it has one, is added to the end of the prompt.
 
         Raises:
-            DataError: A row names no known environment, or ``reset`` raised.
+            DataError: A row names an unknown environment class, or ``reset`` raised.
         """
         self.current = []
         taken = Counter[str | None]()
@@ -107,16 +112,19 @@ class Environments:
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
-        """The rewards of environments: one for each class with a method ``get_reward``.
+        """Reward functions of the environments, one for each class with a method ``get_reward``.
 
-        Each reward has the name of its class, and returns None for rows of other classes.
+        A reward function has the name of its class. It returns None for rows of other classes.
         """
         kinds = [type(one) for one in self.samples.values() if hasattr(one, "get_reward")]
         return [_reward_of(kind) for kind in dict.fromkeys(kinds)]
 
 
 def methods_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an environment: the public methods of its class."""
+    """Return the tools of an environment.
+
+    They are its public methods except ``reset`` and ``get_reward``.
+    """
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [
         getattr(environment, name)
@@ -126,7 +134,10 @@ def methods_of(environment: Any) -> list[Callable[..., Any]]:
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:
-    """Return the reward of an environment's class; None for rows of other classes."""
+    """Return a reward function that calls ``get_reward`` of the environments of one class.
+
+    The function returns None for rows whose environment has another class.
+    """
 
     def reward(environments: list[Any], **_: Any) -> list[float | None]:
         return [one.get_reward() if type(one) is kind else None for one in environments]

@@ -1,6 +1,6 @@
-"""Environments without download: a number to guess, and a maze.
+"""Two games as environments that need no download: guessing a number, and a maze.
 
-A game is made from the text of its prompt, so the completions of a prompt play the same game.
+The text of the prompt decides the game, so that all completions of a prompt play the same game.
 """
 
 import random
@@ -12,10 +12,14 @@ Place = tuple[int, int]
 
 
 class GuessNumber:
-    """A number from 1 to 100; the reward is 1 minus 0.1 for each wrong guess, at least 0."""
+    """Game in which the model guesses a number from 1 to 100.
+
+    The reward is 1 minus 0.1 for each wrong guess, but never below 0. It is 0 if the number was not
+    found.
+    """
 
     def reset(self, prompt: Any, **row: Any) -> str:
-        """Begin a game; return the text that is added to the prompt."""
+        """Begin a new game and return the text that is added to the end of the prompt."""
         self._number = random.Random(f"guess {prompt}").randint(1, 100)
         self._wrong = 0
         self._won = False
@@ -39,17 +43,20 @@ class GuessNumber:
         return "higher" if number < self._number else "lower"
 
     def get_reward(self) -> float:
-        """Return a number in [0, 1]; 0 if the number was not found."""
+        """Return the reward of the game, from 0 to 1; 0 if the number was not found."""
         return max(0.0, 1.0 - 0.1 * self._wrong) if self._won else 0.0
 
 
 class Maze:
-    """A maze of 4 x 4 rooms; the reward is the share of the way to the exit that was gone."""
+    """Maze of 4 x 4 rooms in which the model moves to the exit.
+
+    The reward is the covered share of the way from the start to the exit.
+    """
 
     SIZE = 4
 
     def reset(self, prompt: Any, **row: Any) -> str:
-        """Begin in a new maze; return the text that is added to the prompt."""
+        """Begin in a new maze and return the text that is added to the end of the prompt."""
         rng = random.Random(f"maze {prompt}")
         self._doors = _dug(self.SIZE, rng)
         self._to_exit = _distances(self._doors, (self.SIZE - 1, self.SIZE - 1))
@@ -75,7 +82,10 @@ class Maze:
         return self._view()
 
     def get_reward(self) -> float:
-        """Return a number in [0, 1]: 1 at the exit; a step away from it can make it 0."""
+        """Return the reward of the current room: 1 at the exit, less the farther away it is.
+
+        The reward is 0 in a room that is as far from the exit as the start, or farther.
+        """
         return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[0, 0])
 
     def _view(self) -> str:
@@ -87,7 +97,10 @@ class Maze:
 
 
 def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
-    """Return room -> rooms behind its doors, of a maze with one way between any two rooms."""
+    """Make a random maze with exactly one path between any two rooms.
+
+    Return the maze as a dict from each room to the rooms that its doors lead to.
+    """
     doors: dict[Place, set[Place]] = {(x, y): set() for x in range(size) for y in range(size)}
     way: list[Place] = [(0, 0)]
     seen = {way[0]}
@@ -107,7 +120,7 @@ def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
 
 
 def _distances(doors: dict[Place, set[Place]], start: Place) -> dict[Place, int]:
-    """Return room -> number of doors on the way from ``start``."""
+    """Return a dict from each room to the number of doors on the path from ``start`` to it."""
     found = {start: 0}
     queue = deque([start])
     while queue:

@@ -1,10 +1,10 @@
-"""Trajectories: completions in which the model calls tools, over several turns.
+"""Sampling of trajectories: completions of several turns in which the model calls tools.
 
-The loop is ``_tool_call_loop`` of TRL's ``GRPOTrainer``, so tools, environments and metrics have
-the meaning and the names that they have there. Token ids are concatenated and never tokenized
-again, so what is trained is what was sampled.
+The loop is ``_tool_call_loop`` of TRL's ``GRPOTrainer``, so tools, environments and metrics mean
+the same as there. The token ids of all turns are concatenated and never tokenized again, so that
+the training uses exactly the tokens that were sampled.
 
-Shapes: B trajectories.
+In shapes, B is the number of trajectories in a batch.
 """
 
 import asyncio
@@ -32,47 +32,49 @@ from rloo_kit.tools.template import CallTemplate, Message, schemas_of
 MAX_ERROR = 500
 
 Drawn = tuple[list[list[int]], list[list[float]] | None]
-# Function from prompt ids to completion ids, and their log-probabilities if an engine reports them
+# Function that samples completions: it gets the token ids of prompts, and returns the token ids of
+# completions and, if the engine reports them, their log-probabilities
 Draw = Callable[[list[list[int]]], Drawn]
 Tool = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Trajectories:
-    """B completions of several turns, by the model and by tools."""
+    """Batch of B completions, each with turns of the model and results of tools."""
 
-    prompts: list[Any]  # conversations as the model read them
+    prompts: list[Any]  # conversations that the model received, with the environment's text
     tokens: TokenRows
     messages: list[list[Message]]  # turns of the model (``assistant``) and of tools
-    log_probs: list[list[float]] | None  # 0 for tokens of tools; None if the sampler has none
-    open_calls: list[bool]  # whether it ends with a call whose result it does not have
+    log_probs: list[list[float]] | None  # 0 for tokens of tools; None if the sampler reports none
+    open_calls: list[bool]  # True for a trajectory that ends with a call without its result
 
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of trajectories and of calls."""
+    """Limits of a trajectory and of a tool call."""
 
-    max_tokens: int  # of a whole completion, the results of tools included
-    max_length: int  # of prompt and completion
-    max_rounds: int | None = None  # of calls in a completion
-    timeout: float | None = None  # seconds of a call
-    stop_on_error: bool = False  # False: the model reads the error
+    max_tokens: int  # most tokens of a completion, including the results of tools
+    max_length: int  # most tokens of a prompt and its completion together
+    max_rounds: int | None = None  # most rounds of calls in a completion; None: no limit
+    timeout: float | None = None  # most seconds of a call; None: no limit
+    stop_on_error: bool = False  # True: an error in a tool stops the run; False: the model reads it
 
 
 class ToolLoop:
-    """Samples trajectories.
+    """Sampler of trajectories, which lets the model call tools and read the results.
 
     Args:
-        tools: Functions, plain or async.
-        environments: A class, a table of classes by name, or None.
-        tokenizer: The policy's; it may get a ``response_template``.
-        settings: Arguments of the chat template.
-        limits: Limits.
-        run: TRL's loop (``training.trl_step.run_tool_loop``).
+        tools: Plain or async functions that the model can call in every row.
+        environments: Environment class, dict of classes by name, or None.
+        tokenizer: Tokenizer of the policy. If it has no ``response_template``, which is needed to
+            read the model's calls, one is set on it.
+        settings: Keyword arguments for the chat template.
+        limits: Limits of a trajectory and of a call.
+        run: Function that runs TRL's loop (``training.trl_step.run_tool_loop``).
 
     Raises:
-        ConfigError: A tool lacks a type or a description, an environment has no ``reset``, or the
-            chat template does not fit.
+        ConfigError: A parameter of a tool has no type or no description, two tools have the same
+            name, an environment has no ``reset``, or the chat template cannot show tool calls.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ToolLoop:
         self._tools = [*tools]
         samples = {None: None} if self.environments is None else self.environments.samples
         known_tools = {name: self._tools_with(one) for name, one in samples.items()}
-        # Name of an environment -> what its prompts show
+        # Name of an environment -> JSON schemas of its tools, which the prompt shows
         self.schemas = {name: schemas_of(known) for name, known in known_tools.items()}
         self._has_async = any(
             inspect.iscoroutinefunction(tool) for known in known_tools.values() for tool in known
@@ -100,12 +102,12 @@ class ToolLoop:
             if len({*names}) < len(names):
                 raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
         self._template = CallTemplate(tokenizer, settings)
-        self.seconds = 0.0  # of all calls of the newest batch
-        self._fault: KitError | None = None  # stops the run
+        self.seconds = 0.0  # time spent in all calls of the newest batch
+        self._fault: KitError | None = None  # error of a tool that must stop the run
 
     @property
     def tools(self) -> list[Tool]:
-        """All tools, those of environments included."""
+        """All tools, including the tools of environments."""
         own = [] if self.environments is None else self.environments.samples.values()
         return [*self._tools, *(tool for one in own for tool in methods_of(one))]
 
@@ -118,16 +120,16 @@ class ToolLoop:
         draw: Draw,
         turns: Callable[[], AbstractContextManager[None]],
     ) -> Trajectories:
-        """Sample one trajectory of each row.
+        """Sample one trajectory for each row.
 
         Args:
             rows: B rows of the dataset.
-            draw: Samples one turn of some rows.
-            turns: Context in which all turns of a batch are drawn.
+            draw: Function that samples the next turn of some rows.
+            turns: Function that returns a context manager, in which all turns are sampled.
 
         Raises:
-            DataError: A prompt is not a conversation, a row names no known environment, or the
-                ``reset`` of an environment raised.
+            DataError: A prompt is not a conversation or is too long, a row names an unknown
+                environment, or the ``reset`` of an environment raised.
             ConfigError: A tool failed and ``stop_on_error`` is set.
         """
         if isinstance(rows[0]["prompt"], str):
@@ -149,8 +151,8 @@ class ToolLoop:
         if longest >= self.limits.max_length:
             raise DataError(
                 f"a prompt has {longest} tokens with its tools and the text of its environment, "
-                f"and the model takes {self.limits.max_length}: raise model.max_seq_length, or "
-                "shorten them"
+                f"but the model's context length is {self.limits.max_length}: raise "
+                "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
         tables = [
             {one.__name__: self._guarded(one) for one in self._tools_with(instance)}
@@ -175,11 +177,11 @@ class ToolLoop:
         )
 
     def _for_trl(self, draw: Draw, tables: list[dict[str, Tool]]) -> dict[str, Any]:
-        """Return the attributes of a trainer that TRL's loop reads.
+        """Return the trainer attributes that TRL's loop reads, as a dict of name -> value.
 
         Args:
-            draw: Samples one turn of some rows.
-            tables: The tools of each row, by name.
+            draw: Function that samples the next turn of some rows.
+            tables: For each row, a dict of its tools by name.
         """
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
@@ -209,7 +211,7 @@ class ToolLoop:
 
     @cached_property
     def _async_loop(self) -> asyncio.AbstractEventLoop | None:
-        """A loop in a thread of its own, if a tool is async."""
+        """Event loop in a separate thread, in which async tools run; None if no tool is async."""
         from trl.trainer.utils import start_event_loop_in_daemon
 
         if not self._has_async:
@@ -221,7 +223,10 @@ class ToolLoop:
     # --- calls -----------------------------------------------------------------------------------
 
     def _guarded(self, tool: Tool) -> Tool:
-        """Return a tool with a time limit, and with a result that is a text of bounded length."""
+        """Return a tool with a time limit, which returns text of at most 10,000 characters.
+
+        A longer result is cut, and ends with the number of characters left out.
+        """
         timeout = self.limits.timeout
         if inspect.iscoroutinefunction(tool):
 
@@ -244,7 +249,11 @@ class ToolLoop:
 
     @contextlib.contextmanager
     def _watched(self, tool: Tool) -> Iterator[None]:
-        """Time a call, and translate its error into the text that the model reads."""
+        """Measure the time of a call, and turn its error into a RuntimeError.
+
+        The model reads the text of the RuntimeError. If the error must stop the run, it is also
+        remembered for ``_check_fault``.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -267,20 +276,24 @@ class ToolLoop:
             self.seconds += time.perf_counter() - started
 
     def _check_fault(self) -> None:
-        """Raise the error of a tool that must stop the run."""
+        """Raise the remembered error of a tool that must stop the run, if there is one."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
             raise fault
 
 
 def _copied(drawn: Drawn) -> Drawn:
-    """Return copies, since TRL's loop changes its lists and the canary still reads the draws."""
+    """Return copies of the lists of sampled token ids and log-probabilities.
+
+    TRL's loop changes its lists in place, and the canary (the check that the engine samples from
+    the current policy) still reads the originals.
+    """
     ids, log_probs = drawn
     return [*ids], log_probs and [[*one] for one in log_probs]
 
 
 def _short(result: object) -> str:
-    """Return a tool's result as a text of bounded length."""
+    """Return a tool's result as text, cut after ``MAX_RESULT`` characters."""
     text = str(result)
     left = len(text) - MAX_RESULT
     return text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} more characters)"

@@ -1,4 +1,4 @@
-"""Numbers of the calls in trajectories, for the log, the doctor and the check of rewards."""
+"""Metrics of the tool calls in trajectories, for the log, the doctor and the check of rewards."""
 
 import math
 from collections.abc import Sequence
@@ -25,21 +25,24 @@ def call_numbers(
     scores: Sequence[float | None],
     groups: Sequence[Sequence[int]],
 ) -> dict[str, float]:
-    """Return the metrics of the calls in a batch.
+    """Return the metrics of the tool calls in a batch, as name -> value.
 
-    - ``tools/call_frequency``: calls of a trajectory
+    - ``tools/call_frequency``: mean number of calls in a trajectory
     - ``tools/failure_frequency``: share of results that are errors
-    - ``tools/cut_frequency``: share of results of which the model reads only the beginning
-    - ``tools/unread_frequency``: share of trajectories that end with a call
-    - ``tools/score_gain``: score with a call minus score without, the mean over groups with both
-    - ``tools/compared_frequency``: share of trajectories with a call that are in such a group
+    - ``tools/cut_frequency``: share of results that are too long and therefore cut
+    - ``tools/unread_frequency``: share of trajectories that end with a call, so that the model does
+      not read the result
+    - ``tools/score_gain``: mean score with a call minus mean score without a call, averaged over
+      the groups that have both kinds of trajectories
+    - ``tools/compared_frequency``: share of the trajectories with a call that are in such a group
 
-    A number without anything to count is NaN, but no failed and no cut result are 0.
+    ``score_gain`` is NaN if no group has both kinds, and ``compared_frequency`` is NaN if no
+    trajectory has a call. If there are no results, the failure and cut frequencies are 0.
 
     Args:
         completions: B completions.
-        scores: B scores; None or NaN if there is none.
-        groups: The rows of each prompt.
+        scores: B scores; None or NaN for a completion without a score.
+        groups: For each prompt, the row numbers of its completions.
     """
     calls = [len(calls_of(one)) for one in completions]
     results = [text for one in completions for text in results_of(one)]

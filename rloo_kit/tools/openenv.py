@@ -1,4 +1,4 @@
-"""Environments on an OpenEnv server (the package ``openenv-core``)."""
+"""Base class for environments that run on an OpenEnv server (package ``openenv-core``)."""
 
 import contextlib
 import json
@@ -10,12 +10,12 @@ from rloo_kit.errors import ConfigError
 
 
 class OpenEnv:
-    """Base class of environments on an OpenEnv server, with a session for each trajectory.
+    """Base class of environments on an OpenEnv server; each trajectory has its own session.
 
-    A subclass has the address of the server, and a method for each kind of action, such as
-    ``def guess(self, number: int) -> str`` that returns ``self._step(number=number)``
-    (docs/how-to/tools.md). The server must allow a session for each completion of a batch, and as
-    many for held-out ones (``max_concurrent_envs`` of its ``create_app``).
+    A subclass sets ``url`` and has a method for each kind of action, such as ``def guess(self,
+    number: int) -> str`` that returns ``self._step(number=number)``. See docs/how-to/tools.md. The
+    server must allow one session for each completion of a training batch, and as many again for
+    held-out prompts. Its setting is ``max_concurrent_envs`` of ``create_app``.
     """
 
     url: ClassVar[str]
@@ -24,12 +24,13 @@ class OpenEnv:
     _client: Any = None
 
     def reset(self, **row: Any) -> str:
-        """Begin an episode; return its first observation, for the end of the prompt.
+        """Begin an episode and return its first observation, which is added to the prompt.
 
-        A lost connection is opened again.
+        If the connection to the server was lost, connect again.
 
         Args:
-            **row: Columns of the prompt's row; the server takes those that its ``reset`` has.
+            **row: Columns of the prompt's row. The server uses the columns that its ``reset`` has
+                as parameters.
 
         Raises:
             ConfigError: ``openenv-core`` is missing.
@@ -46,26 +47,36 @@ class OpenEnv:
         return self._ask("reset", **sent)
 
     def get_reward(self) -> float:
-        """Return the sum of the rewards that the server gave in the episode."""
+        """Return the sum of the rewards that the server has returned in this episode."""
         return self._reward
 
     def _step(self, **action: Any) -> str:
-        """Take an action; return the observation as a text.
+        """Send an action to the server and return the observation as text.
 
         Args:
-            **action: Fields of the server's action.
+            **action: Fields of the action, as the server defines them.
+
+        Raises:
+            ConnectionError: The session was lost, so that the episode cannot continue.
         """
         if self._client is None:  # a new session would know nothing of the episode
             raise ConnectionError("the session was lost, and the episode with it")
         return "The episode has ended." if self._done else self._ask("step", action)
 
     def _text(self, observation: dict[str, Any]) -> str:
-        """Return the text that the model reads: the value of an only field, or JSON."""
+        """Return an observation as the text that the model reads.
+
+        The text is the observation as JSON or, if it has only one field, the value of this field.
+        """
         value = next(iter(observation.values())) if len(observation) == 1 else observation
         return value if isinstance(value, str) else json.dumps(value)
 
     def _ask(self, what: str, *args: Any, **columns: Any) -> str:
-        """Call the server; after a call that did not end in time, its answer must not be read."""
+        """Call a method of the client, add up the reward, and return the observation as text.
+
+        If the call fails or is interrupted, close the session. A late result of that call could
+        otherwise be read as the result of the next one.
+        """
         try:
             result = getattr(self._client, what)(*args, **columns)
         except RuntimeError:  # the server's own answer
@@ -91,7 +102,7 @@ class OpenEnv:
 
 
 def _close(client: Any) -> None:
-    """End a session in the background: the server may be busy."""
+    """Close a session in a background thread, since a busy server may take long to reply."""
     threading.Thread(target=client.close, daemon=True).start()
 
 

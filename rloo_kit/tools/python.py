@@ -1,10 +1,10 @@
-"""Python, a tool that runs programs in the sandbox of the reward ``code``."""
+"""Tool ``python``, which runs programs in the sandbox of the reward ``code``."""
 
 from typing import Any
 
 from rloo_kit.rewards._sandbox import run_python
 
-# The programs in a frame that prints an error, which would else go to standard error
+# Program that runs the model's programs and prints an error to standard output, where it is read
 _FRAME = """\
 import contextlib
 import io
@@ -34,14 +34,15 @@ def python(code: str) -> str:
 
 
 class PythonSession:
-    """Environment of Python programs that know the names of earlier ones in their trajectory.
+    """Environment in which a Python program can use the names that earlier programs have defined.
 
-    Each program runs in a sandbox of its own, after the earlier ones, whose prints are dropped. All
-    of them share the time limit. Random numbers are the same each time; clocks are not.
+    For each call, a new sandbox runs all earlier programs of the trajectory again, without their
+    output, and then the new program. The time limit applies to all of them together. The random
+    generator has the same seed each time, but the time of day differs.
     """
 
     def reset(self, **row: Any) -> None:
-        """Begin a new trajectory: forget all earlier programs."""
+        """Begin a new trajectory without any earlier programs."""
         self._before: list[str] = []
 
     def python(self, code: str) -> str:
@@ -57,7 +58,10 @@ class PythonSession:
 
 
 def _run(code: str, before: list[str]) -> tuple[str, bool]:
-    """Return what a program prints, and whether it ended within its limits."""
+    """Return (what a program prints, whether it ended within its limits).
+
+    ``before`` are the earlier programs, which run first.
+    """
     outcome = run_python(_FRAME.format(code=code, before=before))
     why = "" if outcome.ok else f"\nThe program was ended: {outcome.reason}."
     return outcome.stdout + why, outcome.ok

@@ -1,4 +1,4 @@
-"""Search, a tool that finds texts of a local file by their words (BM25)."""
+"""Tool ``search``, which finds texts in a local file by the words of a query (BM25)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +11,22 @@ from rloo_kit.text.wording import format_value
 def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
     """Return a tool that searches the texts of a file.
 
-    The ranking is BM25 as the package ``bm25s`` computes it (Lucene's variant, k1 = 1.5,
-    b = 0.75). Words are lower case, and English stop words do not count.
+    The package ``bm25s`` ranks the texts with BM25 (Lucene's variant, k1 = 1.5, b = 0.75). Upper
+    and lower case are the same, and English stop words do not count.
 
     Args:
         file: A .jsonl, .csv or .parquet file with a column ``text``.
-        results: Most texts that the tool returns, at least 1.
+        results: Maximum number of texts that the tool returns, at least 1.
 
     Raises:
-        ConfigError: The package is missing, or ``results`` is not a number from 1.
-        DataError: The file cannot be read, or a row has no text.
+        ConfigError: The package ``bm25s`` is missing, or ``results`` is not an integer of at least
+            1.
+        DataError: The file cannot be read, a row has no text, or the texts have no words.
     """
     if not isinstance(results, int) or results < 1:
-        raise ConfigError(f"search: results is {format_value(results)}; give a number from 1")
+        raise ConfigError(
+            f"search: results is {format_value(results)}; give a whole number of at least 1"
+        )
     try:
         import bm25s
     except ImportError as exc:
@@ -32,7 +35,7 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
     for place, row in read_rows(Path(file)):
         text = row.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{place}: the column text holds no text, which search needs")
+            raise DataError(f"{place}: the column text holds no text, but search needs it")
         texts.append(text)
     words_of = bm25s.tokenize(texts, return_ids=False, show_progress=False) if texts else []
     if not any(words_of):

@@ -1,4 +1,4 @@
-"""Loading of tools and environments: built in, from a file, from a package."""
+"""Functions that load tools and environments: built-in ones, or from a file or a package."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from rloo_kit.tools.python import PythonSession, python
 from rloo_kit.tools.search import search
 from rloo_kit.types import Say
 
-# Tools, and functions that make one from the parameters of a table
+# Built-in tools, and functions that make a tool from the parameters of a table
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 MADE: dict[str, Callable[..., Any]] = {"search": search}
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {
@@ -26,20 +26,21 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 def load_tools(
     specs: Iterable[Any], base_dir: str | Path | None = None, say: Say | None = None
 ) -> list[Callable[..., Any]]:
-    """Return the tools of a run file, in order.
+    """Return the tools that the key ``tools`` of a run file names, in the same order.
 
     Args:
-        specs: Functions, built-in names, ``file.py:function`` or ``package.module:function``; or
-            tables, ``{name: search, file: notes.jsonl}``, whose name is called with the other keys
-            and returns the tool.
-        base_dir: Folder that relative paths start from, also that of a table's ``file``; None: the
+        specs: Each spec is a function, a built-in name, ``file.py:function``,
+            ``package.module:function``, or a table such as ``{name: search, file: notes.jsonl}``.
+            The name of a table is that of a function. It is called with the other keys as
+            parameters, and returns the tool.
+        base_dir: Folder to which paths are relative, including the ``file`` of a table; None: the
             working directory.
-        say: Called with a line that names foreign code before it is imported.
+        say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
-        ConfigError: There is no such tool, it is not a function, or a parameter does not fit.
-        DataError: A tool's file cannot be read.
-        RewardLoadError: The file or module cannot be loaded.
+        ConfigError: There is no such tool, it is not a function, or a parameter is wrong.
+        DataError: The file of the tool ``search`` cannot be read.
+        RewardLoadError: The Python file or module of a tool cannot be loaded.
     """
     return [
         _made(dict(spec), base_dir, say)
@@ -56,7 +57,12 @@ def _plain(spec: Any, base_dir: str | Path | None, say: Say | None) -> Any:
 
 
 def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
-    """Return the tool of a table."""
+    """Return the tool that a table describes.
+
+    Raises:
+        ConfigError: The tool has no parameters, or its function cannot be called with these
+            parameters or does not return a function.
+    """
     name = table.pop("name", None)
     if isinstance(name, str) and name in TOOLS:
         raise ConfigError(f"tool {name} has no parameters: write its name alone")
@@ -71,18 +77,23 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
             f"{first_line(exc)}"
         ) from exc
     if not callable(tool):
-        raise ConfigError(f"tool {format_value(name)} is a table, and returned no function")
+        raise ConfigError(
+            f"tool {format_value(name)} is a table, so calling it must return a function, but it "
+            "did not: return one, or write the name of a tool without parameters"
+        )
     return tool
 
 
 def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | None = None) -> Any:
-    """Return the environment class of a run file, or a table of classes by name.
+    """Return the environment class that the key ``environment`` of a run file names.
+
+    Return a dict of classes by name if the key has several, or None if it is not set.
 
     Args:
-        spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a table of
-            these by name; or None.
-        base_dir: Folder that relative paths start from; None: the working directory.
-        say: Called with a line that names foreign code before it is imported.
+        spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from
+            names to these; or None.
+        base_dir: Folder to which paths are relative; None: the working directory.
+        say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
         ConfigError: There is no such environment.

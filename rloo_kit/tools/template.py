@@ -1,4 +1,4 @@
-"""The chat template of a model that calls tools: how it shows calls, and how they are read."""
+"""Functions that show tools and calls to a model in its chat template, and read its calls."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,15 +15,16 @@ Message = dict[str, Any]
 
 
 class CallTemplate:
-    """A chat template that shows calls and results, checked by the functions of TRL.
+    """Chat template that can show tool calls and results, after checks with TRL's functions.
 
     Args:
-        tokenizer: The policy's. It gets TRL's ``response_template`` for its family if it has none.
-        settings: Arguments of the chat template.
+        tokenizer: Tokenizer of the policy. If it has no ``response_template``, TRL's template for
+            the model family is set on it.
+        settings: Keyword arguments for the chat template.
 
     Raises:
-        ConfigError: The template shows no calls or changes earlier turns, or nobody knows how the
-            model writes a call.
+        ConfigError: The chat template cannot show tool calls, it changes earlier turns when a turn
+            is added, or the format in which the model writes a call is unknown.
     """
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
@@ -33,11 +34,13 @@ class CallTemplate:
         self._tokenizer = tokenizer
         self._settings = settings
         if isinstance(tokenizer, ProcessorMixin):
-            raise ConfigError("tools need a model without images: give its tokenizer")
+            raise ConfigError(
+                "tools need a model without images: pass its tokenizer instead of a processor"
+            )
         if not templates.supports_tool_calling(tokenizer):
             raise ConfigError(
-                "the model's chat template shows no tool calls: take a model that was trained to "
-                "call tools, or give model.chat_template"
+                "the model's chat template shows no tool calls: use a model that was trained to "
+                "call tools, or set model.chat_template"
             )
         if getattr(tokenizer, "response_template", None) is None:
             try:
@@ -49,22 +52,24 @@ class CallTemplate:
                         "tokenizer.response_template (transformers, response parsing)"
                     ) from exc
                 tokenizer.response_template = templates.qwen3_template
-        self._of_training: str | None = None  # TRL's variant, which keeps earlier turns
+        # TRL's variant of the template, which leaves earlier turns unchanged; None: not needed
+        self._of_training: str | None = None
         if not templates.is_chat_template_prefix_preserving(self._with_thoughts):
             try:
                 self._of_training = templates.get_training_chat_template(tokenizer)
             except ValueError as exc:
                 raise ConfigError(
                     "the model's chat template changes earlier turns when a tool's result follows, "
-                    "so what is trained would not be what was sampled: give another "
+                    "so the training would not use the sampled tokens: set another "
                     "model.chat_template"
                 ) from exc
 
     @cached_property
     def _with_thoughts(self) -> Any:
-        """The tokenizer, with a thought in each turn of the model.
+        """Object whose ``apply_chat_template`` puts a dummy thought into each turn of the model.
 
-        Qwen3's template adds an empty thought to the last turn only, if the turn has none.
+        Without it, Qwen3's template adds an empty thought to a turn only if the turn is the last,
+        and would therefore seem to change earlier turns.
         """
 
         def render(messages: list[Message], **how: Any) -> Any:
@@ -76,7 +81,7 @@ class CallTemplate:
 
     @property
     def for_trl(self) -> dict[str, Any]:
-        """The attributes of a trainer by which TRL's loop uses the template."""
+        """Trainer attributes from which TRL's loop reads the template, as a dict."""
         return {
             "processing_class": self._tokenizer if self._of_training else self._with_thoughts,
             "chat_template": self._of_training,
@@ -86,7 +91,11 @@ class CallTemplate:
         }
 
     def prompt_ids(self, prompt: list[Message], schemas: list[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a prompt that shows tools.
+        """Return the token ids of a prompt that also shows the tools to the model.
+
+        Args:
+            prompt: The messages of the prompt.
+            schemas: JSON schemas of the tools; an empty list shows no tools.
 
         Raises:
             DataError: The chat template cannot render the prompt.
@@ -95,20 +104,26 @@ class CallTemplate:
         return tokenize_prompts(self._tokenizer, [prompt], settings)[0]
 
     def parse(self, ids: list[int], before: list[int]) -> Message:
-        """Return a turn of the model as a message; ``before`` are the ids of all that it read."""
+        """Parse a turn of the model and return it as a message, with its tool calls.
+
+        Args:
+            ids: Token ids of the turn.
+            before: Token ids of everything before the turn: the prompt and earlier turns.
+        """
         from trl.chat_template_utils import parse_response
 
         return parse_response(self._tokenizer, ids, before)
 
     def with_texts(self, messages: list[Message], turns: list[list[int]]) -> list[Message]:
-        """Return the messages of a trajectory with the texts that rewards read without tools too.
+        """Return the messages of a trajectory with the thoughts put back into their content.
 
-        A turn without calls has its whole text. A turn with calls has its thought and the text
-        before the calls.
+        A turn without calls gets its whole text as content, as in a run without tools. A turn with
+        calls gets its thought and the text before the calls. If the last message is the result of a
+        tool, an empty turn of the model is added.
 
         Args:
             messages: Turns of the model and of tools, as TRL's loop returns them.
-            turns: The ids of each turn of the model.
+            turns: Token ids of each turn of the model.
         """
         texts = iter(completion_texts(self._tokenizer, turns))
         shown = []
@@ -122,16 +137,16 @@ class CallTemplate:
                 elif thought is not None:
                     one["content"] = f"{thought}{THOUGHT_ENDS}\n\n{message['content']}"
             shown.append(one)
-        if shown[-1]["role"] == "tool":  # the result has filled the completion
+        if shown[-1]["role"] == "tool":  # no tokens were left for another turn of the model
             shown.append({"role": "assistant", "content": ""})
         return shown
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas by which a prompt shows functions.
+    """Return the JSON schema of each tool, which the prompt shows to the model.
 
     Raises:
-        ConfigError: A function lacks a type or a description.
+        ConfigError: A tool has no description, or one of its parameters has no type or description.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 

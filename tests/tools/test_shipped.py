@@ -139,7 +139,7 @@ def test_search_finds_texts_by_their_words(tmp_path):
     assert search("sonata") == search("") == "Nothing was found: try other words."
     schema = get_json_schema(search)["function"]
     assert schema["name"] == "search"
-    with pytest.raises(ConfigError, match=r"results is 0; give a number from 1"):
+    with pytest.raises(ConfigError, match="results is 0; give a whole number of at least 1"):
         load_tools([table | {"results": 0}], tmp_path)
     with pytest.raises(ConfigError, match="cannot be made from"):
         load_tools([{"name": "search"}], tmp_path)
