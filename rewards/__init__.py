@@ -1,10 +1,13 @@
-"""Library of rewards: one family per file, each a small callable class that pickles.
+"""Library of reward functions, with one file for each family of rewards.
 
-Every reward is called by keyword with whole columns of B values: ``completions`` and ``prompts``
-(plain or conversational), ``completion_ids`` (token ids) and dataset columns. It returns B scores,
-each a float, or None for a row to which it does not apply. Importing this package imports nothing
-heavy. A run names a reward by its key in ``BUILTIN``. Rewards know of rloo_kit only text, errors
-and types.
+A reward is an instance of a small class that can be called and pickled. It is called with keyword
+arguments. Each one is a column, a list with one value for each of B completions: ``completions``
+and ``prompts`` (plain or conversational), ``completion_ids`` (token ids) and the columns of the
+dataset. A reward returns B scores. A score is a float, or None for a row to which the reward does
+not apply.
+
+A run file names a reward by its key in ``BUILTIN``. Importing this package does not import large
+libraries. Of rloo_kit, rewards use only the modules for text, errors and types.
 """
 
 from collections.abc import Callable
@@ -59,7 +62,7 @@ __all__ = [
     "end_of_thinking_id",
 ]
 
-# Name of a built-in reward -> the class or function that makes it
+# Name of a built-in reward -> class, or factory function, that creates it
 BUILTIN: dict[str, Callable[..., Callable]] = {
     "accuracy": Accuracy,
     "code": Code,

@@ -1,4 +1,7 @@
-"""Sequence classifiers with one output: finding, loading (whole or as an adapter), scoring."""
+"""Functions that find, load and run reward models (sequence classifiers with one output).
+
+A reward model is a whole model, or a PEFT adapter on a base model.
+"""
 
 import contextlib
 import copy
@@ -21,11 +24,11 @@ from ._text import THINK_CLOSE, THINK_OPEN, completion_text, text_after_thought
 EMBEDDED = "tiny-thinker"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# File of `rloo-kit reward-model train`: the base, and how to read texts
+# File that `rloo-kit reward-model train` writes: the base model, and how texts are read
 FACTS = "reward_model.json"
 # File with the mean and the standard deviation of the model's scores
 CALIBRATION = "calibration.json"
-# Layers that are not quantised: one output is too few
+# Names of layers that are not quantised, since a head has only one output
 HEADS = ("score", "classifier", "v_head", "lm_head", ".*pooler.*")
 WHAT_TO_GIVE = "give a folder with config.json, weights and tokenizer, or a hub name"
 FINGERPRINT_BYTES = 65536
@@ -33,21 +36,21 @@ FINGERPRINT_BYTES = 65536
 
 @dataclass(frozen=True)
 class Source:
-    """A reward model that was found, before anything is loaded."""
+    """Location of a reward model that has been found but not loaded."""
 
     name: str
-    folder: Path  # does not exist for a whole model on the hub
-    facts: dict[str, Any]  # content of ``reward_model.json``
+    folder: Path  # does not exist if the model is on the hub
+    facts: dict[str, Any]  # content of ``reward_model.json``; empty if there is no such file
 
     @property
     def is_adapter(self) -> bool:
-        """True for a PEFT adapter, which needs a base."""
+        """True if it is a PEFT adapter, which needs a base model."""
         folder = self.folder
         return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
     @property
     def place(self) -> str:
-        """The folder or hub name that transformers can open."""
+        """Folder or hub name from which transformers can load the model."""
         return self.folder.as_posix()
 
 
@@ -55,10 +58,10 @@ class Source:
 
 
 def find_source(name: str) -> Source:
-    """Return the source that a folder or hub name stands for.
+    """Return the location of the reward model that a folder or hub name refers to.
 
     Raises:
-        ModelError: A path is not a folder.
+        ModelError: The name looks like a path, but there is no such folder.
     """
     folder = Path(name).expanduser()
     if _looks_like_path(name) and not folder.is_dir():
@@ -68,14 +71,15 @@ def find_source(name: str) -> Source:
 
 
 def find_base(source: Source, base: str | None) -> str:
-    """Return the folder or hub name of the model that an adapter was trained on.
+    """Return the folder or hub name of the base model of an adapter.
 
-    The result is ``base`` if given, else the folder that the training recorded by its path relative
-    to the adapter, else the name that the training was given.
+    The training has recorded the base model by name, and its folder by a path relative to the
+    adapter. If ``base`` is given, it is used instead. Otherwise the recorded folder is used if it
+    exists, and else the recorded name.
 
     Raises:
-        ModelError: The base is missing, or its weights are not those that the adapter was trained
-            on.
+        ModelError: The base model is missing, or its weights differ from the weights on which the
+            adapter was trained.
     """
     config = read_json(source.folder / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
@@ -103,7 +107,10 @@ def find_base(source: Source, base: str | None) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of a model's weights: size and both ends of every safetensors file."""
+    """Return a digest that identifies a model's weights.
+
+    It is computed from the name, the size, and the first and last 64 KiB of each safetensors file.
+    """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -115,10 +122,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the content of a JSON file as a dict.
 
     Raises:
-        ModelError: It cannot be read.
+        ModelError: The file cannot be read, or does not hold a JSON object.
     """
     try:
         return dict(json.loads(path.read_bytes()))
@@ -141,17 +148,20 @@ def load_classifier(
     base: str | None,
     tokenizer: Any,
 ) -> tuple[Any, Any]:
-    """Return the model in evaluation mode, and its tokenizer, ready to pad and to cut.
+    """Load a reward model, and return the model (in evaluation mode) and its tokenizer.
+
+    The tokenizer is set up for padding and truncation (see ``set_up_tokenizer``).
 
     Args:
-        source: As ``find_source`` returned it.
-        load_in_4bit: NF4 by bitsandbytes, the head left as it is.
-        device: Device for 4-bit weights; others stay in main memory.
-        base: Base of an adapter in place of the one it was trained on.
-        tokenizer: A tokenizer, its folder or hub name; None: the model's own. It is not changed.
+        source: Location of the model, from ``find_source``.
+        load_in_4bit: Quantise the weights to NF4 with bitsandbytes, except the head.
+        device: Device of 4-bit weights. Other weights are loaded to main memory.
+        base: Base model to use for an adapter, instead of the recorded one; None: the recorded one.
+        tokenizer: Tokenizer (which is copied), or its folder or hub name; None: the model's own.
 
     Raises:
-        ModelError: It cannot be loaded, has no trained score weights, is a pickle, or needs code.
+        ModelError: The model cannot be loaded, has no trained score weights, has no safetensors
+            file, or needs code of its own.
     """
     with loading(f"reward model {source.name!r}", source.place):
         saved = _adapter_keys(source) if source.is_adapter else set()
@@ -176,10 +186,16 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Hide transformers' loading reports (a base lacks the head); raise every error as one kind.
+    """Context in which a model is loaded: hide transformers' reports, and convert its errors.
+
+    The reports would warn about the missing head of a base model, which is expected.
+
+    Args:
+        what: What is loaded, as the beginning of an error message.
+        place: Folder or hub name from which it is loaded.
 
     Raises:
-        ModelError: Loading ``what`` failed.
+        ModelError: Loading failed, with any exception.
     """
     from transformers.utils import logging
 
@@ -210,9 +226,14 @@ def loading(what: str, place: str) -> Iterator[None]:
 
 
 def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
-    """Return a sequence classifier with one output, and the names of weights that no file holds.
+    """Load a sequence classifier with one output, and return it with the names of missing weights.
 
-    Arguments and errors are those of ``load_classifier``.
+    Missing weights are in no file, so they are not trained.
+
+    Args:
+        place: Folder or hub name of the model.
+        load_in_4bit: Quantise the weights to NF4 with bitsandbytes, except the head.
+        device: Device of 4-bit weights.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -252,7 +273,11 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
 
 
 def _adapter_keys(source: Source) -> set[str]:
-    """Return the names of the weights in an adapter's file, as in its base."""
+    """Return the names of the weights in an adapter's file, without PEFT's prefix.
+
+    Raises:
+        ModelError: The adapter is for another task, or its weights are missing.
+    """
     from safetensors import safe_open
 
     config = read_json(source.folder / ADAPTER_CONFIG)
@@ -271,7 +296,7 @@ def _adapter_keys(source: Source) -> set[str]:
 
 
 def _load_tokenizer(source: Source, base: str, given: Any) -> Any:
-    """Return the tokenizer that is given, or else the source's own, or else its base's."""
+    """Return the given tokenizer, or else that of the reward model, or else that of its base."""
     from transformers import AutoTokenizer
 
     if given is not None and not isinstance(given, str):
@@ -282,15 +307,17 @@ def _load_tokenizer(source: Source, base: str, given: Any) -> Any:
 
 
 def set_up_tokenizer(model: Model, tokenizer: Tokenizer, name: str) -> None:
-    """Set a pad token, padding on the right, and the longest text; longer ones lose their start.
+    """Set up a tokenizer in place: its pad token, padding on the right, and truncation on the left.
+
+    Texts are truncated to the context length of the model.
 
     Args:
-        model: The reward model, whose config gets the pad token too.
-        tokenizer: Its tokenizer.
-        name: The reward model's name, for the error.
+        model: The reward model. Its config gets the same pad token.
+        tokenizer: The tokenizer of the reward model.
+        name: Name of the reward model, for the error message.
 
     Raises:
-        ModelError: The tokenizer has neither a pad nor an eos token.
+        ModelError: The tokenizer has neither a pad token nor an EOS token.
     """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -319,18 +346,21 @@ def token_ids(
     max_length: int | None = None,
     completion_ids: list[int] | None = None,
 ) -> list[int]:
-    """Return the ids of prompt and completion as a reward model reads them, also in its training.
+    """Return the token ids of a prompt and a completion, as the input of a reward model.
+
+    Scoring and the training of the reward model both use this function.
 
     Args:
-        tokenizer: The reward model's own, set up by ``set_up_tokenizer``.
-        prompt: Chat messages, which go through the tokenizer's chat template, or plain text.
+        tokenizer: Tokenizer of the reward model, after ``set_up_tokenizer``.
+        prompt: Plain text, or chat messages, which the tokenizer's chat template renders.
         completion: The completion to score, conversational or plain.
-        keep_thought: Read the thought; False: only the text after the last ``</think>``.
-        max_length: Most tokens; None: the tokenizer's limit.
-        completion_ids: The policy's token ids to read; None: the completion's text is read.
+        keep_thought: Include the thought. False: only the text after the last ``</think>``.
+        max_length: Maximum number of tokens; None: the tokenizer's limit.
+        completion_ids: Token ids that the policy sampled, to be used as they are. None: the text of
+            the completion is tokenized.
 
     Raises:
-        ModelError: ``completion_ids`` are those of another tokenizer.
+        ModelError: ``completion_ids`` come from another tokenizer.
     """
     if completion_ids is not None:
         return _own_ids(tokenizer, prompt, completion, completion_ids, max_length)
@@ -376,10 +406,10 @@ def _own_ids(
 
 
 def _rendered(tokenizer: Tokenizer, prompt: list[Any], answer: str, *, keep_thought: bool) -> str:
-    """Return the conversation as the tokenizer's chat template writes it.
+    """Return the prompt and the answer as text, rendered by the tokenizer's chat template.
 
-    Many templates remove thoughts. If the thought is to be read, the answer then follows the prompt
-    as a policy writes it.
+    Many templates remove the thought from an answer. If the thought must be kept, such a template
+    renders only the prompt, and the answer is appended to it unchanged.
     """
     if not keep_thought or not _drops_thoughts(tokenizer):
         turn = [*prompt, {"role": "assistant", "content": answer}]
@@ -401,9 +431,10 @@ def _drops_thoughts(tokenizer: Tokenizer) -> bool:
 
 
 def batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield row numbers in batches of similar length, the longest first.
+    """Yield batches of row numbers, so that the rows of a batch have similar lengths.
 
-    A row of more than ``tokens_per_batch`` is a batch of its own.
+    The longest rows come first. A batch has at most ``tokens_per_batch`` tokens, padding included.
+    A longer row is a batch of its own.
 
     >>> list(batches([3, 9, 4, 1], tokens_per_batch=8))
     [[1], [2, 0], [3]]
@@ -423,14 +454,15 @@ def logits(
     *,
     at_last_token: bool = False,
 ) -> list[float]:
-    """Return the model's one output for every row, in order.
+    """Run the model and return its only output, the logit, for each row in order.
 
     Args:
-        model: The model, on the device to run on.
-        pad_token_id: The pad token of its configuration.
-        rows: Token ids, no row empty.
-        tokens_per_batch: Most positions of a forward pass, padding included.
-        at_last_token: Read the output at the last token of every row, even a pad token.
+        model: The model, on the device on which it must run.
+        pad_token_id: Pad token in the model's config.
+        rows: Token ids of each row; a row must not be empty.
+        tokens_per_batch: Maximum number of tokens in a forward pass, padding included.
+        at_last_token: Read the logit at the last token of each row, even if it is the pad token.
+            False: read it at the last token that is not the pad token.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence

@@ -1,6 +1,8 @@
-"""Harness that runs a program against its tests, inside the sandbox, without the expected values.
+"""Program that runs a model's program and its tests inside the sandbox.
 
-This file is the source of a program that ``code.py`` runs. It imports only the standard library.
+``code.py`` runs the source of this file in the sandbox. While the model's program runs, the
+expected values are not in the memory of the process, so that it cannot find them. This file
+imports only the standard library.
 """
 
 import contextlib
@@ -9,16 +11,17 @@ import os
 import sys
 from typing import Any
 
-# The input is the length of the job as text, the job, and the secret
+# The input has three parts: the length of the job as text, the job as JSON, and the secret
 HEADER_BYTES = 16
 SECRET_BYTES = 32
 
 
 def canonical(value: Any) -> Any:
-    """Return plain JSON that is the same for two values if, and only if, they are equal.
+    """Return a JSON value that is the same for two Python values if, and only if, they are equal.
 
-    This holds for None, text, bytes, numbers of any type, and lists, tuples, sets and dictionaries
-    of these; any other object becomes its type's name and its ``repr``. No ``__eq__`` is called.
+    This is true for None, text, bytes, numbers of any type, and lists, tuples, sets and dicts of
+    these. Any other object is represented by the name of its type and its ``repr``. The function
+    never calls ``__eq__``, which the model's program could have replaced.
 
     >>> canonical((1.0, True)) == canonical((1, 1)), canonical([1]) == canonical((1,))
     (True, False)
@@ -51,10 +54,14 @@ def _text(value: object) -> str:
 
 
 def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
-    """Evaluate the side of each equation that needs no program, before the program runs.
+    """Evaluate the expected value of each test that is an equation, before the program runs.
 
-    The other side becomes the ``value`` that the program has to compute. The texts of both sides
-    are removed from the cases, so that the program cannot find them.
+    The expected value is the side of the equation that can be evaluated without the program. The
+    other side becomes the test's ``value``, which is evaluated with the program later. The key
+    ``sides`` is removed from the tests, so that the program cannot find the expected values there.
+
+    Returns:
+        The number of each such test -> its expected value as canonical text.
     """
     found = {}
     for number, case in enumerate(cases):
@@ -75,12 +82,14 @@ def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def run(job: dict[str, Any], report: Any) -> None:
-    """Run the program, then each case; report a value, or that a check passed.
+    """Run the program, then each test, and report the result of each test that did not raise.
 
     Args:
-        job: ``program``; ``cases`` of ``setup`` (statements), ``value`` (an expression or "") and
-            ``check`` (statements).
-        report: Called with the number of each case that did not fail, and its answer.
+        job: Dict with ``program`` (source code) and ``cases`` (the tests). A test has ``setup``
+            (statements to run first) and either ``value`` (an expression to evaluate) or ``check``
+            (statements that must not raise). ``value`` is "" in a test with ``check``.
+        report: Function that is called with the number of the test and its result: the value as
+            canonical text, or ``passed``.
     """
     module = type(sys)("program")
     sys.modules["program"] = module
@@ -105,7 +114,11 @@ def run(job: dict[str, Any], report: Any) -> None:
 
 
 def main() -> None:
-    """Read the job from standard input, take the pipes away from the program, and run it."""
+    """Read the job from standard input, hide standard input and output, and run the program.
+
+    The results are written to the hidden output, each with a secret. The program does not know the
+    secret, so that it cannot forge results.
+    """
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
     size = int(os.read(0, HEADER_BYTES))
     job = json.loads(os.read(0, size))

@@ -1,8 +1,8 @@
-"""Sandbox for one untrusted program: the child's side, which sets every protection first.
+"""Script of the sandbox's child process, which confines itself and then runs an untrusted program.
 
-It is started as a script, without site-packages, and imports only the standard library. It reads
-the program from the start of its standard input and leaves the rest to the program. Its first line
-of output names the protections that hold; then the program runs.
+It is started without site-packages and imports only the standard library. Its standard input
+begins with the program; the rest is the program's own input. First it applies every protection.
+Its first line of output names the protections that are active. Then it runs the program.
 """
 
 import builtins
@@ -15,12 +15,12 @@ import sys
 READY = "ready"
 REFUSED = "refused"
 LAYERS = ("landlock", "seccomp", "namespaces", "tmpfs", "other_user", "rlimits")
-# Without one of these a program can reach files, the network or other processes
+# Required protections: without one of them, a program can reach files, the network or processes
 NEEDED = ("landlock", "seccomp")
-# If the kernel counts them for this program alone
+# Limit of threads, set only if the kernel counts the threads of this program separately
 MAX_THREADS = 32
 
-# System calls that end with EPERM: name, number on x86_64, number on aarch64 (- without one).
+# System calls that fail with EPERM: name, number on x86_64, number on aarch64 (- if it has none)
 _DENIED = """
 socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, setsid 112 157, setpgid 109 154,
@@ -46,8 +46,8 @@ quotactl_fd 443 443, settimeofday 164 170, clock_settime 227 112, adjtimex 159 1
 clock_adjtime 305 266, sethostname 170 161, setdomainname 171 162, vhangup 153 58, iopl 172 -,
 ioperm 173 -
 """
-# As above, then argument, mask, value, "is" or "not": denied if (argument & mask) is, or is not,
-# the value.
+# As above, followed by: argument, mask, value, "is" or "not". The call is denied if
+# (argument & mask) is, or is not, equal to the value.
 _DENIED_BY_ARGUMENT = """
 clone 56 220 0 0x10000 0 is, prlimit64 302 261 0 0xffffffff 0 not,
 prctl 157 167 0 0xffffffff 1 is, fcntl 72 25 1 0xffffffff 8 is, fcntl 72 25 1 0xffffffff 10 is,
@@ -85,7 +85,7 @@ _OWN_FOLDER = 0b111_0001_1011_1110  # all but: execute, sockets, pipes, devices
 
 
 def main() -> None:
-    """Confine this process, report what holds, and run the program."""
+    """Confine this process, report the active protections, and run the program."""
     folder, *rest = sys.argv[1:]
     parent, size, allow_weak, *limits = map(int, rest)
     try:
@@ -105,9 +105,12 @@ def main() -> None:
 
 
 def confine(folder: str, parent: int, limits: list[int]) -> list[str]:
-    """Apply each protection that the kernel allows; return the names of those that hold.
+    """Apply each protection that the kernel supports, and return the names of the active ones.
 
-    The limits are CPU seconds, MiB of memory and MiB of files.
+    Args:
+        folder: Empty folder in which the program runs.
+        parent: Process id of the parent. The process exits if it has another parent.
+        limits: Limits of CPU time in seconds, of memory in MiB, and of files in MiB.
     """
     import resource  # noqa: F401 - before files are restricted; Windows has none
 
@@ -133,10 +136,15 @@ def confine(folder: str, parent: int, limits: list[int]) -> list[str]:
 
 
 def _limit(limits: list[int], held: list[str]) -> None:
-    """Set the limits of resources, some of which depend on the protections that hold."""
+    """Set the resource limits of this process; some depend on the protections in ``held``.
+
+    Args:
+        limits: Limits of CPU time in seconds, of memory in MiB, and of files in MiB.
+        held: Names of the active protections.
+    """
     import resource
 
-    # Whether new processes are refused by other means; otherwise threads are refused too
+    # seccomp denies new processes but allows threads; without it, both must be denied by a limit
     threads = "seccomp" in held
     seconds, memory, disk = limits
     wanted = {
@@ -146,7 +154,8 @@ def _limit(limits: list[int], held: list[str]) -> None:
         "RLIMIT_FSIZE": disk << 20,
         "RLIMIT_NOFILE": 64,
     }
-    # With one of these the kernel counts this process apart from the user's other processes
+    # The kernel counts the processes of a user. With a namespace or another user id, it counts
+    # only those of this program.
     if not threads or "namespaces" in held or "other_user" in held:
         wanted["RLIMIT_NPROC"] = MAX_THREADS if threads else 0
     for name, value in wanted.items():
@@ -161,7 +170,16 @@ def _limit(limits: list[int], held: list[str]) -> None:
 
 
 def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
-    """Leave the machine's network, IPC and mounts; put a small file system over the folder."""
+    """Move this process to new network, IPC and mount namespaces, with a tmpfs on the folder.
+
+    Args:
+        libc: The C library.
+        folder: Folder on which the tmpfs is mounted; it becomes the working directory.
+        disk: Size of the tmpfs in MiB.
+
+    Returns:
+        The active protections: ``namespaces`` and ``tmpfs``, only the first, or none.
+    """
     uid = os.getuid()
     gid = os.getgid()
     if libc.unshare(_NEW_NET_IPC_MOUNT) != 0:
@@ -182,15 +200,15 @@ def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
 
 
 def _become_other(libc: ctypes.CDLL) -> bool:
-    """Drop root to an unused, unprivileged UID; return whether that worked."""
+    """Change from root to an unused user id without privileges, and return whether that worked."""
     uid = 2**30 + os.getpid()
     library = os.path.dirname(os.__file__)
     try:
         os.seteuid(uid)
         readable = os.access(library, os.R_OK | os.X_OK, effective_ids=True)
         os.seteuid(0)
-        # Python may be in a folder of root. Then Landlock alone decides what can be read; without
-        # Landlock the program stays with root, without privileges.
+        # Python may be in a folder that only root can read. Then Landlock alone decides what can be
+        # read. Without Landlock, the user id stays root, but all capabilities are dropped.
         if not readable and not _landlock_version(libc):
             return False
         libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -215,14 +233,22 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
 
 
 def _readable() -> list[str]:
-    """Return the paths that Python reads: its library, shared libraries, time zones."""
+    """Return the paths that Python must read: its library, shared libraries, time zones."""
     own = {sys.base_prefix, sys.base_exec_prefix}
     found = [os.path.join(prefix, name) for prefix in own for name in ("lib", "lib64")]
     return found + _READABLE.split()
 
 
 def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
-    """Refuse files outside of Python's own and this folder, TCP, and signals to other processes."""
+    """Restrict this process with Landlock, and return whether that worked.
+
+    It can then read only Python's own files and the working directory. Newer kernels also deny TCP
+    and signals to other processes.
+
+    Args:
+        libc: The C library.
+        writable: Let the process write files in the working directory.
+    """
     version = _landlock_version(libc)
     if not version:
         return False
@@ -255,7 +281,7 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Refuse the system calls above from now on."""
+    """Deny the listed system calls from now on with seccomp, and return whether that worked."""
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH:
         return False
@@ -266,7 +292,13 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the lines (operation, jump if true, jump if false, operand) of a BPF program."""
+    """Return the BPF program that denies the listed system calls on a machine type.
+
+    Each instruction is (operation, jump if true, jump if false, operand).
+
+    Args:
+        machine: ``x86_64`` or ``aarch64``.
+    """
     column = 1 if machine == "x86_64" else 2
     lines = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL),

@@ -1,4 +1,4 @@
-"""Client of a judge's server: parallel requests, retries within limits, and verdicts."""
+"""Client for the server of a judge, with parallel requests, retries and reading of verdicts."""
 
 import asyncio
 import json
@@ -18,24 +18,25 @@ from ._text import text_after_thought
 if TYPE_CHECKING:
     import httpx
 
-# Mode -> key of the judge's JSON, and the names that a template must hold
+# Mode -> (key of the verdict in the judge's JSON, placeholders that a template must have)
 MODES = {"rubric": ("score", ("completion",)), "pairwise": ("winner", ("first", "second"))}
 _RETRIED = {408, 409, 429}
 # Seconds before the first retry; doubles with each one
 BACKOFF_SECONDS = 0.5
 # A server that asks for a longer pause counts as failed
 _LONGEST_WAIT = 60.0
-# The verdict is looked for in this many last characters of the answer
+# Only this many characters at the end of the judge's answer are searched for the verdict
 _MAX_VERDICT_CHARACTERS = 20_000
 _VERDICT_LINE = r"(?i)[ \t>*_#-]*{key}[*_]*\s*[:=][\s*_]*([^\s*_]+)[\s*_]*"
 _JITTER = random.Random()  # the run's seeded random state stays as it is
 
 
 def read_verdict(text: str, key: str = "score") -> float | None:
-    """Return the number that a judge gave, or None.
+    """Return the number in a judge's answer, or None if there is none.
 
-    It is the value of ``key`` in the last JSON object of the text, or without an object the number
-    in the last line that is only ``key: number``. A thought before it is ignored.
+    The number is the value of ``key`` in the last JSON object of the answer. If the answer has no
+    JSON object, it is the number in the last line of the form ``key: number``. The judge's thought
+    is ignored.
 
     >>> read_verdict('{"score": 2} no, {"score": "3.5"}'), read_verdict("**Score:** 7")
     (3.5, 7.0)
@@ -73,33 +74,35 @@ def _number(text: str) -> float | None:
 
 @dataclass(eq=False)
 class Failure(Exception):  # noqa: N818 - becomes a KitError or a warning
-    """A question without an answer: what happened, and what to do about it."""
+    """The judge's server gave no usable answer to a question."""
 
-    what: str
-    remedy: str
-    is_retried: bool = False
+    what: str  # what happened
+    remedy: str  # what the user can do
+    is_retried: bool = False  # whether the request may be sent again
     wait: float = 0.0  # seconds that the server asks to wait
 
 
 class _Unusable(Failure):
-    """An answer without a usable score; the question is asked once more."""
+    """The judge's answer has no usable score, so the question is asked once more."""
 
 
 @dataclass
 class Server:
-    """A judge's server during one call of the reward: its counts, and the first failure."""
+    """Connection to a judge's server during one call of the reward, with its statistics."""
 
-    judge: Any  # the `Judge` that asks; its module imports this one
-    key: str | None = field(repr=False)
-    failure: Failure | None = None
-    tokens: int = 0
-    latencies: list[float] = field(default_factory=list)
+    judge: Any  # the `Judge` that asks (not imported here, since its module imports this one)
+    key: str | None = field(repr=False)  # API key; None: no key is sent
+    failure: Failure | None = None  # the first failure
+    tokens: int = 0  # tokens of all requests and answers, as the server counts them
+    latencies: list[float] = field(default_factory=list)  # seconds of each successful request
 
     async def answers(self, questions: Iterable[str]) -> dict[str, float]:
-        """Return the judge's number for every question that has one.
+        """Ask all questions in parallel, and return a dict from question to the judge's number.
+
+        Questions that could not be answered are not in the dict.
 
         Raises:
-            RewardContractError: With ``on_failure="stop"``, a question has none.
+            RewardContractError: A question could not be answered, and ``on_failure`` is ``stop``.
         """
         import httpx
 
@@ -115,10 +118,10 @@ class Server:
         )
 
         async def ask(text: str) -> None:
-            """Put the answer to a question into ``found``.
+            """Ask one question and put the number into ``found``.
 
             Raises:
-                Failure: With ``on_failure="stop"``, there is no answer.
+                Failure: The question could not be answered, and ``on_failure`` is ``stop``.
             """
             async with gate:
                 try:
@@ -139,20 +142,20 @@ class Server:
         return found
 
     def sentence(self, failure: Failure) -> str:
-        """Return a failure as one sentence."""
+        """Return a failure as a message for the user, in one sentence."""
         judge = self.judge
         skip = ", or set on_failure: skip" if judge.on_failure == "stop" else ""
         return f"reward {judge.__name__!r}: {judge.url} {failure.what}; {failure.remedy}{skip}"
 
     async def _ask(self, client: "httpx.AsyncClient", text: str) -> float:
-        """Return the judge's number; after an answer without one, ask again."""
+        """Ask a question and return the judge's number; if the answer has none, ask once more."""
         try:
             return self._read(await self._request(client, self.judge.body(text)))
         except _Unusable:
             return self._read(await self._request(client, self.judge.body(text, again=True)))
 
     async def _request(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> "httpx.Response":
-        """Return an answer with status 200, retrying as often as allowed."""
+        """Send a request, retry up to ``max_retries`` times, and return the successful response."""
         attempt = 0
         while True:
             try:
@@ -196,10 +199,10 @@ class Server:
         return answer
 
     def _read(self, response: "httpx.Response") -> float:
-        """Return the number of a chat completion.
+        """Return the judge's number from a response.
 
         Raises:
-            _Unusable: It is something else, or holds no number that the judge may give.
+            _Unusable: The response is not a chat completion, or has no number in the allowed range.
         """
         judge = self.judge
         try:
@@ -220,7 +223,7 @@ class Server:
         elif judge.accepts(number):
             return number
         else:
-            why = f"a {key} that is not asked for"
+            why = f"a {key} outside the allowed range"
         raise _Unusable(
             f"gave {why} ({self._excerpt(text)})",
             "ask for JSON with response_format in extra_body, raise max_tokens, or use a "
@@ -248,14 +251,14 @@ class Server:
         )
 
     def _excerpt(self, text: str) -> str:
-        """Return the beginning of a text in one line, without the key and other secrets."""
+        """Return the beginning of a text on one line, with the API key and other secrets masked."""
         if self.key:
             text = text.replace(self.key, "***")
         return repr(" ".join(redact(text).split())[:160])
 
 
 def _seconds_to_wait(headers: "httpx.Headers") -> float:
-    """Return the seconds in Retry-After; 0.0 if it holds no number."""
+    """Return the seconds that the header Retry-After asks to wait, or 0.0 if it has no number."""
     try:
         return max(0.0, float(headers.get("Retry-After", "")))  # 0.0 for NaN too
     except ValueError:

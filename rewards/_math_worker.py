@@ -1,7 +1,7 @@
-"""Process that compares answers by math-verify: the child's side of ``math.py``.
+"""Child process of ``math.py``, which compares answers with the library math-verify.
 
-It is started with ``-m``, reads one JSON request per line of standard input, and writes one JSON
-reply per line to standard output. A request that takes too long ends the process.
+It is started with ``python -m``. It reads one JSON request from each line of standard input, and
+writes one JSON reply to a line of standard output. A request that takes too long ends the process.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MHz kW kWh cents cent degrees degree deg
 
 
 def main() -> None:
-    """Report whether the library is there, then answer until the input ends."""
+    """Report whether math-verify can be imported, then answer requests until the input ends."""
     # A batch system sends SIGTERM to every process of a job. The parent finishes its step, and this
     # process ends with its input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,7 +40,7 @@ def main() -> None:
     memory_mib = int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # whatever a library prints
+    os.dup2(null, 1)  # what a library prints must not get between the replies
     try:
         import logging
 
@@ -75,9 +75,14 @@ def main() -> None:
 
 
 def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
-    r"""Return the expressions in a text; one line of bare mathematics is read as a whole.
+    r"""Return the mathematical expressions in a text.
 
-    math-verify reads LaTeX only between delimiters, and only the 2 of a bare ``2\pi``.
+    math-verify reads LaTeX only between delimiters: in a bare ``2\pi`` it would read only the 2. A
+    text that is a single line of mathematics without delimiters is therefore read as a whole.
+
+    Args:
+        text: The text.
+        parse: The function ``parse`` of math-verify.
     """
     line = text.strip().strip("*#").rstrip(".").strip()
     bare = "\\boxed{" + _PLAIN_NAME.sub(r"\\\1 ", line) + "}"
@@ -88,7 +93,10 @@ def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
 
 
 def _is_prose(line: str) -> bool:
-    """Return whether a line holds a word or a unit that is not a product of letters."""
+    """Return whether a line has a word or a unit, so that it is not only mathematics.
+
+    Letters next to each other that can be a product of variables do not count as a word.
+    """
     bare = _COMMAND.sub("@", _WRAPPED.sub("", line))
     for match in _WORD.finditer(bare):
         word = match[0]

@@ -1,4 +1,7 @@
-"""Sandbox for untrusted Python in a process of its own: the parent's side."""
+"""Sandbox that runs an untrusted Python program in a confined child process.
+
+This module starts and watches the process. The child runs ``_confinement.py``.
+"""
 
 import contextlib
 import functools
@@ -20,51 +23,51 @@ from . import _confinement
 from ._text import check_least
 from ._time_limit import time_limit
 
-# A worker that is silent for longer has failed; a loaded machine starts one in a second
+# If the child prints nothing for this long, it has failed. On a busy machine it starts in a second.
 _START_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program."""
+    """Limits of one program in the sandbox."""
 
     timeout_seconds: float = 5.0  # wall time of the program; its CPU time may be a little more
     memory_mib: int = 512  # address space of the process; Python itself needs about 40 MiB
-    disk_mib: int = 16  # all files together if the folder is a file system of its own, else each
+    disk_mib: int = 16  # size of all files if the folder is a tmpfs, else the size of each file
     output_kib: int = 1024  # standard output; a program that prints more is ended
 
     def __post_init__(self) -> None:
-        """Refuse a limit that no program can keep."""
+        """Check that the limits are large enough for a Python process."""
         check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
         check_least("memory_mib", self.memory_mib, 64, 2**31)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one program."""
+    """Outcome of one program that ran in the sandbox."""
 
     ok: bool  # it ended by itself, within its limits, with exit code 0
     reason: str  # "" if it is ok, else "exit", "signal", "timeout" or "output"
     stdout: str  # printed text, up to the limit; bytes that are not UTF-8 are replaced
-    layers: tuple[str, ...] = field(repr=False)  # protections that it ran under
+    layers: tuple[str, ...] = field(repr=False)  # protections that were active
 
 
 def run_python(
     source: str, *, stdin: str = "", limits: Limits | None = None, allow_weak: bool = False
 ) -> Outcome:
-    """Run a program in a fresh, confined process, and return its outcome.
+    """Run a program in a new, confined process, and return its outcome.
 
-    The process has only the standard library, an empty environment, an empty folder of its own, no
-    network, and no other process to start or to reach. See docs/how-to/code_sandbox.md.
+    The program has only the standard library, an empty environment and an empty folder. It cannot
+    use the network, start processes, or reach other processes. See docs/how-to/code_sandbox.md.
 
     Args:
-        source: The program, which runs as ``__main__``.
-        stdin: Its whole standard input.
-        limits: Its limits; None: the defaults.
-        allow_weak: Run it even if neither files nor the network are protected.
+        source: Source code of the program, which runs as ``__main__``.
+        stdin: Text of the program's standard input.
+        limits: Limits of the program; None: the defaults.
+        allow_weak: Run the program even if this machine cannot protect files and the network.
 
     Raises:
-        BackendError: The protections do not hold on this machine, or the process did not start.
+        BackendError: This machine lacks a required protection, or the process did not start.
     """
     limits = limits or Limits()
     check_system(allow_weak=allow_weak)
@@ -85,10 +88,12 @@ def run_python(
 
 
 def check_system(*, allow_weak: bool) -> None:
-    """Check that this is Linux, or with ``allow_weak`` another POSIX system.
+    """Check that the operating system can run the sandbox.
+
+    It must be Linux or, if ``allow_weak`` is set, any POSIX system.
 
     Raises:
-        BackendError: It is another system.
+        BackendError: The operating system cannot run it.
     """
     if sys.platform != "linux" and not (allow_weak and os.name == "posix"):
         raise BackendError(
@@ -99,9 +104,13 @@ def check_system(*, allow_weak: bool) -> None:
 def _run(
     given: bytes, size: int, limits: Limits, *, allow_weak: bool
 ) -> tuple[int, bytes, bytes, str]:
-    """Run the program in the first ``size`` bytes of ``given``; the rest is its input.
+    """Run a program in a child process, and return (exit code, *results of ``_watch``).
 
-    The result is the exit code of the ended process, and the results of ``_watch``.
+    Args:
+        given: The program, followed by its standard input.
+        size: Number of bytes of the program in ``given``.
+        limits: Limits of the program.
+        allow_weak: See ``run_python``.
     """
     folder = Path(tempfile.mkdtemp(prefix="rloo-kit-code-"))
     try:
@@ -128,7 +137,7 @@ def _run(
 
 
 def protections() -> dict[str, bool]:
-    """Try each protection, and return whether it holds on this machine.
+    """Try each protection on this machine, and return a dict from its name to whether it works.
 
     >>> sorted(protections())
     ['landlock', 'namespaces', 'other_user', 'rlimits', 'seccomp', 'tmpfs']
@@ -166,7 +175,17 @@ def _start(
 def _watch(
     process: subprocess.Popen, limits: Limits, end: Callable[[], None]
 ) -> tuple[bytes, bytes, str]:
-    """Return the worker's first line, the program's output, and why it must be ended or ""."""
+    """Read a child process until the program ends or reaches a limit.
+
+    Args:
+        process: The child process.
+        limits: Limits of the program.
+        end: Function that kills the process.
+
+    Returns:
+        The first line of output, which reports the protections; the output of the program; and the
+        limit that the program reached, ``timeout`` or ``output``, or "".
+    """
     assert process.stdout is not None
     with time_limit(_START_SECONDS, end):
         header = process.stdout.readline()

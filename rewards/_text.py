@@ -1,4 +1,4 @@
-"""Helpers of rewards: the thought and the answer of a completion, columns, checks of parameters."""
+"""Helpers for rewards: they split a completion, read dataset columns and check parameters."""
 
 import ast
 import itertools
@@ -16,9 +16,9 @@ THINK_CLOSE = THOUGHT_ENDS
 
 
 def completion_text(completion: Completion) -> str:
-    """Return the text of one completion, plain or conversational.
+    """Return the text of a completion.
 
-    For chat messages it is the content of the last assistant message, "" without one.
+    For chat messages, it is the content of the last assistant message, or "" if there is none.
     """
     if isinstance(completion, str):
         return completion
@@ -29,19 +29,19 @@ def completion_text(completion: Completion) -> str:
 
 
 def thought_text(text: str) -> str | None:
-    """Return the text before the first ``</think>``, without a leading ``<think>``.
+    """Return the thought of a completion: the text before the first ``</think>``.
 
-    None if the text holds no ``</think>``.
+    A leading ``<think>`` is left out. Return None if the text has no ``</think>``.
     """
     thought, close, _ = text.partition(THINK_CLOSE)
     return thought.lstrip().removeprefix(THINK_OPEN) if close else None
 
 
 def text_after_thought(text: str) -> str:
-    """Return the text after the last ``</think>``.
+    """Return the answer of a completion: the text after the last ``</think>``.
 
-    A text without ``</think>`` is returned whole, or as "" if it begins with ``<think>``, since
-    all of it is then an unfinished thought.
+    If there is no ``</think>``, return the whole text. If such a text begins with ``<think>``,
+    return "", since it is only an unfinished thought.
     """
     _, close, answer = text.rpartition(THINK_CLOSE)
     if not close and answer.lstrip().startswith(THINK_OPEN):
@@ -50,7 +50,7 @@ def text_after_thought(text: str) -> str:
 
 
 def template_opens_thought(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer's chat template ends a prompt with an opened thought."""
+    """Return whether the tokenizer's chat template ends the prompt with an opening ``<think>``."""
     try:
         rendered: Any = tokenizer.apply_chat_template(
             [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True
@@ -61,13 +61,23 @@ def template_opens_thought(tokenizer: Tokenizer) -> bool:
 
 
 def is_unclosed(text: str, *, opened: bool) -> bool:
-    """Return whether a thought, ``opened`` before the completion or in it, is open at its end."""
+    """Return whether a completion ends inside a thought.
+
+    Args:
+        text: Text of the completion.
+        opened: Whether the prompt ends with an opening ``<think>``.
+    """
     _, close, tail = text.rpartition(THINK_CLOSE)
     return THINK_OPEN in tail or (opened and not close)
 
 
 def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
-    """Return the dataset column that a reward compares with.
+    """Return the values of the dataset column that a reward reads.
+
+    Args:
+        columns: All columns, by name.
+        name: Name of the column.
+        reward: Name of the reward, for the error message.
 
     Raises:
         RewardContractError: The column is missing.
@@ -81,7 +91,7 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
 
 
 def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[list[int]]:
-    """Return the token ids of B completions.
+    """Return ``completion_ids``, after checking that a reward that counts tokens got them.
 
     Raises:
         RewardContractError: ``completion_ids`` is None.
@@ -95,9 +105,9 @@ def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[li
 
 
 def tagged_answer(text: str) -> str:
-    """Return the text in the last ``<answer>`` after the thought, else all text after the thought.
+    """Return the text in the last ``<answer>`` tag after the thought.
 
-    White space at both ends is removed.
+    If there is no such tag, return all text after the thought. White space at both ends is removed.
 
     >>> tagged_answer("hm</think>It is <answer> 4 </answer>."), tagged_answer("hm</think> 4")
     ('4', '4')
@@ -109,7 +119,10 @@ def tagged_answer(text: str) -> str:
 
 
 def parsed_expression(text: str) -> ast.expr | None:
-    """Return the syntax tree of a Python expression, which is not run; None for any other text."""
+    """Parse a Python expression without running it, and return its syntax tree.
+
+    Return None if the text is not a valid expression.
+    """
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -117,10 +130,10 @@ def parsed_expression(text: str) -> ast.expr | None:
 
 
 def check_choices(reward: object) -> None:
-    """Check every parameter whose type is a ``Literal``.
+    """Check that each parameter with a ``Literal`` type has one of the allowed values.
 
     Raises:
-        ValueError: It has another value.
+        ValueError: A parameter has another value.
     """
     for name, hint in get_type_hints(type(reward)).items():
         value = getattr(reward, name)
@@ -130,10 +143,10 @@ def check_choices(reward: object) -> None:
 
 
 def check_least(name: str, value: float, least: float, below: float = math.inf) -> None:
-    """Check that a parameter is at least ``least`` and below ``below``.
+    """Check that a parameter is at least ``least`` and less than ``below``.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The value is outside this range.
     """
     if not least <= value < below:
         most = "" if below == math.inf else f", below {below}"
@@ -141,10 +154,10 @@ def check_least(name: str, value: float, least: float, below: float = math.inf) 
 
 
 def check_order(reward: object, *names: str) -> None:
-    """Check that parameters of a reward are 0 or more, and none is above the next one.
+    """Check that the named parameters are 0 or more, and that none is greater than the next one.
 
     Raises:
-        ValueError: They are not in this order.
+        ValueError: A parameter is negative, or greater than the next one.
     """
     values = [getattr(reward, name) for name in names]
     if not all(low <= high for low, high in itertools.pairwise([0, *values])):
@@ -153,15 +166,18 @@ def check_order(reward: object, *names: str) -> None:
 
 
 def is_missing(value: object) -> bool:
-    """Return whether a dataset column has no value in a row: None or NaN."""
+    """Return whether a value of a dataset column is missing: None or NaN."""
     return value is None or value != value  # only NaN differs from itself
 
 
 def n_grams(units: Sequence[Any], n: int) -> list[tuple[Any, ...]]:
-    """Return all runs of ``n`` units, in order."""
+    """Return all n-grams of a sequence: every run of ``n`` neighbouring units, in order."""
     return list(zip(*(units[start:] for start in range(n)), strict=False))
 
 
 def expected_text(value: object) -> str | None:
-    """Return the value of a column as text; None if it is missing (None, NaN or blank)."""
+    """Return a dataset value as text without white space at its ends.
+
+    Return None if the value is missing (None, NaN or blank).
+    """
     return None if is_missing(value) else str(value).strip() or None

@@ -1,4 +1,4 @@
-"""Time limit of a block that reads from a process."""
+"""Time limit for a block of code that reads from a process."""
 
 import contextlib
 import threading
@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def time_limit(seconds: float, end: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Call ``end`` once the block has taken so many seconds; it ends the process that is read.
+    """Context manager that calls ``end`` if its block takes longer than ``seconds``.
 
-    Yields a function for after the block, which returns whether ``end`` was not called. A thread
-    does it, since Windows reads no pipe with a time limit.
+    ``end`` must kill the process from which the block reads, so that the block ends. A thread calls
+    it, because Windows cannot read a pipe with a time limit.
+
+    The context manager yields a function. After the block, it returns whether the block ended in
+    time.
     """
     limit = threading.Timer(seconds, end)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Reward of the expected answer after the thought: a text, a number or a letter."""
+"""Reward for the expected answer after the thought: a text, a number, or the letter of a choice."""
 
 import math
 import re
@@ -18,10 +18,10 @@ _NUMBER = re.compile(
 
 
 def parse_number(text: str) -> Decimal | None:
-    """Return the exact number that the whole text is; None for any other text.
+    """Return the exact value of a text that is a number, or None if it is not a number.
 
-    It may have a sign, correct thousands separators, a decimal part, an exponent, and one full stop
-    at the end.
+    The number may have a sign, correct thousands separators, a decimal part, an exponent, and a
+    full stop at the end. Nothing else may be in the text.
 
     >>> parse_number("1,234.50."), parse_number("$5"), parse_number("12,34")
     (Decimal('1234.50'), None, None)
@@ -44,10 +44,11 @@ _MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
 
 
 def last_number(text: str) -> Decimal | None:
-    r"""Return the exact last number in a text; None if the text has none.
+    r"""Return the exact value of the last number in a text, or None if the text has no number.
 
-    Numbers have ASCII digits, with or without thousands separators; a currency sign and a unit may
-    be next to them. A fraction is two numbers, and the exponent of ``cm^2`` is one.
+    Numbers have ASCII digits, with or without thousands separators. A currency sign or a unit may
+    be next to a number. A fraction counts as two numbers, and the exponent of ``cm^2`` counts as a
+    number too.
 
     >>> last_number("6 + 6 = 12, so $1,234.50 in total."), last_number("from 5-3 to -2%")
     (Decimal('1234.50'), Decimal('-2'))
@@ -96,13 +97,15 @@ _WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""Return the letter of the option that a multiple-choice answer chooses, or None.
+    r"""Return the letter that an answer to a multiple-choice question chooses, or None.
 
-    A text of a single letter, with or without brackets and asterisks, chooses that letter. In any
-    other text the first rule that finds a letter decides: the last letter that is called the answer
-    ("Answer: B", "\boxed{B}"); the last one that is called chosen ("option (B)", "I pick B"); the
-    last one that is marked ("(B)", "**B**", "B. Paris" at the beginning of a line); the only
-    capital letter that is a word of its own.
+    A text with only one letter, with or without brackets and asterisks, chooses that letter. For
+    any other text, these rules are tried in order until one finds a letter:
+
+    1. the last letter that is stated as the answer ("Answer: B", "\boxed{B}")
+    2. the last letter that is stated as the choice ("option (B)", "I pick B")
+    3. the last letter that is marked ("(B)", "**B**", or "B. Paris" at the beginning of a line)
+    4. the only capital letter that stands alone as a word
 
     >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
     ['B', 'B', 'C', 'B']
@@ -126,8 +129,8 @@ class Accuracy(TextReward, AnswerReward):
     """Reward the expected answer: 1.0 if it is given, 0.0 if not.
 
     The answer is all text after the last ``</think>``, without white space at its ends; ``match``
-    says how it is compared. None if the expected answer is missing (None, NaN or blank), or is not
-    a number or a letter as ``match`` needs it.
+    decides how it is compared. The score is None if the expected answer is missing (None, NaN or
+    blank), or if it is not a number or letter although ``match`` requires one.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]
@@ -146,14 +149,16 @@ class Accuracy(TextReward, AnswerReward):
     column: str = "answer"
     """Dataset column of the expected answers."""
     match: Literal["auto", "exact", "number", "choice"] = "auto"
-    """``auto``: the whole answer equals the expected text, or both are numbers of the same value
-    (85 equals 85.0, and 1,234 equals 1234). ``exact``: it equals the text. ``number``: the last
-    number in it equals the expected one. ``choice``: the letter it chooses is the expected one."""
+    """When the answer counts as right. ``auto``: it equals the expected text, or both are numbers
+    with the same value (85 equals 85.0, and 1,234 equals 1234). ``exact``: it equals the expected
+    text. ``number``: the last number in it equals the expected number. ``choice``: it chooses the
+    expected letter."""
     tolerance: float = 0.0
-    """With ``number``: largest absolute difference of numbers that count as equal."""
+    """With ``match: number``, the largest absolute difference between numbers that count as
+    equal."""
 
     def __post_init__(self) -> None:
-        """Refuse another way to compare, and a tolerance that would not be used or is below 0."""
+        """Check ``match``, and that ``tolerance`` is not negative and can have an effect."""
         check_choices(self)
         if not 0 <= self.tolerance < math.inf:
             raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
@@ -170,7 +175,10 @@ class Accuracy(TextReward, AnswerReward):
         return float(self._is_right((self.answer(text, opened) or "").strip(), expected))
 
     def _expected(self, answer: object) -> str | Decimal | None:
-        """Return what the answer is compared with; None if it is missing or of another kind."""
+        """Return the expected answer as text, number or letter, as ``match`` requires.
+
+        Return None if it is missing or does not have the required kind.
+        """
         text = expected_text(answer)
         if text and self.match == "number":
             return parse_number(text)

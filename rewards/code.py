@@ -1,4 +1,4 @@
-"""Reward of a program that passes its tests in a sandbox."""
+"""Reward for a program that passes its tests in a sandbox."""
 
 import ast
 import inspect
@@ -23,14 +23,17 @@ _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*\n?")
 
 
 def fenced_code(text: str) -> str | None:
-    r"""Return the last closed block of Python between fences, or else the last without a language.
+    r"""Return the code in the last fenced code block whose language is Python.
+
+    If there is no such block, return the last fenced block without a language, or None. A block
+    that is not closed does not count.
 
     >>> fenced_code("So:\n```python\nx = 1\n```\nIt prints:\n```\n1\n```")
     'x = 1\n'
     >>> fenced_code("x = 1") is None
     True
     """
-    found: dict[bool, str] = {}  # whether the block says that it is Python -> its text
+    found: dict[bool, str] = {}  # whether the block names Python as its language -> its text
     lines = iter(text.splitlines(keepends=True))
     for fence in filter(None, map(_FENCE.fullmatch, lines)):
         indent, marks, tag = fence.groups()
@@ -45,8 +48,10 @@ def fenced_code(text: str) -> str | None:
     return found.get(True, found.get(False))
 
 
-# One test: `input` and `output` of a program that reads and prints; or `setup` (statements) and
-# `check` (a statement) in Python, with the two `sides` of a check that is an equation, or None
+# One test has one of two forms:
+# - `input` and `output` for a program that reads standard input and prints
+# - Python code: `setup` (statements), `check` (a statement), and `sides` (the two sides of a check
+#   that is an equation, or None)
 _Test = dict[str, Any]
 
 
@@ -54,20 +59,20 @@ _Test = dict[str, Any]
 class Code(AnswerReward):
     r"""Reward a program by the share of its tests that pass.
 
-    Range: [0.0, 1.0]; with ``all_or_nothing`` 1.0 or 0.0. The program is the last block between
+    Range: [0.0, 1.0]; with ``all_or_nothing``, 1.0 or 0.0. The program is the last block between
     ``` fences after the last ``</think>``. It runs in a separate process with only the standard
-    library, confined as docs/how-to/code_sandbox.md says. Whatever it does, only its own completion
-    loses the reward. None if there are no tests.
+    library, in the sandbox that docs/how-to/code_sandbox.md describes. Whatever the program does
+    can only cost its own completion the reward. The score is None if there are no tests.
 
-    Each row of the column is a list of tests, or the list as JSON text. There are three kinds:
+    Each row of the column is a list of tests, or such a list as JSON text. There are three kinds:
 
-    - A string is Python code, such as one assert (MBPP), or ``check`` and its call (HumanEval). It
-      runs after the program in the same process; the two values of ``assert a == b`` are compared
-      outside of that process.
-    - An object ``{"input", "output"}`` is one separate run of the program. It passes if the program
-      prints the output; white space at the end of a line or of the whole output is ignored. If a
-      run takes too long, the runs after it count as failed.
-    - An object of two lists, ``{"inputs", "outputs"}`` (APPS), holds several such runs.
+    - A string is Python code, such as one assert (MBPP), or a function ``check`` and its call
+      (HumanEval). It runs after the program in the same process. The two values of
+      ``assert a == b`` are compared outside that process.
+    - An object with ``input`` and ``output`` is one separate run of the program. It passes if the
+      program prints the output. White space at the end of a line or of the whole output is ignored.
+      If a run takes too long, all later runs count as failed.
+    - An object with two lists, ``inputs`` and ``outputs`` (APPS), describes several such runs.
 
     >>> row = {"tests": [["assert add(1, 2) == 3", "assert add(1, 1) == 2"]]}
     >>> Code()(completions=["```python\ndef add(a, b): return 3\n```"], **row)
@@ -83,18 +88,20 @@ class Code(AnswerReward):
     all_or_nothing: bool = False
     """Score 1.0 if all tests pass, else 0.0."""
     require_fence: bool = True
-    """Score 0.0 without a closed block between fences; False: run the whole answer then."""
+    """Score 0.0 if the answer has no closed block between fences. False: run the whole answer in
+    that case."""
     timeout_seconds: float = 5.0
-    """Wall time of one run: of all tests in Python, or of one input."""
+    """Limit of one run's wall time, in seconds. All tests in Python are one run, and so is each
+    input."""
     memory_mib: int = 512
-    """Address space of one run."""
+    """Limit of one run's memory (address space), in MiB."""
     max_workers: int | None = None
-    """Programs that run at the same time; None: one per core."""
+    """Number of programs that run at the same time; None: one per core."""
     allow_weak: bool = False
-    """Run programs even on a machine that cannot keep them from files and network."""
+    """Run programs even on a machine that cannot keep them from files and the network."""
 
     def __post_init__(self) -> None:
-        """Refuse a system without the sandbox, and limits that no program can keep."""
+        """Check that the system can run the sandbox, and that the limits are large enough."""
         check_system(allow_weak=self.allow_weak)
         _ = self._limits
         if self.max_workers is not None:
@@ -113,8 +120,9 @@ class Code(AnswerReward):
         """Return one score per completion; None for a row without tests.
 
         Raises:
-            RewardContractError: The column holds something else than tests.
-            BackendError: The sandbox does not hold on this machine.
+            RewardContractError: The column is missing, or holds a value that is not a list of
+                tests.
+            BackendError: This machine lacks a protection that the sandbox requires.
         """
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
@@ -170,7 +178,11 @@ class Code(AnswerReward):
 
 
 def _read_tests(value: Any, column: str) -> list[_Test]:
-    """Return the tests of one row; [] if the value is missing."""
+    """Convert the value of one row to a list of tests; return [] if the value is missing.
+
+    Raises:
+        RewardContractError: The value is not a list of tests.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -192,7 +204,10 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
 
 
 def _as_rows(table: dict[str, Any]) -> Any:
-    """Return lists of "inputs" and "outputs" (or singular) as a list of objects; else the table."""
+    """Convert ``{"inputs": [...], "outputs": [...]}`` to a list with an object for each run.
+
+    The keys may also be singular. A table of any other form is returned unchanged.
+    """
     given: Any = table.get("inputs", table.get("input"))
     wanted: Any = table.get("outputs", table.get("output"))
     are_lists = isinstance(given, list) and isinstance(wanted, list)
@@ -210,7 +225,13 @@ def _lines(text: str) -> list[str]:
 
 
 def _checks(source: str, column: str) -> list[_Test]:
-    """Return the asserts of a piece of Python as single tests, or the whole as one."""
+    """Split Python code into tests, one for each assert.
+
+    If the code has other statements after an assert, or no assert, it becomes a single test.
+
+    Raises:
+        RewardContractError: The code is not Python, or every program would pass it.
+    """
     try:
         body = _unfolded(ast.parse(source).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
@@ -225,7 +246,7 @@ def _checks(source: str, column: str) -> list[_Test]:
     if not asserts and all(isinstance(node, idle) for node in body):
         raise RewardContractError(
             f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
-            "add an assert, or a call of the function that has them"
+            "add an assert, or a call of the function that has the asserts"
         )
     if not asserts or body != [*setup, *asserts]:
         return [{"setup": [], "check": source, "sides": None}]
@@ -237,7 +258,10 @@ def _checks(source: str, column: str) -> list[_Test]:
 
 
 def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return statements, with the asserts of a function that only asserts in place of its call."""
+    """Replace the call of a function that consists of asserts by the asserts themselves.
+
+    Return the new list of statements. HumanEval writes its tests as such a function, ``check``.
+    """
     found: list[ast.stmt] = []
     checks: dict[str, ast.FunctionDef] = {}
     for node in body:
@@ -245,7 +269,7 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
             case ast.Expr(ast.Call(ast.Name(name), [argument], [])) if name in checks:
                 check = checks[name]
                 parameter = ast.Name(check.args.args[0].arg, ast.Store())
-                # A function that was called holds the expected values
+                # Remove the function that was called, since it contains the expected values
                 found = [one for one in found if one is not check]
                 found.append(ast.fix_missing_locations(ast.Assign([parameter], argument)))
                 found += check.body
@@ -258,7 +282,7 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    """Return whether a statement is a comment, or like HumanEval's ``assert True``."""
+    """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``."""
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):
             return True

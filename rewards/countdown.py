@@ -1,4 +1,4 @@
-"""Reward of an expression over given numbers that reaches a target, computed exactly."""
+"""Reward for an arithmetic expression that reaches a target with given numbers."""
 
 import ast
 import operator
@@ -28,11 +28,12 @@ _OPERATIONS = {
 
 
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
-    """Return (exact value, whole numbers used) of an arithmetic expression, or None.
+    """Compute an arithmetic expression, and return (exact value, whole numbers in it).
 
-    It may hold whole numbers in digits, ``+ - * /`` (or the printed signs for times, division and
-    minus), brackets and a minus before a term, and have at most 200 characters. It is parsed and
-    computed in fractions, never run.
+    Return None if the text is not a valid expression. A valid expression has at most 200
+    characters: whole numbers in digits, ``+ - * /`` (or the typographic signs for times, division
+    and minus), brackets, and a minus before a term. It is parsed and computed with fractions, and
+    is never run as Python code.
 
     >>> evaluate_expression("(7 - 3) / 8")
     (Fraction(1, 2), [7, 3, 8])
@@ -51,7 +52,11 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
 
 
 def _value(node: ast.expr | None, used: list[int]) -> Fraction:
-    """Return the value of a tree, and add its numbers to ``used``."""
+    """Return the value of an expression's syntax tree, and append its numbers to ``used``.
+
+    Raises:
+        ValueError: The tree has a node that is not arithmetic.
+    """
     match node:
         case ast.Constant(int(number)):
             used.append(number)
@@ -68,10 +73,11 @@ class Countdown(AnswerReward):
     """Reward an expression that reaches the target: 1.0 if it does, 0.0 if not.
 
     The expression is all text after the last ``</think>``, or the text in the last ``<answer>``
-    there; one full stop and ``= TARGET`` may follow it. It may use each of the row's ``numbers``
-    once (twice if it is there twice), with ``+ - * /`` and brackets, and is computed exactly.
-    Range: [0, 1]. None if the row has no ``numbers`` or no ``target``. Source: TinyZero
-    (github.com/Jiayi-Pan/TinyZero), whose settings are ``use_all=True, valid_score=0.1``.
+    there; ``= VALUE`` and a full stop may follow it. It may use each of the row's ``numbers`` at
+    most once (twice if the number is listed twice), with ``+ - * /`` and brackets. It is computed
+    exactly. Range: [0, 1]. The score is None if the row has no ``numbers`` or no ``target``.
+    Source: TinyZero (github.com/Jiayi-Pan/TinyZero), which corresponds to ``use_all=True,
+    valid_score=0.1``.
 
     >>> reward = Countdown()
     >>> reward(completions=["8*3</think>(7 - 3) * 6", "4 * 6 = 24."], numbers=[[7, 3, 6], [4, 6]],
@@ -85,12 +91,12 @@ class Countdown(AnswerReward):
     __name__ = "countdown"
 
     use_all: bool = False
-    """Require that every number is used."""
+    """Require that the expression uses every number."""
     valid_score: float = 0.0
-    """Score of an expression that keeps the rules and misses the target."""
+    """Score of an expression that follows the rules but misses the target."""
 
     def __post_init__(self) -> None:
-        """Raise RewardContractError if the score for a wrong answer is 1 or more."""
+        """Check that the score for a missed target is at least 0 and less than 1."""
         check_least("valid_score", self.valid_score, 0, 1)
 
     def __call__(
@@ -119,7 +125,10 @@ class Countdown(AnswerReward):
 
 
 def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
-    """Return value and numbers of ``EXPRESSION`` or ``EXPRESSION = ITS VALUE``, else None."""
+    """Return (value, numbers) of an answer of the form ``EXPRESSION`` or ``EXPRESSION = VALUE``.
+
+    Return None if the answer has another form, or if VALUE is wrong.
+    """
     expression, equals, result = answer.removesuffix(".").partition("=")
     found = evaluate_expression(expression)
     if not equals or found is None:

@@ -1,4 +1,4 @@
-"""Rewards of a format: a regular expression, a row of tags, or a JSON schema."""
+"""Rewards for a format: a regular expression, a sequence of tags, or a JSON schema."""
 
 import functools
 import json
@@ -22,14 +22,14 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 
 @dataclass(frozen=True)
 class RegexFormat(TextReward):
-    r"""Reward a completion that fits a regular expression: 1.0 if it does, 0.0 if not.
+    r"""Reward a completion that matches a regular expression: 1.0 if it does, 0.0 if not.
 
-    White space at the ends of the part is removed first, a dot matches line ends too, and the
-    syntax is that of Python's ``re``. A ``<think>`` in the prompt does not belong to the
-    completion. With ``part`` "answer" the thought is left out, and a completion whose thought is
+    The syntax is that of Python's ``re``, and a dot also matches line ends. White space at the ends
+    of the text is removed first. A ``<think>`` in the prompt is not part of the completion. With
+    ``part`` "answer", only the text after the thought is matched, and a completion whose thought is
     not closed scores 0.0.
 
-    A pattern that takes longer than a fifth of a second on a completion scores it 0.0.
+    If matching takes longer than a fifth of a second, the completion scores 0.0.
 
     >>> RegexFormat(r"<think>.*</think>\s*\d+")(completions=["<think>a\nb</think>\n4", "4"])
     [1.0, 0.0]
@@ -44,12 +44,12 @@ class RegexFormat(TextReward):
     pattern: str
     """The regular expression."""
     full: bool = True
-    """Match the whole part; False: find the pattern anywhere in it."""
+    """The pattern must match the whole text. False: it may match anywhere in the text."""
     part: Part = "completion"
-    """``completion``, or ``answer``: the text after the last ``</think>``."""
+    """Text to match: ``completion`` (all of it), or ``answer`` (after the last ``</think>``)."""
 
     def __post_init__(self) -> None:
-        """Refuse a bad pattern and an unknown part."""
+        """Check that the pattern is a regular expression and that ``part`` is known."""
         import regex
 
         try:
@@ -68,12 +68,12 @@ class RegexFormat(TextReward):
 
 @dataclass(frozen=True)
 class TagFormat(TextReward):
-    """Reward XML tags, each exactly once, in order, with nothing outside: 1.0 if so, 0.0 if not.
+    """Reward a completion that consists of given XML tags in order: 1.0 if it does, 0.0 if not.
 
-    Each tag is opened and closed once, before the next one is opened. A tag may hold anything but
-    another of these tags, and only white space may be outside. If the prompt opens the thought and
-    ``think`` is the first tag, that ``<think>`` counts as the beginning of the completion. Tags
-    with attributes are not read as tags.
+    Each tag must be opened and closed exactly once, before the next one is opened. A tag may
+    contain anything except another of these tags, and only white space may be outside the tags. If
+    the prompt opens the thought and ``think`` is the first tag, the ``<think>`` of the prompt
+    counts as the beginning of the completion. Tags with attributes do not count as tags.
 
     >>> reward = TagFormat(tags=("think", "answer"))
     >>> reward(completions=["<think>hm</think> <answer>4</answer>", "<answer>4</answer>"])
@@ -87,12 +87,12 @@ class TagFormat(TextReward):
     __name__ = "format"
 
     tags: tuple[str, ...]
-    """Names of the tags, without brackets."""
+    """Names of the tags in order, without brackets."""
     part: Part = "completion"
-    """``completion``, or ``answer``: the text after the last ``</think>``."""
+    """Text to check: ``completion`` (all of it), or ``answer`` (after the last ``</think>``)."""
 
     def __post_init__(self) -> None:
-        """Accept a list or a single name; refuse invalid and repeated names."""
+        """Convert a list or a single name to a tuple, and check the names."""
         names = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
         for name in names:
             if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
@@ -109,7 +109,7 @@ class TagFormat(TextReward):
         part = part_text(text, self.part, opened=opened)
         if part is None:
             return 0.0
-        # The template's <think> is the first tag.
+        # The <think> at the end of the prompt is the first tag
         if opened and self.part == "completion" and self.tags[0] == "think":
             part = THINK_OPEN + part
         names = "|".join(map(re.escape, self.tags))
@@ -122,11 +122,11 @@ class TagFormat(TextReward):
 class JsonFormat(TextReward):
     """Reward an answer that is JSON and valid under a JSON schema: 1.0 if it is, 0.0 if not.
 
-    The answer is all text after the last ``</think>``, without white space at its ends: JSON, or
-    one ``` fence with JSON, with or without ``json``, and nothing else. A thought that is not
-    closed leaves no answer and scores 0.0. NaN and infinite numbers are not JSON. The schema's
-    ``$schema`` names its draft (default: 2020-12). References are followed inside the schema only,
-    never over the network. A ``pattern`` is searched for with the time limit of ``RegexFormat``.
+    The answer is all text after the last ``</think>``, without white space at its ends. It must be
+    only JSON, or one block of JSON between ``` fences. A completion whose thought is not closed has
+    no answer and scores 0.0. NaN and infinite numbers are not JSON. The key ``$schema`` of the
+    schema names its draft (default: 2020-12). References are resolved only inside the schema, never
+    over the network. Matching a ``pattern`` has the same time limit as in ``RegexFormat``.
 
     >>> reward = JsonFormat(schema={"type": "object", "required": ["total"]})
     >>> reward(completions=['hm</think>{"total": 4}', 'hm</think>{"sum": 4}', "hm</think>4"])
@@ -136,10 +136,10 @@ class JsonFormat(TextReward):
     __name__ = "format"
 
     schema: dict[str, Any] | bool = field(hash=False)
-    """The JSON schema; ``{}`` is any JSON."""
+    """The JSON schema; ``{}`` accepts any JSON."""
 
     def __post_init__(self) -> None:
-        """Refuse an invalid schema, and keep a copy that nothing else can change."""
+        """Check the schema, and store a copy that later changes of the original do not affect."""
         try:
             text = json.dumps(self.schema, sort_keys=True)
             _validator(text)
@@ -172,10 +172,10 @@ def make_format(
     full: bool | None = None,
     part: Part | None = None,
 ) -> RegexFormat | TagFormat | JsonFormat:
-    r"""Reward a completion in a given format: a regular expression, a row of tags, or JSON.
+    r"""Reward a completion in a given format: a regular expression, a sequence of tags, or JSON.
 
     Give exactly one of ``pattern`` (``RegexFormat``), ``tags`` (``TagFormat``) and ``schema``
-    (``JsonFormat``). A completion in the format scores 1.0, any other 0.0.
+    (``JsonFormat``). A completion in this format scores 1.0, and any other 0.0.
 
     >>> make_format(tags=["think", "answer"])
     TagFormat(thought_opened=None, tags=('think', 'answer'), part='completion')
@@ -183,7 +183,7 @@ def make_format(
     '\\d+'
 
     Raises:
-        ValueError: None or several formats are given, or a setting that the format does not have.
+        ValueError: No format or more than one is given, or a parameter has no effect on the format.
     """
     kinds: dict[str, Any] = {"pattern": RegexFormat, "tags": TagFormat, "schema": JsonFormat}
     settings = {"pattern": pattern, "tags": tags, "schema": schema, "full": full, "part": part}
@@ -201,7 +201,10 @@ def make_format(
 
 
 def _matches(pattern: str, text: str, *, full: bool) -> bool:
-    """Return whether a pattern matches the whole text or a part of it, in time."""
+    """Return whether a pattern matches a text within the time limit.
+
+    It must match the whole text if ``full`` is set, else any part of it.
+    """
     import regex  # re has no time limit; transformers needs this package too
 
     compiled = regex.compile(pattern, regex.DOTALL)
@@ -214,7 +217,12 @@ def _matches(pattern: str, text: str, *, full: bool) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _validator(schema: str) -> Any:
-    """Return the validator of a schema written as JSON."""
+    """Return a jsonschema validator for a schema, which is given as JSON text.
+
+    Raises:
+        RewardLoadError: The package jsonschema is missing.
+        ValueError: The schema is invalid.
+    """
     try:
         import jsonschema.validators
         import referencing.jsonschema
@@ -234,7 +242,7 @@ def _validator(schema: str) -> Any:
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:
-    """Yield an error for a string in which a schema's ``pattern`` is not found."""
+    """Check a schema's ``pattern`` with the time limit: yield an error if it is not found."""
     import jsonschema
 
     if isinstance(instance, str) and not _matches(pattern, instance, full=False):
@@ -242,7 +250,11 @@ def _check_pattern(_validator: object, pattern: str, instance: object, _schema: 
 
 
 def _finite(text: str) -> float:
-    """Return a number of JSON; refuse NaN, infinities, and numbers beyond any float."""
+    """Return a number in JSON as a float.
+
+    Raises:
+        ValueError: It is NaN, infinite, or too large for a float.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")

@@ -1,4 +1,4 @@
-"""Reward by the verifier of a reasoning-gym task."""
+"""Reward that calls the verifier of a reasoning-gym task."""
 
 import ast
 import functools
@@ -15,24 +15,26 @@ from rloo_kit.types import Completions, Score, Scores
 from ._text import parsed_expression, tagged_answer
 from .thinking import AnswerReward
 
-# A longer answer is scored as an empty one, since the slowest verifiers compare trees
+# A longer answer is scored like an empty answer, since some verifiers are very slow
 MAX_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
 class ReasoningGym(AnswerReward):
-    """Reward the answer as the task's own verifier does.
+    """Reward an answer with the score of the task's own verifier.
 
-    Range: [0, 1], as the verifier scores: most give 1.0 for a right answer, and many give a little
-    for a wrong one that is well formed. The answer is the text in the last ``<answer>`` after the
-    thought, or else all text after the thought, without white space at its ends. None if the row
-    has no ``entry``, the column that ``load_prompts("reasoning_gym:TASK")`` makes. 0.0 if the
-    verifier raises. Source: ``score_answer`` of the tasks of reasoning-gym 0.1.25.
+    Range: [0, 1]; most verifiers give 1.0 for a right answer, and many give a small score for a
+    wrong answer that is well formed. The answer is the text in the last ``<answer>`` after the
+    thought, or else all text after the thought, without white space at its ends. The score is 0.0
+    if the verifier raises. It is None if the row has no value in the column ``entry``, which
+    ``load_prompts("reasoning_gym:TASK")`` makes. Source: ``score_answer`` of the tasks of
+    reasoning-gym 0.1.25.
 
-    Nine verifiers run the answer as Python. For these, an answer that is more than a literal (four
-    of them) or a formula (five) is scored as an empty one, and a run's ``reward_timeout_seconds``
-    limits the rest. Do not train on game_of_life_halting, whose verifier accepts every text, or on
-    coin_flip, whose verifier accepts "0" for nearly every probability.
+    Nine verifiers run the answer as Python code. Four of them get only answers that are literals,
+    and five get only formulas; any other answer is scored like an empty answer. Set
+    ``trainer.reward_timeout_seconds`` to limit the time of a formula. Do not train on
+    game_of_life_halting, whose verifier accepts every text, or on coin_flip, whose verifier accepts
+    "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -48,7 +50,7 @@ class ReasoningGym(AnswerReward):
         prompts: Completions | None = None,
         **_: object,
     ) -> Scores:
-        """Return one score per completion; None for a row of another source."""
+        """Return one score per completion; None for a row that is not from reasoning-gym."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # answers that are read as Python cause some
             return [self._score(*row) for row in self.rows(completions, prompts, entry)]
@@ -78,20 +80,27 @@ class ReasoningGym(AnswerReward):
 
 
 def _read_entry(text: str) -> tuple[str, str, dict[str, Any]]:
-    """Return (task, its settings as JSON, the entry as the task made it)."""
+    """Parse the column ``entry`` and return (task, settings as JSON, entry as the task made it).
+
+    Raises:
+        RewardContractError: The text is not an entry of reasoning-gym.
+    """
     try:
         entry = json.loads(text, object_hook=_restored)
         settings = json.dumps(entry.pop("settings"), sort_keys=True)
         return entry["metadata"]["source_dataset"], settings, entry
     except (TypeError, ValueError, KeyError, AttributeError) as exc:
         raise RewardContractError(
-            f"reward 'reasoning_gym' got {str(text)[:80]!r} in the column 'entry', which is no "
+            f"reward 'reasoning_gym' got {str(text)[:80]!r} in the column 'entry', which is not an "
             "entry of reasoning-gym; make the prompts with load_prompts('reasoning_gym:TASK')"
         ) from exc
 
 
 def _restored(value: dict[str, Any]) -> Any:
-    """Return the tuple, or the dict whose keys are not text, that a tag marks."""
+    """Restore a tuple, or a dict with keys that are not text, from its form in JSON.
+
+    Any other dict is returned unchanged.
+    """
     if value.keys() == {"__tuple__"}:
         return tuple(value["__tuple__"])
     if value.keys() == {"__items__"}:
@@ -99,7 +108,7 @@ def _restored(value: dict[str, Any]) -> Any:
     return value
 
 
-# Task -> the keys in its entry of the text that its verifier runs as Python
+# Task -> keys that lead to the text in its entry that its verifier runs as Python code
 _RUN_BY_VERIFIER = {
     "bitwise_arithmetic": ("metadata", "problem"),
     "intermediate_integration": ("metadata", "integrand"),
@@ -110,7 +119,11 @@ _RUN_BY_VERIFIER = {
 
 
 def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
-    """Refuse an entry whose verifier would run more of it than arithmetic."""
+    """Check that a verifier which runs text of the entry as Python code would run only arithmetic.
+
+    Raises:
+        RewardContractError: The verifier would run other code.
+    """
     text: Any = entry
     for key in _RUN_BY_VERIFIER.get(task, ()):
         text = text.get(key)
@@ -158,7 +171,10 @@ MAX_EXPONENT = 30
 
 
 def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
-    """Return whether a tree has only these nodes, and calls only elementary functions."""
+    """Return whether a syntax tree has only nodes of these types.
+
+    Calls are allowed only for elementary functions such as ``sin``.
+    """
     for node in ast.walk(tree):
         match node:
             case ast.Call(ast.Name(name), _, []) if name in _FUNCTIONS:
@@ -171,7 +187,10 @@ def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Return whether ``eval`` of the text fails, or makes nothing but lists of constants."""
+    """Return whether ``eval`` of the text is harmless.
+
+    It is harmless if it fails, or if it only creates constants and lists or tuples of them.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError):  # it fails in the verifier too
@@ -182,7 +201,10 @@ def _is_literal(text: str) -> bool:
 
 
 def _is_formula(text: str) -> bool:
-    """Return whether the text has only arithmetic, powers, variables and elementary functions."""
+    """Return whether the text is a formula that can be computed in a short time.
+
+    It may have arithmetic, small powers, variables and elementary functions.
+    """
     tree = parsed_expression(text) if len(text) <= MAX_FORMULA_CHARACTERS else None
     if tree is None or not _consists_of(tree, _FORMULA) or _nesting(tree) > 2:
         return False
@@ -190,7 +212,10 @@ def _is_formula(text: str) -> bool:
 
 
 def _is_bounded(node: ast.AST) -> bool:
-    """Return whether a node is no infinite number, no private name and no large power."""
+    """Return whether a node is allowed in a formula.
+
+    Infinite numbers, names that begin with ``_`` and large powers are not allowed.
+    """
     match node:
         case ast.Constant(value):
             return isinstance(value, int | float) and value < math.inf
@@ -202,7 +227,7 @@ def _is_bounded(node: ast.AST) -> bool:
 
 
 def _is_small(exponent: ast.AST) -> bool:
-    """Return whether an exponent has no power and at most two numbers, both small."""
+    """Return whether an exponent is small: without powers, with at most two small numbers."""
     values = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
     return (
         not _nesting(exponent)
@@ -212,12 +237,12 @@ def _is_small(exponent: ast.AST) -> bool:
 
 
 def _nesting(node: ast.AST) -> int:
-    """Return how deep powers are nested."""
+    """Return the depth to which powers are nested in a syntax tree."""
     inside = max(map(_nesting, ast.iter_child_nodes(node)), default=0)
     return inside + isinstance(getattr(node, "op", None), ast.Pow)
 
 
-# Task whose verifier must not get every answer -> whether it may get this one
+# Task whose verifier must not get every answer -> function that says whether it may get an answer
 _GUARDS: dict[str, Callable[[str], bool]] = {
     "binary_matrix": _is_literal,
     "n_queens": _is_literal,

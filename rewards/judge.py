@@ -1,4 +1,4 @@
-"""Reward by a judge: a language model behind an OpenAI-compatible server."""
+"""Reward from a judge, which is a language model on an OpenAI-compatible server."""
 
 import hashlib
 import json
@@ -64,16 +64,16 @@ _FIXED_FIELDS = ("messages", "model", "n", "stream")
 class Judge(TemplateAware):
     """Reward a completion by the judgement of another model, called over HTTP.
 
-    Range: [0, 1], higher is better. In mode ``rubric`` the judge gives a number on ``scale``, which
-    is mapped linearly to [0, 1]. In mode ``pairwise`` it compares the completion with a reference,
-    in both orders: 1.0 for a win in both, 0.0 for a loss in both, 0.5 for a tie and for orders
-    that disagree. None if the reference is missing (None, NaN or blank) and, with
-    ``on_failure="skip"``, if the judge gave no score.
+    Range: [0, 1], higher is better. In mode ``rubric``, the judge gives a number on ``scale``,
+    which is mapped linearly to [0, 1]. In mode ``pairwise``, it compares the completion with a
+    reference twice, in both orders. The score is 1.0 if the completion wins both times, 0.0 if it
+    loses both times, and 0.5 otherwise. The score is None if the reference is missing (None, NaN or
+    blank). With ``on_failure="skip"``, it is also None if the judge gave no score.
 
-    Any server with OpenAI's ``/chat/completions`` works. Identical questions of one call are sent
-    once. The call returns a coroutine; outside of a trainer run it with ``asyncio.run``.
+    Any server with OpenAI's ``/chat/completions`` works. Identical questions in one call are sent
+    only once. A call returns a coroutine; without a trainer, run it with ``asyncio.run``.
 
-    Source: single-answer grading and pairwise comparison with swapped positions of Zheng et al.
+    Source: single-answer grading, and pairwise comparison with swapped positions, from Zheng et al.
     2023, arXiv 2306.05685, sections 3.1 and 3.4.
 
     >>> import asyncio
@@ -87,49 +87,54 @@ class Judge(TemplateAware):
     model: str
     """Name of the model on the server."""
     rubric: str = "how correct, complete and clear the answer is"
-    """Criterion that the judge grades by."""
+    """Criterion for the judge's grade or comparison, which becomes part of the question."""
     base_url: str | None = None
-    """Address up to ``/v1``; None: the environment variable OPENAI_BASE_URL."""
+    """Address of the server, up to ``/v1``; None: the environment variable OPENAI_BASE_URL."""
     mode: Literal["rubric", "pairwise"] = "rubric"
-    """``rubric``: a number for each completion; ``pairwise``: a comparison with a reference."""
+    """``rubric``: the judge gives each completion a number. ``pairwise``: it compares each
+    completion with a reference."""
     scale: tuple[float, float] = (0, 10)
-    """Lowest and highest number of mode ``rubric``."""
+    """Lowest and highest number that the judge may give in mode ``rubric``."""
     column: str = "reference"
     """Dataset column of the references, for mode ``pairwise``."""
     template: str | None = None
-    """Question with {completion} (or {first} and {second}) and, if wanted, {prompt}, {rubric},
-    {low} and {high}; None: the mode's own."""
+    """Template of the question. It must have {completion} (``pairwise``: {first} and {second}), and
+    may have {prompt}, {rubric}, {low} and {high}. None: the default template of the mode."""
     keep_thought: bool = False
-    """Let the judge read the thought; False: only the text after the last ``</think>``."""
+    """Let the judge read the thought. False: it reads only the text after the last
+    ``</think>``."""
     api_key_env: str | None = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key; if it is empty, no key is sent."""
+    """Name of the environment variable that holds the API key. If the variable is empty or not set,
+    no key is sent."""
     temperature: float | None = 0.0
-    """Sampling temperature of the judge; None: not sent."""
+    """Sampling temperature of the judge; None: not sent to the server."""
     seed: int | None = 0
-    """Seed of the judge; None: not sent."""
+    """Sampling seed of the judge; None: not sent to the server."""
     max_tokens: int | None = 1024
-    """Most tokens of the judge's answer, with its thought; None: not sent."""
+    """Maximum number of tokens in the judge's answer, its thought included; None: not sent to the
+    server."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as ``response_format``."""
+    """Additional fields of the request, such as ``response_format``."""
     max_concurrency: int = 8
-    """Most requests at the same time."""
+    """Maximum number of requests at the same time."""
     timeout_seconds: float = 60.0
-    """Seconds one request may take."""
+    """Maximum duration of one request, in seconds."""
     max_retries: int = 3
-    """Further attempts after a time-out, a lost connection, 408, 409, 429 or 5xx, with growing
-    waits or the server's Retry-After."""
+    """How often a request is sent again after a timeout, a lost connection, or the status 408, 409,
+    429 or 5xx. The waits grow, or follow the server's Retry-After."""
     on_failure: Literal["stop", "skip"] = "stop"
-    """``stop`` raises if a completion cannot be scored; ``skip`` gives it None."""
+    """What happens if a completion cannot be scored. ``stop`` raises an error; ``skip`` gives the
+    completion None."""
 
     def __post_init__(self) -> None:
-        """Refuse parameters that cannot work, without showing anything that may be a key."""
+        """Check the parameters; error messages do not show any value that may be a key."""
         _check_server(self.url, self.api_key_env)
         object.__setattr__(self, "scale", tuple(self.scale))  # a run file gives a list
         _check_parameters(self)
 
     @property
     def url(self) -> str:
-        """The address in use, without a slash at its end."""
+        """Address of the server, from ``base_url`` or the environment, without a final slash."""
         return (self.base_url or os.environ.get("OPENAI_BASE_URL") or "").strip().rstrip("/")
 
     async def __call__(
@@ -142,7 +147,7 @@ class Judge(TemplateAware):
         """Return one score per completion, in [0, 1] or None.
 
         Raises:
-            RewardContractError: With ``on_failure="stop"``, a completion cannot be scored.
+            RewardContractError: A completion cannot be scored, and ``on_failure`` is ``stop``.
         """
         references: list[Any] = [None] * len(completions)
         if self.mode == "pairwise":
@@ -168,7 +173,11 @@ class Judge(TemplateAware):
         return scores
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check the column that mode ``pairwise`` reads."""
+        """Check that the dataset has the column of the references, if the mode is ``pairwise``.
+
+        Raises:
+            RewardContractError: The column is missing.
+        """
         if self.mode == "pairwise":
             super().check_columns(names)
 
@@ -177,11 +186,15 @@ class Judge(TemplateAware):
     def _questions(
         self, prompt: Completion, completion: Completion, reference: object
     ) -> tuple[str, ...]:
-        """Return the questions about a row: one, one for each order, or none."""
+        """Return the questions to the judge about a row.
+
+        Mode ``rubric`` has one question. Mode ``pairwise`` has one for each order, or none if the
+        reference is missing.
+        """
         question = _prompt_text(prompt)
         answer = self.answer_text(prompt, completion)
         other = _reference_text(reference, keep_thought=self.keep_thought)
-        # A mark that depends on the texts, so that no text can guess it
+        # A mark for the tags. It depends on all texts, so that no text can contain the mark
         content = "\0".join((question, answer, other)).encode("utf-8", "surrogatepass")
         block = partial(_block, hashlib.sha256(content).hexdigest()[:12])
         if self.mode == "rubric":
@@ -196,14 +209,20 @@ class Judge(TemplateAware):
         return tuple(self._filled(prompt=block("question", question), **one) for one in blocks)
 
     def answer_text(self, prompt: Completion, completion: Completion) -> str:
-        """Return the part of a completion that the judge reads; "" if the thought was cut off."""
+        """Return the part of a completion that the judge reads.
+
+        Return "" if the judge reads only the answer, but the thought is not closed.
+        """
         text = completion_text(completion)
         if self.keep_thought:
             return text
         return (part_text(text, "answer", opened=self.is_opened(prompt)) or "").strip()
 
     def _filled(self, **blocks: str) -> str:
-        """Return the template filled in once, so that names in braces inside a value stay."""
+        """Return the template with its placeholders replaced by the given texts.
+
+        A placeholder inside one of these texts is left as it is.
+        """
         low, high = (f"{number:g}" for number in self.scale)
         values = {"rubric": self.rubric, "low": low, "high": high, **blocks}
         default = RUBRIC_TEMPLATE if self.mode == "rubric" else PAIRWISE_TEMPLATE
@@ -216,20 +235,29 @@ class Judge(TemplateAware):
         if not questions or len(numbers) < len(questions):
             return None
         if self.mode == "pairwise":
-            # 1 names the answer put first, 2 the other one
+            # 1 means that the first answer is better, 2 the second; the orders are swapped
             return 1.0 if numbers == (1, 2) else 0.0 if numbers == (2, 1) else 0.5
         low, high = self.scale
         return (numbers[0] - low) / (high - low)
 
     def accepts(self, number: float) -> bool:
-        """Return whether a number is on the scale, or names a winner."""
+        """Return whether a number is a valid verdict.
+
+        It must be on the scale in mode ``rubric``, and 0, 1 or 2 in mode ``pairwise``.
+        """
         if self.mode == "pairwise":
             return number in (0, 1, 2)
         low, high = self.scale
         return low <= number <= high
 
     def body(self, text: str, *, again: bool = False) -> dict[str, Any]:
-        """Return the body of a request; ``again`` asks more firmly for JSON, with another seed."""
+        """Return the body of a request.
+
+        Args:
+            text: The question.
+            again: Whether the first answer was not usable. The question then insists on JSON, and
+                the seed is another one.
+        """
         seed = self.seed
         if again:
             text += f'\n\nReply with nothing but JSON of the form {{"{MODES[self.mode][0]}": n}}.'
@@ -310,11 +338,17 @@ def _check_parameters(judge: Judge) -> None:
 
 
 def _key(name: str | None) -> str | None:
-    """Return the key in the environment; None without one."""
+    """Return the API key from an environment variable, or None if it is empty or not set.
+
+    The key is masked in all later output.
+
+    Raises:
+        RewardContractError: The key cannot be sent in an HTTP header.
+    """
     key = os.environ.get(name, "").strip() if name else ""
     if key and not (key.isascii() and key.isprintable()):
         raise RewardContractError(  # the message of httpx would show the key
-            f"the environment variable {name} holds a key that no header can carry; "
+            f"the environment variable {name} holds a key that cannot be sent in an HTTP header; "
             "set it again, without line breaks and quotation marks"
         )
     remember_secret(key, name or "")

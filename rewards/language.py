@@ -1,4 +1,4 @@
-"""Reward of the language: the share of the text that is in the wanted one."""
+"""Reward for the share of a text that is in the wanted language."""
 
 import functools
 import importlib.util
@@ -50,18 +50,18 @@ _SCRIPT_OF = {
     for script, *codes in map(str.split, _SCRIPTS.strip().split("\n"))
     for code in codes
 }
-# Languages that alone are written in their script
+# Languages that do not share their script with another language of the table
 _ALONE = {code for code, script in _SCRIPT_OF.items() if [*_SCRIPT_OF.values()].count(script) == 1}
 _NAMED_OTHERWISE = {
     "HIRAGANA": "KANA", "KATAKANA": "KANA", "KATAKANA-HIRAGANA": "KANA",
     "IDEOGRAPHIC": "CJK", "BOPOMOFO": "CJK",
 }  # fmt: skip
-# Languages that no short text tells apart; each passes for the other
+# Languages that cannot be told apart in a short text; one is accepted for the other
 _RELATIVES = [{"bs", "hr"}, {"id", "ms"}, {"nn", "no"}]
 
-# Shorter sentences are joined to the next one before their language is guessed: of 60 English
-# fragments ("Units digit", "Tens digit plus carry") 15 passed for another language, none of them
-# longer than 18 letters
+# A sentence with fewer letters is joined to the next one before its language is guessed. Of 60
+# English fragments ("Units digit", "Tens digit plus carry"), 15 were taken for another language,
+# and all of these had at most 18 letters.
 _PASSAGE_LETTERS = 20
 
 # Counts are bounded, or a long run of opening marks would be searched from each of them.
@@ -73,7 +73,7 @@ _NOT_LANGUAGE = re.compile(
     r"|(?<![A-Za-z\u00aa-\u052f])[A-Za-z\u00aa-\u052f](?![A-Za-z\u00aa-\u052f])",
     re.DOTALL,
 )
-# Ends of sentences; a full stop inside a number ends none, so white space must follow it.
+# Ends of sentences. White space must follow a full stop, so that "3.5" is not split.
 _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 
 
@@ -81,19 +81,19 @@ _SENTENCE_END = re.compile(r"\.\s|[!?\n\u3002\u061f\u0964]")
 class Language(TextReward):
     """Reward the wanted language: the share of letters that belong to text in that language.
 
-    Range: [0.0, 1.0], higher is better. Only the thought is judged, even if it is unfinished;
-    ``part`` chooses the answer or the whole completion. None if there is no such part, or if it has
-    fewer than ``min_letters`` letters. Digits, punctuation, code, LaTeX, addresses, tags and single
-    letters (variables) do not count. Source: the language consistency reward of DeepSeek-R1 (arXiv
-    2501.12948, section 2.3.2). That reward counts words; this one counts letters, since not every
-    script separates words.
+    Range: [0.0, 1.0], higher is better. By default only the thought is judged, even if it is not
+    finished; ``part`` can choose the answer or the whole completion instead. The score is None if
+    there is no such part, or if it has fewer than ``min_letters`` letters. Digits, punctuation,
+    code, LaTeX, URLs, tags and single letters (variables) do not count. Source: the language
+    consistency reward of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2). That reward counts words;
+    this one counts letters, since not every script separates words.
 
-    A letter of another script is foreign. Many languages have a script of their own (Greek, Korean)
-    and are recognised by it. Chinese characters count as Japanese in a sentence with kana, and as
-    Chinese in any other. Other languages share a script (Latin, Cyrillic, Arabic, Devanagari,
-    Bengali). For these, py3langid guesses the language of each sentence; a short sentence is joined
-    to the next one first. If the guess is in doubt, the sentence counts as wanted. Each sentence
-    gets one language, so foreign words inside it may be missed.
+    Letters of another script never count as wanted. A language with its own script (Greek, Korean)
+    is recognised by its letters. Chinese characters count as Japanese in a sentence with kana, and
+    as Chinese in any other sentence. Many languages share a script (Latin, Cyrillic, Arabic,
+    Devanagari, Bengali). For these, py3langid guesses the language of each sentence, after a short
+    sentence has been joined to the next one. If the guess is not certain, the sentence counts as
+    wanted. Each sentence gets one language, so foreign words inside it may be missed.
 
     >>> chinese, english = "\u56db\u52a0\u56db\u7b49\u4e8e\u516b", "so eight"
     >>> reward = Language("zh", min_letters=6)
@@ -106,14 +106,16 @@ class Language(TextReward):
     __name__ = "language"
 
     language: str = "en"
-    """ISO 639-1 code of the wanted language. Quote "no" in YAML, which reads it as false."""
+    """ISO 639-1 code of the wanted language. In YAML, write Norwegian as "no" in quotes, since YAML
+    reads no without quotes as false."""
     part: Part = "thought"
-    """``completion``, ``thought`` or ``answer``."""
+    """Part of the completion that is judged: ``completion`` (all of it), ``thought`` or
+    ``answer``."""
     min_letters: int = 20
-    """Text with fewer letters is not judged."""
+    """Fewest letters that the part must have to be judged; with fewer, the score is None."""
 
     def __post_init__(self) -> None:
-        """Refuse an unknown language or part, and ``min_letters`` below 1."""
+        """Check the parameters, and that py3langid is installed if the language needs it."""
         if self.language not in _SCRIPT_OF:
             raise ValueError(
                 f"language is {self.language!r}, which cannot be recognised; give one of: "
@@ -145,7 +147,12 @@ class Language(TextReward):
         return wanted / total if total >= self.min_letters else None
 
     def _wanted(self, passage: str, letters: Counter[str]) -> int:
-        """Return how many letters of a passage count as wanted."""
+        """Return how many letters of a passage count as text in the wanted language.
+
+        Args:
+            passage: A sentence, or short sentences that were joined.
+            letters: Number of its letters by script.
+        """
         script = _SCRIPT_OF[self.language]
         if self.language == "ja":
             return letters["KANA"] + letters["CJK"] if letters["KANA"] else 0
@@ -159,7 +166,7 @@ class Language(TextReward):
 
 @functools.cache
 def _script(character: str) -> str:
-    """Return the script of a letter; "" for any other character."""
+    """Return the script of a letter, or "" if the character is not a letter."""
     if not character.isalpha():
         return ""
     first = unicodedata.name(character, "UNKNOWN").split()[0]
@@ -167,14 +174,14 @@ def _script(character: str) -> str:
 
 
 def _letters(text: str) -> Counter[str]:
-    """Return the number of letters by script."""
+    """Count the letters of a text by script."""
     return Counter(filter(None, map(_script, text)))
 
 
 def _joined(sentences: Iterable[str], script: str) -> Iterator[str]:
-    """Yield the sentences; one with few letters of the script is joined to the next.
+    """Yield the sentences, after joining short ones until each has enough letters of the script.
 
-    The last one, which has no next, is joined to the one before it.
+    A short sentence is joined to the next one, and at the end of the text to the one before it.
     """
     full: list[str] = []
     waiting: list[str] = []
@@ -199,7 +206,10 @@ def _identifier() -> Any:
 
 
 def _is_in(text: str, language: str) -> bool:
-    """Return whether no other language is more than twice as likely as the wanted one."""
+    """Return whether a text may be in a language.
+
+    It may be if py3langid finds no other language more than twice as likely.
+    """
     passing = next((group for group in _RELATIVES if language in group), {language})
     likely = dict(_identifier().rank(text))
     best = max(likely.pop(code) for code in passing)
@@ -207,7 +217,10 @@ def _is_in(text: str, language: str) -> bool:
 
 
 def __getattr__(name: str) -> Language:
-    """Return the reward with its defaults as ``language``; it needs py3langid, this module not."""
+    """Create the reward with its defaults when ``language`` is read from this module.
+
+    It is not created on import, because it needs py3langid and the module does not.
+    """
     if name == "language":
         return Language()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

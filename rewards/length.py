@@ -1,4 +1,4 @@
-"""Rewards of length: a medium number of words, a band of any unit, a distance from the limit."""
+"""Rewards for the length of a completion: a medium number of words, a band, a soft upper limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
 class Length:
     """Reward a medium number of words, and a full stop at the end.
 
-    With the defaults, 10 to 50 words score 1.0, fewer -0.5 and more 0.0. A full stop at the end
-    adds 0.5. Range with the defaults: [-0.5, 1.5], higher is better. White space separates words,
-    and those of the thought count too. Source: the length reward of the notebook from which this
-    kit was developed, unchanged.
+    With the defaults, 10 to 50 words score 1.0, fewer words -0.5, and more words 0.0. A full stop
+    at the end adds 0.5. Range with the defaults: [-0.5, 1.5], higher is better. White space
+    separates words, and the words of the thought count too. Source: the length reward of the
+    notebook from which this kit was developed, unchanged.
 
     >>> Length()(completions=["Too short.", "one two three four five six seven eight nine ten."])
     [0.0, 1.5]
@@ -33,14 +33,16 @@ class Length:
     max_words: int = 50
     """Most words of a medium length."""
     medium: float = 1.0
-    """Score from ``min_words`` to ``max_words`` words, both included."""
+    """Score of a completion with ``min_words`` to ``max_words`` words, both included."""
     too_short: float = -0.5
-    """Score below ``min_words`` words; above ``max_words`` the score is 0."""
+    """Score of a completion with fewer than ``min_words`` words. A completion with more than
+    ``max_words`` words scores 0."""
     full_stop: float = 0.5
-    """Added if the last character, white space aside, is a full stop."""
+    """Added to the score if the completion ends with a full stop; white space after it is
+    ignored."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty range."""
+        """Check that ``min_words`` is not greater than ``max_words``."""
         check_order(self, "min_words", "max_words")
 
     def __call__(self, completions: Completions, **_: object) -> Scores:
@@ -59,13 +61,13 @@ class Length:
 
 @dataclass(frozen=True)
 class LengthBand(ThoughtTokens, TemplateAware):
-    """Reward a length inside a band: 1.0 from ``low`` to ``high``, falling to 0.0 beyond it.
+    """Reward a length inside a band: 1.0 from ``low`` to ``high``, falling to 0.0 outside.
 
-    Range: [0.0, 1.0], higher is better. Outside the band the score falls on a line and is 0.0
-    ``falloff`` units away from it. The thought is the part before the first ``</think>``, without a
-    leading ``<think>``; the answer is the part after the last one. If the thought is not closed,
-    both score 0.0. Tokens are divided by the id of ``</think>``, words and characters by the
-    decoded text.
+    Range: [0.0, 1.0], higher is better. Outside the band the score falls linearly, and it is 0.0 at
+    a distance of ``falloff`` units. The thought is the part before the first ``</think>``, without
+    a leading ``<think>``. The answer is the part after the last ``</think>``. If the thought is not
+    closed, thought and answer score 0.0. For tokens, ``</think>`` is found by its token id; for
+    words and characters, in the decoded text.
 
     >>> LengthBand(low=2, high=3, falloff=2)(completions=["", "one", "one two", "1 2 3 4"])
     [0.0, 0.5, 1.0, 0.5]
@@ -77,26 +79,30 @@ class LengthBand(ThoughtTokens, TemplateAware):
     __name__ = "length_band"
 
     low: float = 10
-    """Least length that scores 1.0."""
+    """Shortest length that scores 1.0."""
     high: float = 50
-    """Greatest length that scores 1.0."""
+    """Longest length that scores 1.0."""
     falloff: float = 10
-    """Units outside the band over which the score falls to 0.0; 0: it falls at once."""
+    """Distance from the band, in units, at which the score has fallen to 0.0. With 0, every length
+    outside the band scores 0.0."""
     unit: Literal["words", "tokens", "characters"] = "words"
-    """``words``: runs of characters between white space. ``tokens``: token ids; those of a
-    completion or an answer include the end-of-sequence token. ``characters``: those of the decoded
-    text, white space included."""
+    """Unit of length. ``words``: words separated by white space. ``tokens``: token ids; a
+    completion and an answer include the end-of-sequence token. ``characters``: characters of the
+    decoded text, white space included."""
     part: Part = "completion"
-    """``completion``, ``thought`` or ``answer``."""
+    """Part that is measured: ``completion`` (all of it), ``thought`` or ``answer``."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty band, a falloff below 0, and another unit or part."""
+        """Check the band, the falloff, the unit and the part."""
         check_order(self, "low", "high")
         check_least("falloff", self.falloff, 0)
         check_choices(self)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return this reward with what its part needs of a tokenizer; parameters given are kept."""
+        """Return this reward with the settings that ``unit`` and ``part`` need from a tokenizer.
+
+        Settings that the user has set are kept.
+        """
         if self.part == "completion":
             return self
         if self.unit == "tokens":
@@ -114,7 +120,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         """Return one score per completion.
 
         Raises:
-            RewardContractError: Tokens are counted, and there are no ``completion_ids``.
+            RewardContractError: ``unit`` is ``tokens``, but ``completion_ids`` is None.
         """
         read: list[Turns] = []
         if self.unit == "tokens":
@@ -148,12 +154,12 @@ class LengthBand(ThoughtTokens, TemplateAware):
 
 @dataclass(frozen=True)
 class SoftOverlong(TokenReward):
-    """Punish completions that come near the longest length, counted in tokens.
+    """Penalise completions that come close to the maximum length, counted in tokens.
 
-    Range: [-1.0, 0.0], higher is better. With L tokens, L_max = ``max_completion_length`` and
-    L_cache = ``soft_punish_cache``, the score is 0 up to L_max - L_cache, then
-    ((L_max - L_cache) - L) / L_cache, and -1 above L_max. The thought and the end-of-sequence token
-    count too. Source: DAPO (arXiv 2503.14476), equation 13.
+    Range: [-1.0, 0.0], higher is better. Let L be the number of tokens of the completion, L_max =
+    ``max_completion_length``, and L_cache = ``soft_punish_cache``. The score is 0 up to L_max -
+    L_cache tokens, then ((L_max - L_cache) - L) / L_cache, and -1 above L_max. The thought and the
+    end-of-sequence token count too. Source: DAPO (arXiv 2503.14476), equation 13.
 
     >>> reward = SoftOverlong(max_completion_length=100, soft_punish_cache=20)
     >>> reward(completions=[""] * 4, completion_ids=[[1] * n for n in (80, 90, 100, 101)])
@@ -163,14 +169,14 @@ class SoftOverlong(TokenReward):
     __name__ = "soft_overlong"
 
     max_completion_length: int
-    """Tokens from which the score is -1: the trainer's max_completion_length, at which completions
-    are cut off, or less."""
+    """Number of tokens at which the score reaches -1. Set it to the trainer's
+    max_completion_length, which truncates completions, or less."""
     soft_punish_cache: int
-    """Tokens below that limit over which the score falls from 0 to -1; 0: it falls at once. DAPO
-    uses a fifth of the limit (4,096 of 20,480)."""
+    """Number of tokens before this limit over which the score falls from 0 to -1; 0: it falls at
+    once, above the limit. DAPO uses a fifth of the limit (4,096 of 20,480)."""
 
     def __post_init__(self) -> None:
-        """Refuse a fall that is longer than the completion."""
+        """Check that ``soft_punish_cache`` is not greater than ``max_completion_length``."""
         check_order(self, "soft_punish_cache", "max_completion_length")
 
     def _score(self, text: str, turns: list[list[int]]) -> float:

@@ -1,4 +1,4 @@
-"""Reward of the expected mathematical answer after the thought, by math-verify."""
+"""Reward for the expected mathematical answer, which math-verify compares in another process."""
 
 import contextlib
 import functools
@@ -21,23 +21,34 @@ from .thinking import AnswerReward
 
 # Importing sympy takes two seconds; on a loaded machine, many
 _START_SECONDS = 120.0
-# Only the end of an answer is read: math-verify's patterns are slow in long texts
+# Only this many characters at the end of an answer are read: math-verify is slow in long texts
 _MAX_CHARACTERS = 4000
 
 
 class _Worker:
-    """A process with math-verify loaded, started at the first question and again after it died."""
+    """Process that has math-verify loaded.
+
+    It is started at the first request, and started again after it has ended.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the running process; the copy starts its own."""
+        """Pickle this object without its process; the copy starts its own process."""
         return type(self), ()
 
     def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:
-        """Return the reply; None if the process took too long or died of the request.
+        """Send a request to the process and return its reply.
+
+        Return None if the request took too long, or failed or ended the process.
+
+        Args:
+            request: ``gold`` (the expected answer) and optionally ``answer``. The reply is whether
+                they are equal or, without ``answer``, whether ``gold`` can be read.
+            timeout_seconds: Time limit of the request.
+            memory_mib: Memory limit of the process, which is set when it starts.
 
         Raises:
             RewardLoadError: math-verify is missing, or the process does not start.
@@ -59,7 +70,7 @@ class _Worker:
             return reply["reply"] if reply else None
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """End the process if it is running."""
         process = self._process
         self._process = None
         if process is not None:
@@ -101,7 +112,10 @@ class _Worker:
 
 
 def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
-    """Return the next line of a process as an object; None if it ends or takes too long."""
+    """Read a line of JSON from a process and return it as a dict.
+
+    Return None if the process ends or takes longer than ``seconds``; it is killed then.
+    """
     assert process.stdout is not None
     with time_limit(seconds, process.kill) as was_in_time:
         line = process.stdout.readline()
@@ -112,16 +126,17 @@ def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]
 class Math(AnswerReward):
     r"""Reward the expected mathematical answer: 1.0 if it is given, 0.0 if not.
 
-    math-verify compares the last 4,000 characters after the last ``</think>``: numbers, fractions,
-    percentages, roots, symbolic expressions, equations, sets, intervals and matrices, written
-    plainly, in LaTeX or in ``\boxed``; units are ignored. If there are several, its rules choose
-    the one that is called the final answer, then ``\boxed``, then the last one.
+    math-verify reads the last 4,000 characters after the last ``</think>``: numbers, fractions,
+    percentages, roots, symbolic expressions, equations, sets, intervals and matrices, in plain
+    text, LaTeX or ``\boxed``. Units are ignored. If the answer has several expressions, math-verify
+    prefers one that is stated as the final answer, then one in ``\boxed``, then the last one.
 
-    None if the expected answer is missing or math-verify cannot read it (the metric
-    ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a process of its own,
-    started at the first call; an answer that needs too much time or memory scores 0.0.
+    The score is None if the expected answer is missing, or if math-verify cannot read it (the
+    metric ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a separate
+    process, which starts at the first call. An answer that needs too much time or memory scores
+    0.0.
 
-    Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults); departure: a single
+    Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults). One difference: a single
     line without delimiters is read as LaTeX.
 
     >>> reward = Math()
@@ -135,15 +150,16 @@ class Math(AnswerReward):
     column: str = "answer"
     """Dataset column of the expected answers."""
     require_boxed: bool = False
-    r"""Read only the last ``\boxed{...}``, and score 0.0 without one."""
+    r"""Read only the last ``\boxed{...}`` of the answer; score 0.0 if there is none."""
     timeout_seconds: float = 3.0
-    """Wall time of one row. After a row that takes longer, a new process needs two seconds."""
+    """Time limit for comparing one row, in seconds. If a row takes longer, the process is ended,
+    and a new one needs two seconds to start."""
     memory_mib: int = 1024
-    """Address space of the process that compares, on Linux."""
+    """Limit of the process's memory (address space), in MiB; only on Linux."""
     _worker: _Worker = field(default_factory=_Worker, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse limits that nothing could keep."""
+        """Check that the limits are large enough for math-verify."""
         check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**22)
         check_least("memory_mib", self.memory_mib, 256, 2**31)
 
@@ -153,13 +169,14 @@ class Math(AnswerReward):
         prompts: Completions | None = None,
         **columns: Any,
     ) -> Scores:
-        """Return one score per completion, in {0.0, 1.0}; None without an expected answer.
+        """Return one score per completion: 1.0, 0.0, or None if the row has no expected answer.
 
         Raises:
+            RewardContractError: The dataset has no column of expected answers.
             RewardLoadError: math-verify is missing, or its process does not start.
         """
         golds = [*map(expected_text, column_of(columns, self.column, self.__name__))]
-        ask = functools.cache(self._ask)  # rows that are the same cost one question
+        ask = functools.cache(self._ask)  # identical rows are compared only once
         unread = sum(gold is not None and not ask(gold=gold) for gold in golds)
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
@@ -173,7 +190,7 @@ class Math(AnswerReward):
         return scores
 
     def release(self) -> None:
-        """End the process that compares; the next call starts one again."""
+        """End the process that compares answers; the next call starts a new one."""
         self._worker.end()
 
     def _ask(self, **request: str) -> bool | None:
@@ -181,7 +198,9 @@ class Math(AnswerReward):
 
 
 def last_boxed(text: str) -> str:
-    r"""Return the last ``\boxed{...}`` with its braces; "" without one, or if it is not closed.
+    r"""Return the last ``\boxed{...}`` in a text, with its braces.
+
+    Return "" if there is none, or if the last one is not closed.
 
     >>> last_boxed(r"\boxed{1}, or \boxed{\frac{1}{2}}. Done.")
     '\\boxed{\\frac{1}{2}}'

@@ -1,4 +1,4 @@
-"""Penalty for n-grams that are repeated."""
+"""Penalty for repeated n-grams."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from ._text import check_choices, check_least, completion_text, ids_to_count, n_
 
 @dataclass(frozen=True)
 class Repetition:
-    """Penalise n-grams that are repeated in a completion, the thought included.
+    """Penalise n-grams that are repeated in a completion, including its thought.
 
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
-    repeated n-grams, 1 - distinct / all; a completion shorter than one n-gram scores 0.0.
+    repeated n-grams, which is 1 - distinct / all. A completion shorter than one n-gram scores 0.0.
 
-    Source: Yeo et al. 2025 (arXiv 2502.03373, appendix C.2), in the form of one score per
-    completion, which open-r1 (words) and TRL (tokens) gave it.
+    Source: Yeo et al. 2025 (arXiv 2502.03373, appendix C.2). As in open-r1 (words) and TRL
+    (tokens), there is one score per completion.
 
     >>> Repetition(ngram_size=2)(completions=[""] * 2, completion_ids=[[1, 2, 3, 4], [5] * 5])
     [0.0, -0.75]
@@ -29,15 +29,15 @@ class Repetition:
     __name__ = "repetition"
 
     ngram_size: int = 3
-    """Units in an n-gram."""
+    """Number of units (tokens or words) in an n-gram."""
     max_penalty: float = -1.0
-    """Score that a completion approaches if it only repeats itself; 0 or less."""
+    """Score of a completion that only repeats itself (it is approached, not reached); 0 or less."""
     unit: Literal["tokens", "words"] = "tokens"
-    """``tokens``: the completion's token ids, for any language. ``words``: lower-cased runs of
-    characters between white space, for languages that have it."""
+    """Unit of the n-grams. ``tokens``: token ids, for any language. ``words``: words separated by
+    white space, in lower case."""
 
     def __post_init__(self) -> None:
-        """Refuse empty n-grams, a positive penalty and another unit."""
+        """Check that n-grams are not empty, that the penalty is not positive, and the unit."""
         check_least("ngram_size", self.ngram_size, 1)
         if not -math.inf < self.max_penalty <= 0:
             raise ValueError(
@@ -54,7 +54,7 @@ class Repetition:
         """Return one score per completion.
 
         Raises:
-            RewardContractError: Tokens are counted, and there are no ``completion_ids``.
+            RewardContractError: ``unit`` is ``tokens``, but ``completion_ids`` is None.
         """
         if self.unit == "words":
             return [self._score(completion_text(one).lower().split()) for one in completions]

@@ -1,4 +1,4 @@
-"""Reward of a trained sequence classifier with one output."""
+"""Reward from a reward model: a trained sequence classifier with one output."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,15 +23,17 @@ TOKENS_PER_BATCH = 8192
 
 @dataclass
 class RewardModel:
-    """Reward what a trained model prefers: the one logit of a sequence classifier.
+    """Reward what a trained reward model prefers: the only logit of a sequence classifier.
 
     Range: any finite number, higher is better, never None. The score is the model's logit, or
-    (logit - mean) / std if its folder has a ``calibration.json``. The model is loaded at the first
-    call and dropped by ``release``; a pickle holds only the parameters. Conversational prompts go
-    through the model's own chat template; plain ones are put before the completion.
+    (logit - mean) / std if the model's folder has a ``calibration.json``. The model is loaded at
+    the first call, and ``release`` drops it from memory. A pickle contains only the parameters.
+    Conversations are rendered with the reward model's own chat template. Plain prompts are joined
+    with the completion.
 
-    A folder is a whole model, or a PEFT adapter with its score head, as ``rloo-kit reward-model
-    train`` writes it. Only safetensors are read, and no code that comes with a model is run.
+    The folder has a whole model, or a PEFT adapter with its score head, which ``rloo-kit
+    reward-model train`` writes. Weights are read only from safetensors files, and code that comes
+    with a model is never run.
 
     >>> reward = RewardModel("models/my-reward-model", tokens_per_batch=4096)
     >>> reward.__name__, reward.is_loaded
@@ -43,34 +45,35 @@ class RewardModel:
     model: str
     """Folder with config.json (or adapter_config.json), weights and tokenizer, or a hub name."""
     max_length: int | None = None
-    """Most tokens of prompt and completion; more are cut off on the left. None: the limit it was
-    trained with, if that is noted, else the model's own."""
+    """Maximum number of tokens of prompt and completion; a longer text is truncated on the left.
+    None: the limit recorded in training, or else the model's context length."""
     keep_thought: bool | None = None
-    """Let the model read the thought; False: only the text after the last ``</think>``; None: as it
-    was trained, if that is noted, else False."""
+    """Let the model read the thought. False: only the text after the last ``</think>``. None: the
+    value recorded in training, or else False."""
     policy_tokens: bool = False
-    """Read completions by their own token ids, with the thought and the EOS token, as the older TRL
-    did; for a model that has the policy's tokenizer."""
+    """Read the token ids that the policy sampled, with the thought and the EOS token, as older
+    versions of TRL did. The reward model must have the policy's tokenizer."""
     device: str | None = None
-    """Device, such as "cpu" or "cuda:0"; None: the GPU if there is one."""
+    """Device of the model, such as "cpu" or "cuda:0"; None: the GPU if there is one."""
     tokens_per_batch: int = TOKENS_PER_BATCH
-    """Most tokens of a forward pass, padding included."""
+    """Maximum number of tokens in a forward pass, padding included."""
     load_in_4bit: bool | None = None
-    """Load NF4 weights (bitsandbytes), except the score head; None: as an adapter was trained."""
+    """Load the weights in 4 bits (NF4, bitsandbytes), except the score head. None: the value
+    recorded in training, or else False."""
     offload: bool | None = None
-    """Keep the weights in the machine's memory between scorings; None: on a GPU. It has no effect
-    on a CPU."""
+    """Move the weights from the GPU to main memory between calls. None: yes, if the device is a
+    GPU."""
     calibrated: bool = True
-    """Centre and scale the scores as ``calibration.json`` in the model's folder says; without that
-    file, and with False, the scores are the logits."""
+    """Centre and scale the scores with ``calibration.json`` in the model's folder. If there is no
+    such file, or with False, the scores are the logits."""
     base: str | None = None
-    """Folder or hub name of an adapter's base, if it is not found automatically."""
+    """Folder or hub name of an adapter's base model, if it is not found automatically."""
     tokenizer: Any = None
-    """Folder or hub name of a tokenizer, or the tokenizer itself; None: the model's own."""
+    """Tokenizer, or its folder or hub name; None: the model's own."""
     _loaded: "_Loaded | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse sizes below 1."""
+        """Check that the numbers of tokens are at least 1."""
         check_least("tokens_per_batch", self.tokens_per_batch, 1)
         if self.max_length is not None:
             check_least("max_length", self.max_length, 1)
@@ -81,11 +84,11 @@ class RewardModel:
         return self._loaded is not None
 
     def release(self) -> None:
-        """Drop the model; the next call loads it again."""
+        """Drop the model from memory; the next call loads it again."""
         self._loaded = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the parameters, without the model."""
+        """Return the parameters without the loaded model, for a pickle."""
         return {**self.__dict__, "_loaded": None}
 
     def __call__(
@@ -95,7 +98,14 @@ class RewardModel:
         completion_ids: list[list[int]] | None = None,
         **_: object,
     ) -> Scores:
-        """Return one score per completion; ``completion_ids`` are read with ``policy_tokens``."""
+        """Return one score per completion.
+
+        ``completion_ids`` are used only if ``policy_tokens`` is set.
+
+        Raises:
+            ModelError: The model cannot be loaded, or ``policy_tokens`` is set although the reward
+                model has another tokenizer than the policy.
+        """
         import torch
 
         if self._loaded is None:
@@ -129,7 +139,10 @@ class RewardModel:
         return [(logit - loaded.mean) / loaded.std for logit in found]
 
     def _load(self) -> "_Loaded":
-        """Load the model and its tokenizer with the settings that its training noted."""
+        """Load the model and its tokenizer.
+
+        A parameter that is None gets the value that the model's training has recorded.
+        """
         import torch
 
         source = find_source(self.model)
@@ -155,7 +168,7 @@ class RewardModel:
 
 @dataclass
 class _Loaded:
-    """A model in memory, and how it is used."""
+    """Reward model in memory, with the settings with which it is used."""
 
     model: Any
     tokenizer: Any
@@ -168,7 +181,11 @@ class _Loaded:
 
 
 def _mean_and_std(source: Source) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a calibration; (0, 1) without one."""
+    """Return (mean, standard deviation) from the model's calibration file, or (0, 1) without one.
+
+    Raises:
+        ModelError: The file cannot be read, or its numbers are invalid.
+    """
     path = source.folder / CALIBRATION
     if not path.is_file():
         return 0.0, 1.0

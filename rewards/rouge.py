@@ -1,4 +1,4 @@
-"""Rewards of a summary: the words it shares with a reference (ROUGE) and with its source."""
+"""Rewards for a summary: the words that it shares with a reference (ROUGE) or with its source."""
 
 import re
 from collections import Counter
@@ -17,13 +17,14 @@ from .thinking import TemplateAware, TextReward, part_text
 class Rouge(TextReward):
     """Reward the words that an answer shares with a reference summary.
 
-    Range: [0.0, 1.0], higher is better. ROUGE-L counts the longest common subsequence of words,
-    ROUGE-1 and ROUGE-2 the common words and pairs of words; precision is their share of the
-    answer, recall that of the reference, F1 the harmonic mean of both. The answer is the text after
-    the last ``</think>``. 0.0 if the answer has not begun, None if there is no reference.
+    Range: [0.0, 1.0], higher is better. ROUGE-L counts the words of the longest common subsequence,
+    ROUGE-1 the common words, and ROUGE-2 the common pairs of words. Precision is their share of the
+    answer, recall their share of the reference, and F1 the harmonic mean of both. The answer is the
+    text after the last ``</think>``. The score is 0.0 if the thought is not closed, and None if
+    there is no reference.
 
     Source: Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries", with beta 1 and
-    without stemming. Words are runs of letters and digits, lower-cased: on English text the scores
+    without stemming. Words are runs of letters and digits in lower case. On English text the scores
     are those of the package rouge-score.
 
     >>> columns = {"prompts": ["", ""], "reference": ["the cat sat on a mat"] * 2}
@@ -36,14 +37,15 @@ class Rouge(TextReward):
     __name__ = "rouge"
 
     kind: Literal["L", "1", "2"] = "L"
-    """``L``, ``1`` or ``2``."""
+    """Kind of ROUGE: ``L`` (longest common subsequence), ``1`` (words) or ``2`` (pairs of
+    words)."""
     measure: Literal["f1", "precision", "recall"] = "f1"
-    """``f1``, ``precision`` or ``recall``. Recall alone pays for length."""
+    """``f1``, ``precision`` or ``recall``. Recall alone rewards long answers."""
     column: str = "reference"
-    """Dataset column of the references, texts."""
+    """Dataset column of the reference texts."""
 
     def __post_init__(self) -> None:
-        """Refuse another kind and another measure."""
+        """Check the kind and the measure."""
         object.__setattr__(self, "kind", str(self.kind))  # YAML reads 1 as a number
         check_choices(self)
 
@@ -67,15 +69,16 @@ class Rouge(TextReward):
 
 @dataclass(frozen=True)
 class Coverage(TemplateAware):
-    """Reward an answer made of the words of its source: their share of the answer's words.
+    """Reward the share of the answer's words that are also in the source text.
 
-    Range: [0.0, 1.0], higher is better. A word counts at most as often as the source has it, so
-    that repeating one earns nothing. The answer is the text after the last ``</think>``. 0.0 if the
-    answer has not begun or has no word, None if there is no source. The reward does not know which
-    words matter, and a single word of the source earns 1.0, so use it with a band of lengths.
+    Range: [0.0, 1.0], higher is better. A word counts at most as often as it is in the source, so
+    that repeating it earns nothing. The answer is the text after the last ``</think>``. The score
+    is 0.0 if the thought is not closed or the answer has no words, and None if there is no source.
+    The reward does not know which words matter, and an answer of a single word from the source
+    scores 1.0. Therefore combine it with ``length_band``.
 
     Source: the coverage of Grusky et al. 2018, "Newsroom" (arXiv 1804.11283, section 4.1), with
-    counts that are cut as in ROUGE-1.
+    counts clipped as in ROUGE-1.
 
     >>> Coverage()(completions=["the cat sat", "a dog sat"], prompts=["Here the cat sat down."] * 2)
     [1.0, 0.3333333333333333]
@@ -84,7 +87,8 @@ class Coverage(TemplateAware):
     __name__ = "coverage"
 
     column: str | None = None
-    """Dataset column of the sources, texts; None: the prompt, or its last chat message."""
+    """Dataset column of the source texts; None: the source is the prompt, or its last chat
+    message."""
 
     def __call__(self, completions: Completions, prompts: Completions, **columns: object) -> Scores:
         """Return one score per completion."""
@@ -98,8 +102,9 @@ class Coverage(TemplateAware):
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Return the length of the longest common subsequence of two sequences.
 
-    Hyyrö 2004, "Bit-parallel LCS-length computation revisited": a bit for each item of ``first``,
-    0 where the row of the usual table rises.
+    The algorithm is that of Hyyrö 2004, "Bit-parallel LCS-length computation revisited". A row of
+    the usual table is an integer with one bit for each item of ``first``. A bit is 0 if the table
+    increases at this item.
 
     >>> longest_common_subsequence("abcbdab", "bdcaba")
     4
@@ -107,7 +112,7 @@ def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hasha
     places: dict[Hashable, int] = {}
     for place, item in enumerate(first):
         places[item] = places.get(item, 0) | 1 << place
-    # One integer holds a row of the table, so that a word of `second` costs one addition.
+    # A row of the table is one integer, so that each word of `second` needs only one addition.
     full = row = (1 << len(first)) - 1
     for item in second:
         hits = row & places.get(item, 0)

@@ -1,4 +1,4 @@
-"""Rewards of the thought: its form, its length in tokens, its questions; bases of other rewards."""
+"""Rewards for the thought (its form, length and questions), and base classes of other rewards."""
 
 import math
 import re
@@ -30,18 +30,24 @@ Part = Literal["completion", "thought", "answer"]
 
 
 def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id of ``</think>`` in the tokenizer's vocabulary (151668 in Qwen3's).
+    """Return the token id of ``</think>`` in the tokenizer's vocabulary (Qwen3: 151668).
 
-    None if the vocabulary has no single token for it. There is no guess, since the id of another
-    family would stand for an ordinary word.
+    Return None if the vocabulary has no single token for it. The id of another model family is
+    never used instead, since it would be an ordinary word here.
     """
     return token_id(tokenizer, THINK_CLOSE)
 
 
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
-    """Return one part of a completion; None if an open thought leaves it unfinished.
+    """Return one part of a completion, or None if the thought is not closed.
 
-    The thought ends at the first ``</think>``, the answer begins after the last one.
+    The thought ends at the first ``</think>``, and the answer begins after the last one. The whole
+    completion is never None.
+
+    Args:
+        text: Text of the completion.
+        part: ``completion``, ``thought`` or ``answer``.
+        opened: Whether the prompt ends with an opening ``<think>``.
     """
     if part == "completion":
         return text
@@ -52,33 +58,43 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A reward that may read a tokenizer, which ``bind`` gives it."""
+    """Base class of rewards that can use the policy's tokenizer, which ``bind`` sets."""
 
     __name__: ClassVar[str]
     _tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return this reward for a tokenizer."""
+        """Return a copy of this reward that uses a tokenizer."""
         return replace(self, _tokenizer=tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateAware(Bound):
-    """A reward that tells an unfinished thought from an answer, by who opened the thought."""
+    """Base class of rewards that must know whether the prompt opens the thought.
+
+    Without this knowledge, an unfinished thought could not be told from an answer.
+    """
 
     thought_opened: bool | None = None
-    """Whether the chat template of conversational prompts ends with an open ``<think>``; None:
-    ``bind`` sets it, and it is False in a reward that is never bound. Plain prompts are read."""
+    """Whether the chat template ends a prompt with an opening ``<think>``. None: ``bind`` finds it
+    out from the tokenizer; a reward that is not bound assumes False. For a plain prompt, the text
+    of the prompt decides instead."""
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return this reward with ``thought_opened`` as the tokenizer's chat template has it."""
+        """Return a copy of this reward for a tokenizer.
+
+        If ``thought_opened`` is None, the tokenizer's chat template decides it.
+        """
         opened = self.thought_opened
         if opened is None:
             opened = template_opens_thought(tokenizer)
         return replace(super().bind(tokenizer), thought_opened=opened)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset with these columns has the one that the reward reads.
+        """Check that a dataset has the column that the reward reads, if it reads one.
+
+        Args:
+            names: Names of the dataset's columns.
 
         Raises:
             RewardContractError: The column is missing.
@@ -88,7 +104,7 @@ class TemplateAware(Bound):
             column_of(dict.fromkeys(names), column, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:
-        """Return whether the thought was opened in the prompt."""
+        """Return whether a prompt ends with an opening ``<think>``."""
         if not isinstance(prompt, str):
             return bool(self.thought_opened)
         return opens_thought(self._tokenizer, prompt)
@@ -96,13 +112,19 @@ class TemplateAware(Bound):
     def rows(
         self, completions: Completions, prompts: Completions | None, *columns: list[Any]
     ) -> list[tuple[Any, ...]]:
-        """Return B rows: a text, whether the prompt opened its thought, the values of columns."""
+        """Return one tuple for each completion: (text, whether the prompt opens the thought, ...).
+
+        Any further items are the row's values in ``columns``.
+        """
         opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
         return list(zip(map(completion_text, completions), opened, *columns, strict=True))
 
 
 class TextReward(TemplateAware):
-    """A reward that scores each row alone, by its text and the value in its column, if any."""
+    """Base class of rewards that score each row from its text and its value in a dataset column.
+
+    A subclass defines ``_score``, and ``column`` if it reads a column.
+    """
 
     _score: Callable[..., Score]
 
@@ -120,13 +142,16 @@ class TextReward(TemplateAware):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerReward(TemplateAware):
-    """A reward of the answer, which an open thought leaves unfinished."""
+    """Base class of rewards for the answer, the text after the thought."""
 
     require_closed_thought: bool = True
-    """Score 0.0 for a thought that was opened, in the prompt or the completion, and not closed."""
+    """Score 0.0 if a thought is opened, in the prompt or in the completion, but not closed."""
 
     def answer(self, text: str, opened: bool) -> str | None:
-        """Return the text after the thought; None if the thought has to be closed and is not."""
+        """Return the text after the thought.
+
+        Return None if ``require_closed_thought`` is set and the thought is not closed.
+        """
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return None
         return text_after_thought(text)
@@ -134,17 +159,19 @@ class AnswerReward(TemplateAware):
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtTokens(Bound):
-    """A reward that finds the thought among the token ids."""
+    """Base class of rewards that find the thought by token ids instead of by text."""
 
     end_token_id: int | None = None
-    """Id of the token that closes a thought; None: the model's own, which ``bind`` finds, and
-    Qwen3's 151668 (``</think>``) in a reward that is never bound."""
+    """Id of the token that closes a thought. None: ``bind`` takes it from the tokenizer; a reward
+    that is not bound uses Qwen3's 151668 (``</think>``)."""
     start_token_id: int | None = None
-    """Id of the token that opens a thought; None: the model's own, and 151667 if the end is
-    Qwen3's."""
+    """Id of the token that opens a thought. None: ``bind`` takes it from the tokenizer; a reward
+    that is not bound uses Qwen3's 151667 (``<think>``) if the end token is Qwen3's."""
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return this reward with the marks of a tokenizer; ids given by hand are kept.
+        """Return a copy of this reward with the tokenizer's marks of a thought.
+
+        Token ids that are already set are kept.
 
         Raises:
             RewardLoadError: The tokenizer has no known mark, and ``end_token_id`` is None.
@@ -165,7 +192,11 @@ class ThoughtTokens(Bound):
 
     @property
     def marks(self) -> ThoughtMarks:
-        """The marks of thoughts, by the ids or else by the text of the model's own marks."""
+        """Marks that open and close a thought.
+
+        They are the model's own marks, unless ``end_token_id`` names another token. Then they are
+        ``start_token_id`` and ``end_token_id``.
+        """
         own = thought_marks(self._tokenizer)
         if own is not None and self.end_token_id == own.end.token:
             return own
@@ -177,7 +208,10 @@ class ThoughtTokens(Bound):
 
 
 class TokenReward:
-    """A reward that scores a completion by its text and the token ids of its turns."""
+    """Base class of rewards that score a completion from its text and its token ids.
+
+    A subclass defines ``_score``.
+    """
 
     _score: Callable[[str, list[list[int]]], float]
 
@@ -188,7 +222,14 @@ class TokenReward:
         completion_turns: Turns | None = None,
         **_: object,
     ) -> Scores:
-        """Return one score per completion; without tools it has one turn, ``completion_ids``."""
+        """Return one score per completion.
+
+        Args:
+            completions: B completions.
+            completion_ids: Token ids of each completion.
+            completion_turns: With tools, the token ids of each turn of each completion. None: each
+                completion is a single turn.
+        """
         texts = map(completion_text, completions)
         turns = completion_turns or [[ids] for ids in completion_ids]
         return [self._score(*row) for row in zip(texts, turns, strict=True)]
@@ -198,15 +239,16 @@ class TokenReward:
 class Thinking(ThoughtTokens, TokenReward):
     """Reward a closed thought by its number of tokens.
 
-    The thought is every token before the first ``</think>``; a ``<think>`` that begins the
-    completion is not counted. With tools the thoughts of all turns count together. Range with the
-    defaults: [-1.0, 1.1], higher is better.
+    The thought is every token before the first ``</think>``; a ``<think>`` at the beginning of the
+    completion is not counted. With tools, the thoughts of all turns are counted together. Range
+    with the defaults: [-1.0, 1.1], higher is better.
 
-    A "?" in the text before ``</think>`` earns a bonus in the two longer bands, unless the decoded
-    text lost ``</think>`` (a tokenizer that calls it special; Qwen3's does not).
+    A medium or long thought with a "?" in its text earns a bonus. There is no bonus if the decoded
+    text does not show ``</think>``, because the tokenizer treats it as a special token (Qwen3's
+    tokenizer does not).
 
-    Source: the thinking reward of the notebook this kit grew from; departure: a leading
-    ``<think>`` is not counted.
+    Source: the thinking reward of the notebook from which this kit was developed. One difference: a
+    leading ``<think>`` is not counted.
 
     >>> reward = Thinking(end_token_id=9)
     >>> reward(completions=["never closed"], completion_ids=[[1, 2, 3]])
@@ -219,22 +261,22 @@ class Thinking(ThoughtTokens, TokenReward):
     __name__ = "thinking"
 
     short: int = 10
-    """Tokens from which a thought is of medium length."""
+    """Fewest tokens of a thought of medium length."""
     long: int = 30
-    """Tokens from which a thought is long."""
+    """Fewest tokens of a long thought."""
     unclosed_score: float = -1.0
-    """Score without ``</think>``."""
+    """Score of a completion without ``</think>``."""
     short_score: float = 0.3
-    """Score of fewer than ``short`` tokens."""
+    """Score of a thought with fewer than ``short`` tokens."""
     medium_score: float = 0.7
-    """Score from ``short`` to ``long - 1`` tokens."""
+    """Score of a thought with ``short`` to ``long - 1`` tokens."""
     long_score: float = 1.0
-    """Score of ``long`` tokens or more."""
+    """Score of a thought with ``long`` tokens or more."""
     question_bonus: float = 0.1
-    """Added to the medium and the long score if the thought holds a "?"."""
+    """Added to the score of a medium or long thought that contains a "?"."""
 
     def __post_init__(self) -> None:
-        """Refuse bands in the wrong order."""
+        """Check that ``short`` is not greater than ``long``."""
         check_order(self, "short", "long")
 
     def _score(self, text: str, turns: list[list[int]]) -> float:
@@ -251,10 +293,10 @@ class Thinking(ThoughtTokens, TokenReward):
 class ClosedOnce(ThoughtTokens, TemplateAware):
     """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
-    Token ids are counted, and the decoded text is not read. ``</think>`` must occur once in the
-    completion, with tools once in each turn. ``<think>`` may occur once in prompt and completion
-    together, before ``</think>``. A thought that is never closed, one that is closed again, and a
-    second thought all score 0.0.
+    Only token ids are read, not the decoded text. ``</think>`` must occur once in the completion;
+    with tools, once in each turn. ``<think>`` may occur at most once in the prompt and the
+    completion together, before ``</think>``. A completion scores 0.0 if its thought is never closed
+    or is closed more than once, or if it has a second thought.
 
     >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])
@@ -274,7 +316,7 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         completion_turns: Turns | None = None,
         **_: object,
     ) -> Scores:
-        """Return one score per completion, in {0.0, 1.0}."""
+        """Return one score per completion, 1.0 or 0.0."""
         turns = completion_turns or [[ids] for ids in completion_ids]
         rows = self.rows(completions, prompts, turns)
         return [float(all(self._is_once(opened, ids) for ids in own)) for _, opened, own in rows]
@@ -282,18 +324,18 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
     def _is_once(self, opened: bool, ids: Sequence[int]) -> bool:
         closes = self.marks.closed(ids)
         opens = self.marks.opened(ids)
-        # A missing opening mark is in order too
+        # The opening mark may be missing
         return len(closes) == 1 and opened + len(opens) <= 1 and opens[:1] < closes
 
 
 @dataclass(frozen=True)
 class ThinkingBudget(ThoughtTokens, TokenReward):
-    """Reward a thought that keeps to a number of tokens: 1.0 up to the budget, then less.
+    """Reward a thought that stays within a budget of tokens: 1.0 up to the budget, then less.
 
-    Range with the defaults: [0.0, 1.0], higher is better. The thought is counted as ``thinking``
-    counts it: the tokens before the first ``</think>``, without a leading ``<think>``. Between
-    ``budget`` and ``limit`` the score follows half a cosine from 1.0 to 0.0. A cosine has no edge
-    at the budget, which would set two nearly equal thoughts of a group apart. Yeo et al. 2025
+    Range with the defaults: [0.0, 1.0], higher is better. The tokens of the thought are those
+    before the first ``</think>``, without a leading ``<think>``, as in the reward ``thinking``.
+    From ``budget`` to ``limit``, the score falls along half a cosine from 1.0 to 0.0. The curve is
+    smooth, so that two thoughts of nearly equal length get nearly equal scores. Yeo et al. 2025
     (arXiv 2502.03373) scale rewards by length with the same curve.
 
     >>> reward = ThinkingBudget(budget=2, limit=6, end_token_id=9)
@@ -308,13 +350,13 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
     budget: int = 512
     """Most tokens of a thought that scores 1.0."""
     limit: int = 1024
-    """Tokens from which a thought scores 0.0; a limit above the trainer's max_completion_length is
-    never reached."""
+    """Fewest tokens of a thought that scores 0.0. Keep it below the trainer's
+    max_completion_length, or no thought reaches it."""
     unclosed_score: float = 0.0
-    """Score without ``</think>``."""
+    """Score of a completion without ``</think>``."""
 
     def __post_init__(self) -> None:
-        """Refuse a limit that is not above the budget."""
+        """Check that the budget is not negative and the limit is greater than the budget."""
         if not 0 <= self.budget < self.limit:
             raise ValueError(
                 f"budget {self.budget!r} and limit {self.limit!r} are not in order; "
@@ -332,20 +374,22 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
 
 # Question marks of Latin, of Chinese and Japanese, and of Arabic script.
 _QUESTION_MARK = re.compile("[?\uff1f\u061f]")
-# A full stop inside a number ends no sentence, so white space must follow it.
+# White space must follow a full stop, so that "3.5" is not split.
 _SENTENCE_END = re.compile(r"[.!]\s|[\u3002\uff01\n]")
 
 
 @dataclass(frozen=True)
 class SelfQuestions(ThoughtTokens, TokenReward):
-    """Reward the questions in a thought: their number, at most ``most``, divided by ``most``.
+    """Reward the number of different questions in a thought, up to ``most`` questions.
 
-    Range: [0.0, 1.0], higher is better. A question is a sentence of the thought that ends with a
-    question mark and holds a letter. The same words count once, so that repeating a question earns
-    nothing. A thought without ``</think>``, by token id, scores 0.0.
+    Range: [0.0, 1.0], higher is better. The score is the number of questions divided by ``most``,
+    but never above 1.0. A question is a sentence of the thought that ends with a question mark and
+    contains a letter. A repeated question counts only once. A completion without the token
+    ``</think>`` scores 0.0.
 
-    The questions are looked for in the text before the first ``</think>``. A tokenizer that calls
-    ``</think>`` special (Qwen3's does not) removes it, and then no question is found.
+    Questions are searched for in the decoded text before the first ``</think>``. If the tokenizer
+    treats ``</think>`` as a special token (Qwen3's does not), the text does not show it, and no
+    question is found.
 
     >>> reward = SelfQuestions(most=2, end_token_id=9)
     >>> texts = ["Is it 3.5? Yes.</think>", "Why? Why? How so?</think>", "Hm? Hm??</think>", "Why?"]
@@ -356,10 +400,10 @@ class SelfQuestions(ThoughtTokens, TokenReward):
     __name__ = "thinking_questions"
 
     most: int = 3
-    """Questions that earn 1.0; more earn no more."""
+    """Number of questions that scores 1.0; more questions do not raise the score."""
 
     def __post_init__(self) -> None:
-        """Refuse a number of questions below one."""
+        """Check that ``most`` is at least 1."""
         check_least("most", self.most, 1)
 
     def _score(self, text: str, turns: list[list[int]]) -> float:
@@ -369,7 +413,7 @@ class SelfQuestions(ThoughtTokens, TokenReward):
 
 
 def _questions(text: str) -> set[str]:
-    """Return the questions of a text, without what tells repetitions apart: case, white space."""
+    """Return the different questions in a text; case and white space make no difference."""
     sentences = (_SENTENCE_END.split(asked)[-1] for asked in _QUESTION_MARK.split(text)[:-1])
     return {
         " ".join(sentence.casefold().split())
@@ -382,13 +426,14 @@ def _questions(text: str) -> set[str]:
 class ThinkingFormat(TextReward):
     """Reward one thought that is opened, closed once, and followed by an answer: 1.0, else 0.0.
 
-    Opened means that ``<think>`` ends the prompt and is not in the completion, or that it begins
-    the completion, white space aside, and occurs nowhere else. A plain prompt is read itself; for a
-    conversation the chat template decides, which only a bound reward knows. Closed means that
-    ``</think>`` occurs once. The answer follows it and must not be blank.
+    The thought is opened if ``<think>`` ends the prompt and is not in the completion, or if it
+    begins the completion (after white space) and occurs nowhere else. For a conversation, the chat
+    template decides whether ``<think>`` ends the prompt; ``bind`` finds this out. The thought is
+    closed once if ``</think>`` occurs exactly once. The answer is the text after ``</think>``, and
+    must not be blank.
 
-    The decoded text is read, so a ``</think>`` spelled out in several tokens counts here, unlike in
-    ``thinking_closed_once``.
+    Only the decoded text is read. A ``</think>`` that is spelled with several tokens therefore
+    counts too, unlike in ``thinking_closed_once``.
 
     >>> reward = ThinkingFormat()
     >>> reward(completions=["<think>hm</think>4", "hm</think>4"], prompts=["2+2", "2+2 <think>"])
@@ -403,7 +448,7 @@ class ThinkingFormat(TextReward):
     __name__ = "thinking_format"
 
     partial: bool = False
-    """Score the share of the three conditions that hold: opened, closed once, answered."""
+    """Score the share of the three conditions that are met: opened, closed once, answered."""
 
     def _score(self, text: str, opened: bool) -> float:
         _, close, answer = text.rpartition(THINK_CLOSE)

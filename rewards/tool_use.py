@@ -1,4 +1,4 @@
-"""Reward of the calls in a trajectory: whether there are any, whether they work, what they cost."""
+"""Reward for calling a tool, with penalties for failed, repeated or many calls."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ._text import check_least
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Reward a call of a tool, and subtract for calls that fail, repeat or cost.
+    """Reward a completion that calls a tool, and subtract penalties for its calls.
 
     Range: at most ``called``, higher is better. A completion without calls scores 0.0.
 
@@ -26,14 +26,14 @@ class ToolUse:
     called: float = 1.0
     """Score of a completion with at least one call."""
     failed: float = 0.5
-    """Subtracted for each call that failed."""
+    """Penalty for each call that failed."""
     repeated: float = 0.5
-    """Subtracted for each call that is the same as an earlier one."""
+    """Penalty for each call that is identical to an earlier one."""
     cost: float = 0.0
-    """Subtracted for each call."""
+    """Penalty for every call."""
 
     def __post_init__(self) -> None:
-        """Refuse parameters below 0."""
+        """Check that no parameter is negative."""
         for name, value in vars(self).items():
             check_least(name, value, 0.0)
 
@@ -42,7 +42,7 @@ class ToolUse:
         return [self._score(completion) for completion in completions]
 
     def _score(self, completion: Completion) -> float:
-        # the result of a call in the last turn is missing
+        # Calls in the last turn do not count, since they have no result
         calls = [
             json.dumps(call.get("function"), sort_keys=True, default=str)
             for call in calls_of(completion[:-1])

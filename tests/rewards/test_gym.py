@@ -73,7 +73,7 @@ def test_junk_is_scored_low_and_never_raises(task):
     "entry", ["", "nothing", "{}", '{"metadata": {}, "settings": {}}', "[1]", 3]
 )
 def test_an_entry_that_is_none_is_refused(entry):
-    with pytest.raises(RewardContractError, match=r"no entry of reasoning-gym; make the prompts"):
+    with pytest.raises(RewardContractError, match="not an entry of reasoning-gym; make the prompt"):
         ReasoningGym()(completions=["4"], entry=[entry])
 
 

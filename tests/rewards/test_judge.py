@@ -264,7 +264,7 @@ FAILURES = {
     "nested": ((200, {}, b"[" * 100_000), 2, "gives no chat completion"),
     "empty": ("", 2, "gave no score .*; ask for JSON with response_format in extra_body"),
     "chatty": ("An excellent answer, 9 of 10!", 2, "gave no score .'An excellent answer, 9 of"),
-    "above": ('{"score": 11}', 2, "gave a score that is not asked for"),
+    "above": ('{"score": 11}', 2, "gave a score outside the allowed range"),
     "cut off": ((200, {}, chat("Score: 1", finish_reason="length")), 2, "off at max_tokens .1024."),
 }
 
