@@ -1,8 +1,9 @@
-"""Hold the locked versions against the database of known vulnerabilities; see ``make audit``.
+"""Check the locked versions against the database of known vulnerabilities (``make audit``).
 
-pip-audit asks the package index and says "no known vulnerabilities" of packages that it found
-nothing about, so its answer is read in JSON. Exit code 1: there is an advisory, and a version that
-fixes it. A package that cannot be looked up is named in one line and fails nothing.
+pip-audit looks up the advisories. Its text output says "no known vulnerabilities" even if it could
+not look up a package, so this script reads its JSON output. The exit code is 1 if there is an
+advisory and a newer version fixes it. Packages that were not found in the database are counted in
+one line, and are not an error.
 """
 
 import argparse
@@ -13,19 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Of the whole audit
+# Time limit of the whole audit
 SECONDS = 35.0
 SECONDS_PER_ANSWER = 5
-# Said too where it took longer than `SECONDS`
+# Printed also if the audit took longer than `SECONDS`
 UNREACHABLE = (
     "dependencies were not audited: the database of advisories cannot be reached from here"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit one or more requirement files with hashes; return the exit code."""
+    """Audit the requirement files of the command line, print the result, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("program", help="pip-audit")
+    parser.add_argument("program", help="the command pip-audit, or its path")
     parser.add_argument("files", nargs="+", metavar="FILE.lock")
     given = parser.parse_args(arguments)
     lines, code = verdict(ask(given.program, given.files))
@@ -34,12 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(program: str, files: Sequence[str], seconds: float = SECONDS) -> dict[str, Any] | None:
-    """Return pip-audit's report, or None where it gave none.
+    """Run pip-audit and return its report, or None if it failed or took too long.
 
     Args:
-        program: pip-audit.
-        files: Requirement files, every version pinned and hashed; nothing is installed.
-        seconds: Most that it may take.
+        program: The command pip-audit, or its path.
+        files: Requirement files with a pinned version and a hash for each package. Nothing is
+            installed.
+        seconds: Time limit in seconds.
     """
     command = [program, "--format", "json", "--require-hashes", "--disable-pip"]
     command += ["--progress-spinner", "off", "--timeout", str(SECONDS_PER_ANSWER)]
@@ -54,10 +56,11 @@ def ask(program: str, files: Sequence[str], seconds: float = SECONDS) -> dict[st
 
 
 def verdict(report: dict[str, Any] | None) -> tuple[list[str], int]:
-    """Return what to print of a report, and the exit code.
+    """Return the lines to print about a report, and the exit code.
 
     Args:
-        report: As pip-audit writes it: ``dependencies``, each with ``vulns`` or a ``skip_reason``.
+        report: Report of pip-audit. Each of its ``dependencies`` has ``vulns`` or a
+            ``skip_reason``. None: there is no report.
     """
     packages = (report or {}).get("dependencies", [])
     asked = [package for package in packages if "vulns" in package]

@@ -1,7 +1,7 @@
-"""MkDocs hooks: pages from outside docs/, and links that leave docs/.
+"""MkDocs hooks for pages outside docs/, and for links to files outside docs/.
 
-The files in PAGES are pages of the site. A link to another file of the repository leads to a copy
-of it in the site; one to a folder becomes its name.
+The files in PAGES become pages of the site. A link to another file of the repository leads to a
+copy of that file in the site. A link to a folder is replaced by its text.
 """
 
 import posixpath
@@ -22,25 +22,25 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
 
 
 def _place(page: File) -> str:
-    """Return the path of a page in the repository."""
+    """Return the path that the source of a page has in the repository."""
     elsewhere = {made: source for source, made in PAGES.items()}
     return elsewhere.get(page.src_uri, f"docs/{page.src_uri}")
 
 
 def _in_site(path: str) -> str:
-    """Return the path of a repository file in the site."""
+    """Return the path that a file of the repository has in the site."""
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def _targets(page: File) -> dict[str, str]:
-    """Return the links of a page -> their targets in the repository."""
+    """Return the links of a page, as link -> path of its target in the repository."""
     folder = posixpath.dirname(_place(page))
     links = LINK.findall(page.content_string)
     return {link: posixpath.normpath(posixpath.join(folder, link)) for link in links}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages from outside docs/, and the files that pages link to."""
+    """Add the pages outside docs/ and the linked files to the site's files, and return them."""
     for source, made in PAGES.items():
         files.append(File.generated(config, made, abs_src_path=str(ROOT / source)))
     for page in list(files.documentation_pages()):

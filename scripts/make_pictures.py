@@ -1,9 +1,9 @@
-"""Draw the pictures of the README and the docs from the folder of a run that was trained.
+"""Draw the pictures of the README and the docs from the folder of a finished run.
 
 .venv/bin/python scripts/make_pictures.py RUN
 
-Writes docs/pictures: the reward curve, and the report as Chromium shows it (Debian's chromium and
-chromium-driver).
+The script writes the reward curve and screenshots of the report to docs/pictures. It needs
+Chromium (Debian's packages chromium and chromium-driver).
 """
 
 import argparse
@@ -22,7 +22,11 @@ GROUP_SIZE = (1280, 1100)
 
 
 def reward_svg(record: RunRecord) -> str:
-    """Return the reward of each step with its spread within groups, and the held-out prompts."""
+    """Draw the reward curve of a run and return it as SVG.
+
+    The curve has the reward of each step, its spread within groups, and the accuracy on held-out
+    prompts before and after the training.
+    """
     from matplotlib.figure import Figure
 
     rows = record.rows
@@ -47,7 +51,10 @@ def reward_svg(record: RunRecord) -> str:
 
 
 def mixed_group(record: RunRecord) -> str:
-    """Return step and number of a group of which half is right, as the page's address has them."""
+    """Return ``STEP-GROUP`` for the group whose mean score is closest to 0.5.
+
+    The report's URL names a group in this form.
+    """
     scores: dict[tuple[int, int], list[float]] = {}
     for row in record.completions:
         scores.setdefault((row["step"], row["group"]), []).append(row["score"])
@@ -56,7 +63,7 @@ def mixed_group(record: RunRecord) -> str:
 
 
 def browser(size: tuple[int, int]) -> Any:
-    """Return a headless Chromium."""
+    """Start a headless Chromium with a window of this width and height, and return its driver."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -70,7 +77,14 @@ def browser(size: tuple[int, int]) -> Any:
 
 
 def shoot(report: Path, target: Path, size: tuple[int, int], anchor: str = "") -> None:
-    """Write what Chromium shows of the report, from an element on."""
+    """Write a screenshot of the report to a PNG file.
+
+    Args:
+        report: HTML file of the report.
+        target: File to write.
+        size: Width and height of the browser window.
+        anchor: Fragment of the URL, to which the browser scrolls; "": the top of the page.
+    """
     from PIL import Image
 
     window = browser(size)
@@ -84,7 +98,7 @@ def shoot(report: Path, target: Path, size: tuple[int, int], anchor: str = "") -
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all pictures and print their sizes."""
     parser = argparse.ArgumentParser(description="Draw the pictures of the README and the docs.")
     parser.add_argument("run", type=Path, help="the folder of a run, such as runs/quickstart")
     record = read_run(parser.parse_args().run)

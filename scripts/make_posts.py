@@ -1,11 +1,11 @@
-"""Write examples/posts.jsonl: short posts in the shape of TL;DR, each with a reference summary.
+"""Write examples/posts.jsonl: short posts like those of TL;DR, each with a reference summary.
 
-The posts are synthetic: a situation, with people, places, sums and days drawn for it, between a
-sentence before and one after that have nothing to do with it. They stand in for Reddit's TL;DR,
-which cannot be shipped; nobody wrote them about anything that happened. The situations of the last
-48 posts, which examples/smollm2.yaml holds out, occur in no other post.
+The posts are synthetic. Each one describes a situation, with people, places, amounts of money and
+days drawn at random. An unrelated sentence stands before it and another one after it. The posts
+replace Reddit's dataset TL;DR, which cannot be shipped; no person wrote them. The last 48 posts are
+the held-out set of examples/smollm2.yaml. Their situations are in no other post.
 
-    python scripts/make_posts.py                    # writes examples/posts.jsonl again
+    python scripts/make_posts.py                    # writes examples/posts.jsonl
     python scripts/make_posts.py --out posts.jsonl
 """
 
@@ -15,11 +15,11 @@ import random
 from pathlib import Path
 
 OUT = Path(__file__).resolve().parents[1] / "examples" / "posts.jsonl"
-# The last of `SITUATIONS`
+# Number of held-out situations, the last ones of `SITUATIONS`
 HELD_OUT_SITUATIONS = 12
 TRAIN_POSTS = 8
 HELD_OUT_POSTS = 4
-"""Of every situation."""
+"""Number of posts that are made for each held-out situation (`TRAIN_POSTS`: for each other one)."""
 QUESTION = "Sum up this post in one short sentence, in the first person."
 
 HE = ("he", "him", "his")
@@ -405,7 +405,11 @@ SITUATIONS = [  # whom it is about, title, post, summary
 
 
 def make_post(number: int, draw: random.Random) -> dict[str, str | int]:
-    """Return a prompt (post and question), the post alone, its reference and its situation."""
+    """Make a post about the situation ``number`` and return it as a row of the dataset.
+
+    The row has the prompt (post and question), the post alone, its reference summary, and the
+    number of the situation.
+    """
     kind, title, story, summary = SITUATIONS[number]
     who, (he, him, his) = draw.choice(PEOPLE[kind])
     slots = {name: draw.choice(values) for name, values in SLOTS.items()}
@@ -421,7 +425,10 @@ def make_post(number: int, draw: random.Random) -> dict[str, str | int]:
 
 
 def make_posts(seed: int = 0) -> list[dict[str, str | int]]:
-    """Return all posts, no two alike: those to train on in random order, then those held out."""
+    """Return all posts, without duplicates.
+
+    The posts for training come first, then the held-out posts. Each part is in random order.
+    """
     draw = random.Random(seed)
     numbers = range(len(SITUATIONS))
     rows = []
@@ -441,9 +448,9 @@ def make_posts(seed: int = 0) -> list[dict[str, str | int]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the file and return the exit status."""
+    """Write the file with all posts and return the exit status."""
     parser = argparse.ArgumentParser(description="Write posts with reference summaries.")
-    parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=OUT, help="output file; default: %(default)s")
     path = parser.parse_args(argv).out
     rows = make_posts()
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

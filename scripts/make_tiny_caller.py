@@ -1,9 +1,9 @@
-"""Make the embedded model ``tiny-caller``, which can call a calculator and is unsure when.
+"""Make the embedded model ``tiny-caller``, which calls a calculator but does not know when to.
 
-A model like ``tiny-thinker``, trained on the sums of the built-in task ``sums``. It adds small
-numbers itself, and answers a large sum with its first number. One time in five it calls the
-calculator instead, whatever the numbers, and then copies the result. So the accuracy on large sums
-is a matter of calling, and a call on a small sum is needless. RLOO can teach it when to call.
+The model is like ``tiny-thinker``, but trained on the built-in task ``sums``. It adds small numbers
+itself. For a large sum, it answers with the first number, which is wrong. In one of five cases,
+large or small, it calls the calculator instead and copies the result. Therefore it needs a call to
+get a large sum right, and does not need one for a small sum. RLOO can teach it when to call.
 
     python scripts/make_tiny_caller.py            # about 10 minutes on 2 CPU cores
 """
@@ -24,8 +24,8 @@ from rloo_kit.tools.calculator import calculator
 
 SEED = 20261126
 CALLS = 0.2
-PRACTICE = 0.5  # share of calls until the last quarter, so that it learns to copy
-# The fixed parts of a call are whole tokens, so that a call is short
+PRACTICE = 0.5  # share of calls in the first three quarters, so that it learns to copy the result
+# Each fixed part of a call is a single token, so that a call is short
 MARKS = [
     "<tool_call>",
     "</tool_call>",
@@ -74,7 +74,7 @@ tested on a CPU. It can do nothing else.
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return tiny-thinker's tokenizer with the marks of a tool call, and how they are read."""
+    """Return tiny-thinker's tokenizer with the tokens of a tool call and a template to parse it."""
     tokenizer = thinker.make_tokenizer()
     tokenizer.add_tokens(MARKS)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -83,11 +83,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text_of(row: dict[str, str], rng: random.Random, calls: float) -> list[str]:
-    """Return prompt and completion in turn: the model's turns are those with odd places.
+    """Return a training example as a list of texts that alternate between input and model.
+
+    The texts at odd positions are the turns of the model.
 
     Args:
         row: A row of the task.
-        rng: Source of the choice.
+        rng: Random generator that decides whether the model calls the calculator.
         calls: Probability of a call.
     """
     numbers = row["prompt"].removeprefix("What is ").removesuffix("?")
@@ -109,7 +111,15 @@ def batch(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, numbers: Iterator[int],
     steps: int,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Return a right-padded training batch; the loss is on the model's turns."""
+    """Return a right-padded training batch, with labels only for the model's turns.
+
+    Args:
+        rng: Random generator of the sums.
+        tokenizer: The tokenizer.
+        size: Number of rows in the batch.
+        numbers: Iterator that yields the number of the step.
+        steps: Number of steps of the training.
+    """
     calls = PRACTICE if next(numbers) < steps * 3 // 4 else CALLS
     rows = []
     while len(rows) < size:
@@ -135,7 +145,11 @@ def batch(
 
 @torch.no_grad()
 def shares(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, num: int) -> dict:
-    """Return the shares of right sums and of calls over held-out prompts."""
+    """Sample ``num`` held-out prompts without a calculator, and return three shares.
+
+    ``small`` and ``large`` are the shares of right answers among the completions without a call.
+    ``called`` is the share of completions with a call.
+    """
     rng = random.Random(SEED + 1)
     rows = []
     while len(rows) < num:
@@ -164,7 +178,7 @@ def shares(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, num: int)
 
 
 def main() -> None:
-    """Make everything and write it to ``--out``."""
+    """Train the model, measure it, and write model, tokenizer and model card to ``--out``."""
     args = thinker.arguments(__doc__, "tiny-caller", steps=900, size=64)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()

@@ -1,9 +1,10 @@
-"""Make the embedded model ``tiny-thinker``: tokenizer, weights, model card.
+"""Make the embedded model ``tiny-thinker``: tokenizer, weights and model card.
 
-A Qwen3 of about 1.4M parameters over raw bytes, trained from random weights on sums of two
-three-digit numbers with a worked thought. Its teacher forgets three carries in five, so
-the model knows how to carry and is unsure whether to: a policy that sometimes earns the reward,
-which is what RLOO needs and what a real model brings along.
+The model is a Qwen3 with about 1.4M parameters that reads raw bytes. It is trained from random
+weights on sums of two three-digit numbers, with a thought that adds them digit by digit. In the
+training data, three of five carries are forgotten. Therefore the model knows how to carry but does
+so only sometimes, and earns the reward only sometimes. RLOO needs such a policy, and real models
+behave in the same way.
 
     python scripts/make_tiny_thinker.py            # about 8 minutes on 2 CPU cores
 
@@ -69,7 +70,7 @@ CPU. It can do nothing else.
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer: 256 bytes, three special tokens and the two think tokens."""
+    """Return a byte-level tokenizer with 256 bytes, three special tokens, and the think tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -88,7 +89,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return an untrained Qwen3; every in_features is a multiple of 64, as 4-bit on a CPU needs."""
+    """Return an untrained Qwen3 with random weights.
+
+    The input size of every layer is a multiple of 64, which 4-bit weights on a CPU require.
+    """
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -108,7 +112,10 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Draw one (prompt_ids, completion_ids) pair outside the held-out sums."""
+    """Draw a training sum at random and return (prompt_ids, completion_ids).
+
+    Held-out sums are never drawn.
+    """
     a = rng.randint(100, 999)
     b = rng.randint(100, 999)
     while is_held_out(a, b):
@@ -127,7 +134,7 @@ def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list
 def batch(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int
 ) -> dict[str, torch.Tensor]:
-    """Return a right-padded training batch; the loss is on the completion alone."""
+    """Return a right-padded training batch, with labels only for the completions."""
     rows = [sample(rng, tokenizer) for _ in range(size)]
     width = max(len(p) + len(c) for p, c in rows)
     ids = torch.full((size, width), tokenizer.pad_token_id)
@@ -149,7 +156,14 @@ def train(
     steps: int,
     seed: int,
 ) -> None:
-    """Train with AdamW, a short warm-up and a linear decay."""
+    """Train the model in place with AdamW, a short learning rate warm-up and a linear decay.
+
+    Args:
+        model: The model.
+        make_batch: Function that returns the next batch, drawn with a random generator.
+        steps: Number of optimizer steps.
+        seed: Seed of the random generator.
+    """
     rng = random.Random(seed)
     peak = 3e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01, betas=(0.9, 0.98))
@@ -208,7 +222,14 @@ def accuracy(
 
 
 def arguments(text: str, name: str, steps: int, size: int) -> argparse.Namespace:
-    """Return the arguments of a script that makes an embedded model."""
+    """Parse the command line of a script that makes an embedded model, and return the arguments.
+
+    Args:
+        text: Description of the script.
+        name: Name of the model, which is also the name of its folder.
+        steps: Default number of training steps.
+        size: Default number of rows in a batch.
+    """
     parser = argparse.ArgumentParser(description=text)
     assets = Path(__file__).parents[1] / "rloo_kit" / "assets"
     parser.add_argument("--out", type=Path, default=assets / name)
@@ -218,7 +239,7 @@ def arguments(text: str, name: str, steps: int, size: int) -> argparse.Namespace
 
 
 def as_shipped(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return the trained model in bf16, with its settings for sampling."""
+    """Return the trained model in bf16, with the generation config that is saved with it."""
     model = model.to(torch.bfloat16).eval()
     model.generation_config = GenerationConfig(
         do_sample=True,
@@ -233,7 +254,15 @@ def write(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace,
     card: str, **measured: float,
 ) -> None:  # fmt: skip
-    """Write the model, its tokenizer, and the facts of its making to ``args.out``."""
+    """Write the model, its tokenizer, ``made.json`` and the model card to the folder ``args.out``.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer.
+        args: Arguments of the script.
+        card: Template of the model card.
+        **measured: Settings and results of the training, for ``made.json`` and the card.
+    """
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": args.steps,
@@ -250,7 +279,7 @@ def write(
 
 
 def main() -> None:
-    """Make everything and write it to ``--out``."""
+    """Train the model, measure it, and write model, tokenizer and model card to ``--out``."""
     args = arguments(__doc__, "tiny-thinker", steps=700, size=96)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()

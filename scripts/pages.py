@@ -1,14 +1,17 @@
-"""Generated parts of pages: each stands between ``<!-- name: ... -->`` and ``<!-- /name -->``."""
+"""Functions that replace a generated part of a page.
+
+The part is the text between the markers ``<!-- name: ... -->`` and ``<!-- /name -->``.
+"""
 
 import re
 from pathlib import Path
 
 
 def with_part(page: str, name: str, text: str) -> str:
-    """Return the text of a page with one generated part replaced.
+    """Return a page with the text between the markers of ``name`` replaced by ``text``.
 
     Raises:
-        ValueError: The page does not have exactly one such pair of markers.
+        ValueError: The page does not have exactly one pair of these markers.
     """
     marks = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- /{name} -->)", re.S)
     content, count = marks.subn(lambda found: f"{found[1]}{text}\n{found[2]}", page)
@@ -18,5 +21,5 @@ def with_part(page: str, name: str, text: str) -> str:
 
 
 def write_part(path: Path, name: str, text: str) -> None:
-    """Replace one generated part of a file."""
+    """Replace the text between the markers of ``name`` in a file."""
     path.write_text(with_part(path.read_text(), name, text))

@@ -1,9 +1,10 @@
-"""Write and check requirements/constraints-torchX.Y.txt: what fits one minor version of torch.
+"""Write and check requirements/constraints-torchX.Y.txt, the versions that fit a version of torch.
 
 python scripts/update_constraints.py [--check]
 
-Each file keeps pip, with the extras unsloth and vllm, at that version of torch. Each is resolved on
-Linux for every version of Python; nothing is installed. ``--check`` writes nothing.
+With such a constraints file, pip installs the kit and the extras unsloth and vllm with that minor
+version of torch. Each file is resolved for Linux and for every supported version of Python. Nothing
+is installed. With ``--check``, the files are only checked.
 """
 
 import argparse
@@ -25,7 +26,7 @@ OPTIONS = (
     *("pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"),
     *("--python-platform", "linux"),
 )
-# What a resolver could choose wrong
+# Packages that are pinned, since a resolver could choose a version that does not work
 NAMES = (
     *("unsloth", "unsloth-zoo"),
     *("torch", "torchvision", "torchaudio", "triton", "vllm", "vllm-bnb-plugin", "xformers"),
@@ -34,10 +35,15 @@ NAMES = (
 
 
 def resolve(constraints: str, extras: tuple[str, ...], python: str) -> dict[str, str]:
-    """Return the version of every package of the kit with Unsloth and vLLM, on Linux.
+    """Resolve the kit and some extras under constraints on Linux, and return package -> version.
+
+    Args:
+        constraints: Text of a constraints file.
+        extras: Extras of the kit to resolve.
+        python: Version of Python.
 
     Raises:
-        SystemExit: Nothing fits, with what the resolver says.
+        SystemExit: No versions satisfy the constraints. The message is that of the resolver.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(constraints)
@@ -53,9 +59,9 @@ def resolve(constraints: str, extras: tuple[str, ...], python: str) -> dict[str,
 
 
 def main() -> None:
-    """Write every file, or check each with every version of Python."""
+    """Write every constraints file unless ``--check`` is given, then check it for every Python."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check the files, write nothing")
     check = parser.parse_args().check
     for minor, extras in SETS.items():
         path = ROOT / f"requirements/constraints-torch{minor}.txt"

@@ -1,9 +1,9 @@
-"""Write what the pages say of the code: commands, rewards, settings, public names.
+"""Generate the parts of the docs that describe the code: commands, rewards, settings, names.
 
 .venv/bin/python scripts/update_docs.py
 
-Each part is between a pair of markers; tests/docs/test_docs.py fails if one is stale. Nothing
-heavy is imported.
+Each generated part is between a pair of markers in a page. tests/docs/test_docs.py fails if a part
+is out of date. The script does not import torch or other large libraries.
 """
 
 import argparse
@@ -63,12 +63,12 @@ MORE = {
     "hand-over": "how-to/more_than_one_card",
     "legacy": "how-to/from_trl_and_unsloth",
 }
-# Command -> another one, and the options that it has from it
+# Command -> (command with the same options, these options)
 SAME_AS = {
     "quickstart": ("train", ("--resume",)),
     "judge": ("eval", ["--prompts", "--num-prompts", "--batch-size", "--vllm", "--output"]),
 }
-# Helps that the page says once, at its top
+# Help texts that the page has only once, at its top
 SAID_ONCE = (
     "a run file, or the folder of a run",
     "a run, a checkpoint, an adapter or a model",
@@ -78,10 +78,10 @@ SAID_ONCE = (
 )
 # Parameters that the page explains once
 COMMON = ("thought_opened", "start_token_id", "end_token_id", "require_closed_thought")
-# Of a reward's docstring, after its first line
+# Number of sentences that are taken from a reward's docstring, after its first line
 SENTENCES = 1
 
-# Types as a run file has them
+# Type -> its name in the documentation of run files
 WORDS = {
     bool: "bool",
     dict: "table",
@@ -98,7 +98,7 @@ WORDS = {
 
 
 def commands() -> str:
-    """Return the commands, each with its arguments and options."""
+    """Return the documentation of all commands, with their arguments and options."""
     return "\n".join(_commands(PARSER, 2))
 
 
@@ -150,7 +150,7 @@ def _links(words: str) -> str:
 
 
 def rewards() -> str:
-    """Return the first paragraph and the parameters of every built-in reward."""
+    """Return the documentation of all built-in rewards: a summary and the parameters of each."""
     parts = []
     for entry in describe_rewards():
         about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
@@ -180,7 +180,7 @@ OTHER_LORA = (
 
 
 def settings() -> str:
-    """Return the settings that the kit itself defines, by section."""
+    """Return the documentation of all settings, by section of the run file."""
     parts = []
     for heading, section, prefix in (
         ("Top level", RunConfig, ""),
@@ -210,7 +210,7 @@ def _rows(section: type, prefix: str) -> Iterator[str]:
 
 
 def _describe(hint: object) -> str:
-    """Return a type, such as ``float or null``."""
+    """Return the description of a type, such as ``float or null``."""
     words: list[str] = []
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if is_union else (hint,)
@@ -224,7 +224,7 @@ def _describe(hint: object) -> str:
 
 
 def _describe_range(rule: Rule) -> str:
-    """Return the bounds of a rule; "" where it has none."""
+    """Return the bounds of a rule as text, such as ``1 to 10``, or "" if it has no bounds."""
     if rule.minimum is not None and rule.maximum is not None:
         return f"{_number(rule.minimum)} to {_number(rule.maximum)}"
     bounds = {"≥": rule.minimum, ">": rule.above, "≤": rule.maximum, "<": rule.below}
@@ -259,7 +259,13 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
-    """Return the syntax tree of a class, wherever it is: importing it would load torch."""
+    """Find a class in the sources below some folders and return its syntax tree.
+
+    The class is not imported, since this would load torch.
+
+    Raises:
+        LookupError: There is no such class.
+    """
     for root in roots:
         for path in sorted(root.rglob("*.py")):
             source = path.read_text(encoding="utf-8")
@@ -271,12 +277,15 @@ def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
 
 
 def _yaml(default: object) -> str:
-    """Return a default as a run file has it."""
+    """Return a default value as YAML on one line."""
     return yaml.safe_dump(default, default_flow_style=True, width=1000).split("\n")[0]
 
 
 def packages() -> str:
-    """Return every package with the first line of its docstring, in the order of the layers."""
+    """Return a list of all packages, each with the first line of its docstring.
+
+    The order is that of ``LAYERS`` in tests/test_layers.py.
+    """
     source = (ROOT / "tests/test_layers.py").read_text()
     layers = ast.literal_eval(re.search(r"^LAYERS = (\[.*?^\])", source, re.S | re.M)[1])
     lines = []
@@ -290,7 +299,10 @@ def packages() -> str:
 
 
 def overrides() -> str:
-    """Return the methods of TRL and transformers that the trainer overrides, from the sources."""
+    """Return a sentence that lists the methods of TRL and transformers that the trainer overrides.
+
+    The methods are found in the sources.
+    """
     libraries = [Path(find_spec(name).origin).parent for name in ("trl", "transformers")]
     inherited = _methods("RLOOTrainer", [libraries[0] / "trainer", libraries[1]])
     own = _methods("LeaveOneOutTrainer", [ROOT / "rloo_kit"])
@@ -300,7 +312,10 @@ def overrides() -> str:
 
 
 def _methods(name: str, roots: list[Path]) -> set[str]:
-    """Return the methods of a class and its bases, as far as their sources are in the folders."""
+    """Return the names of the methods of a class and its base classes.
+
+    A class whose source is not below one of the folders is left out.
+    """
     try:
         node = _class(name, roots)
     except LookupError:
@@ -312,7 +327,7 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
 
 def other_names() -> str:
-    """Return other trainers' settings; the kit's messages say more of the others."""
+    """Return the settings of other trainers, each with the name of the setting in this kit."""
     lines = [
         f"- `{name}`: `{key}`, in Python {in_python}" for name, (key, in_python) in MOVED.items()
     ]
@@ -328,7 +343,7 @@ def other_names() -> str:
 
 
 def public_names() -> str:
-    """Return the public names as mkdocstrings takes them."""
+    """Return the public names by kind, as directives of mkdocstrings."""
     homes = rloo_kit._HOMES
     errors = sorted(name for name in homes if name.endswith("Error"))
     classes = sorted(name for name in homes if name[0].isupper() and name not in errors)
@@ -352,12 +367,12 @@ SECTIONS = {
 }
 
 
-# What the page says of all faults
+# End of a promise that the page has once for all faults
 SAVED = "; the last finished step is saved"
 
 
 def faults() -> str:
-    """Return every fault that a test of tests/faults makes, and what it must not break."""
+    """Return a list of the faults that tests/faults simulates, each with the promised outcome."""
     parts = []
     for file, heading in SECTIONS.items():
         tree = ast.parse((ROOT / f"tests/faults/{file}.py").read_text())
@@ -375,7 +390,7 @@ def faults() -> str:
 
 
 def kills() -> str:
-    """Return the totals of the kept run of tests/scripts/kill_and_resume.py."""
+    """Return a sentence with the totals of the recorded run of tests/scripts/kill_and_resume.py."""
     rows = json.loads((ROOT / "benchmarks/results/kills.json").read_text())
     names = ("kills", "while_loading", "while_writing", "while_ending", "lost")
     killed, loading, writing, ending, lost = (sum(row[name] for row in rows) for name in names)
@@ -390,11 +405,11 @@ def kills() -> str:
 
 
 def tested() -> str:
-    """Return the versions that the locks hold."""
+    """Return a list of the library versions in the lock files."""
     return ", ".join(f"{name} {version}" for name, version in TESTED.items()) + ".\n"
 
 
-# Marker -> the text between its pair
+# Name of a marker -> function that returns the text between the two markers
 PARTS = {
     "commands": commands,
     "reward_reference": rewards,
@@ -407,7 +422,7 @@ PARTS = {
     "faults": faults,
     "kills": kills,
 }
-# Marker -> page, where it is not reference/MARKER
+# Name of a marker -> its page, unless that is reference/MARKER
 HOLDS = {
     "reward_reference": "reference/rewards",
     "faults": "reference/reliability",
@@ -420,17 +435,17 @@ HOLDS = {
 
 
 def page_of(name: str) -> Path:
-    """Return the page that holds a part."""
+    """Return the path of the page that has a generated part."""
     return ROOT / f"docs/{HOLDS.get(name, f'reference/{name}')}.md"
 
 
 def written(page: str, name: str, text: str) -> str:
-    """Return the text of a page with one generated part replaced."""
+    """Return the text of a page with the generated part ``name`` replaced by ``text``."""
     return with_part(page, name, f"\n{text}")
 
 
 def main() -> None:
-    """Write every part into its page."""
+    """Write every generated part into its page."""
     for name, make in PARTS.items():
         path = page_of(name)
         path.write_text(written(path.read_text(), name, make()))

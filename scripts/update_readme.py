@@ -1,4 +1,4 @@
-"""Run the quickstart and put what it prints into the README.
+"""Run the quickstart and put its output into the README.
 
 .venv/bin/python scripts/update_readme.py
 .venv/bin/python scripts/update_readme.py --pictures   # docs/pictures too; needs Chromium
@@ -15,7 +15,10 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Return the lines with all but the first, the middle and the last step left out."""
+    """Return the output with only the first two steps, the middle step and the last step.
+
+    ``...`` stands for the steps that are left out.
+    """
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
     kept = {steps[0], steps[1], steps[len(steps) // 2], steps[-1]}
     found: list[str] = []
@@ -28,7 +31,7 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run, shorten, write."""
+    """Run the quickstart, shorten its output, and write it into the README."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "rloo_kit", "quickstart"],

@@ -1,10 +1,10 @@
-"""Put the numbers of docs/tutorials/smollm2.md into the page, from a run of examples/smollm2.yaml.
+"""Write the numbers of docs/tutorials/smollm2.md, from a run of examples/smollm2.yaml.
 
-.venv/bin/python scripts/update_smollm2.py runs/smollm2   # keeps the run's scores, and writes both
-.venv/bin/python scripts/update_smollm2.py                # writes the page again from kept scores
+.venv/bin/python scripts/update_smollm2.py runs/smollm2   # saves the run's results, writes the page
+.venv/bin/python scripts/update_smollm2.py                # writes the page from the saved results
 
-Kept are the scores and completions of every held-out post, in benchmarks/results/smollm2_cpu.json,
-and what `rloo-kit eval runs/smollm2 --samples 0` found, where it was called before.
+The results are saved in benchmarks/results/smollm2_cpu.json: the scores and completions of every
+held-out post, and the results of `rloo-kit eval runs/smollm2 --samples 0`, if it was called before.
 """
 
 import argparse
@@ -23,12 +23,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
 POSTS = ROOT / "examples" / "posts.jsonl"
 JUDGE = "rouge"
-# Posts whose completions are shown: evenly spread over the held-out ones, as they come
+# Number of held-out posts whose completions are shown, evenly spread and not selected
 SHOWN = 1
 
 
 def kept(run: Path) -> dict:
-    """Return of a run what the page is written from."""
+    """Return the results of a run that the page needs, to be saved as JSON."""
     evaluation = json.loads((run / "evaluation.json").read_text())
     hardware = json.loads((run / "environment.json").read_text())["hardware"]
     return {
@@ -47,7 +47,10 @@ def kept(run: Path) -> dict:
 
 
 def greedy(file: Path) -> dict | None:
-    """Return what the judge gave to greedy answers; None where ``rloo-kit eval`` was not called."""
+    """Return the scores of greedy answers from ``rloo-kit eval``, or None if it was not called.
+
+    ``means`` are the mean scores of the base and of the run, and ``found`` is their difference.
+    """
     if not file.is_file():
         return None
     newest = json.loads(file.read_text())["evaluations"][-1]
@@ -61,14 +64,23 @@ def greedy(file: Path) -> dict | None:
 
 
 def scores(content: dict, part: str, name: str) -> list[float]:
-    """Return one score a held-out post, in order; words are counted here."""
+    """Return one score for each held-out post, in order.
+
+    Args:
+        content: Saved results.
+        part: ``before`` or ``after`` the training.
+        name: Name of a reward, or ``words`` for the number of words.
+    """
     if name == "words":
         return [float(len(one["completion"].split())) for one in content[part]]
     return [one["rewards"][name] for one in content[part]]
 
 
 def by_situation(values: list[float], posts: list[dict]) -> list[float]:
-    """Return the mean of each situation: posts of one are alike, so they are not independent."""
+    """Return the mean value of each situation.
+
+    Posts about the same situation are similar, so their values are not independent.
+    """
     groups: dict[int, list[float]] = {}
     for value, post in zip(values, posts, strict=True):
         groups.setdefault(post["situation"], []).append(value)
@@ -76,10 +88,10 @@ def by_situation(values: list[float], posts: list[dict]) -> list[float]:
 
 
 def about_the_post(content: dict, part: str, posts: list[dict]) -> list[float]:
-    """Return by how much each answer scores higher with its own reference than with others.
+    """Return how much higher each answer scores with its own reference than with other references.
 
-    The others are those of the other situations: what an answer earns with them, it earns by its
-    form.
+    The other references are those of posts about other situations. The score with these measures
+    the form of an answer only, not its content.
     """
     found = []
     for own, one, post in zip(scores(content, part, JUDGE), content[part], posts, strict=True):
@@ -91,13 +103,16 @@ def about_the_post(content: dict, part: str, posts: list[dict]) -> list[float]:
 
 
 def interval(found: Difference) -> str:
-    """Return a difference, its interval and, unless it is under 0.001, its p-value for a cell."""
+    """Return the text of a table cell: a difference, its interval, and its p-value.
+
+    The p-value is left out if it is less than 0.001.
+    """
     p = "" if found.p_value < 0.001 else f", p = {found.p_value:.3f}"
     return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]{p}"
 
 
 def table(content: dict, posts: list[dict]) -> str:
-    """Return the means before and after, and the paired differences, as Markdown."""
+    """Return a Markdown table with the means before and after, and the paired differences."""
     lines = [
         f"| {len(posts)} held-out posts | before | after "
         "| difference, 95% interval; p < 0.001 unless given |",
@@ -130,7 +145,10 @@ def table(content: dict, posts: list[dict]) -> str:
 
 
 def yardsticks(posts: list[dict]) -> str:
-    """Return what the judge gives to texts that no model wrote."""
+    """Return a Markdown table with the judge's scores of texts that no model wrote.
+
+    They show which scores are easy to reach.
+    """
 
     def sentence(post: dict, number: int) -> str:
         story = post["post"].partition("\n\n")[2]
@@ -153,7 +171,7 @@ def yardsticks(posts: list[dict]) -> str:
 
 
 def samples(content: dict, posts: list[dict]) -> str:
-    """Return a few posts with what was said of them before and after."""
+    """Return a few posts as Markdown, with the model's answers before and after the training."""
     lines = []
     for place in range(0, len(posts), len(posts) // SHOWN):
         text = " ".join(posts[place]["post"].split())
@@ -167,7 +185,7 @@ def samples(content: dict, posts: list[dict]) -> str:
 
 
 def written(page: str, content: dict) -> str:
-    """Return the page with each part between its markers."""
+    """Return the page with all of its generated parts replaced."""
     held_out = len(content["before"])
     posts = [json.loads(line) for line in POSTS.read_text().splitlines()][-held_out:]
     parts = {
@@ -181,9 +199,11 @@ def written(page: str, content: dict) -> str:
 
 
 def main() -> None:
-    """Keep the run's scores where one is given; write the page."""
+    """Save the results of the run, if one is given, and write the page."""
     parser = argparse.ArgumentParser(description="Write the numbers of docs/tutorials/smollm2.md.")
-    parser.add_argument("run", nargs="?", type=Path, help="folder of a run of smollm2.yaml")
+    parser.add_argument(
+        "run", nargs="?", type=Path, help="folder of a run of examples/smollm2.yaml"
+    )
     run = parser.parse_args().run
     if run is not None:
         RESULTS.write_text(json.dumps(kept(run), ensure_ascii=False, indent=1) + "\n")

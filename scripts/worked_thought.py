@@ -1,12 +1,13 @@
-"""The thought that the embedded model was taught: a sum, digit by digit."""
+"""Function that writes the thought of the embedded model: a sum, computed digit by digit."""
 
 from collections.abc import Callable
 
 
 def worked_thought(a: int, b: int, forgets: Callable[[], bool] = lambda: False) -> tuple[str, int]:
-    """Return (thought, answer): the sum of two 3-digit numbers digit by digit, right to left.
+    """Add two 3-digit numbers digit by digit, from right to left, and return (thought, answer).
 
-    ``forgets`` is asked at every carry; True drops it, in the thought and in the answer.
+    ``forgets`` is called at every carry. If it returns True, the carry is forgotten, in the thought
+    and in the answer.
 
     >>> worked_thought(347, 286)
     ('7+6=13 4+8+1=13 3+2+1=6', 633)

@@ -1,6 +1,8 @@
-"""Write what fits on several cards into docs/how-to/more_than_one_card.md, by the planner.
+"""Write the memory that training on several cards needs into docs/how-to/more_than_one_card.md.
 
 .venv/bin/python scripts/write_card_ways.py
+
+The numbers are estimates of the planner. A "way" is a way to use several cards, such as DDP.
 """
 
 import json
@@ -41,7 +43,12 @@ BASES = {
 
 
 def job_of(base: str, gib: int) -> Job:
-    """Return the memory job of the run file with another base, on one card of so many GiB."""
+    """Return the planner's job for the run file with another base model.
+
+    Args:
+        base: Key of the base model in ``BASES``.
+        gib: Memory of one card in GiB.
+    """
     *sizes, kind, heads, tokens = BASES[base]
     config = dict(zip(NAMES, sizes, strict=True))
     config |= {"model_type": kind, "num_key_value_heads": heads, "vocab_size": tokens}
@@ -55,7 +62,10 @@ def job_of(base: str, gib: int) -> Job:
 
 
 def cells(base: str, setups: dict[str, tuple[int, int]]) -> dict[str, list[str]]:
-    """Return the GiB of each way, for each set of cards; bold where it fits."""
+    """Return table cells: name of a way -> peak memory in GiB for each set of cards.
+
+    The number is bold if the job fits on the cards.
+    """
     found: dict[str, list[str]] = {}
     for cards, gib in setups.values():
         job = job_of(base, gib)
@@ -67,14 +77,17 @@ def cells(base: str, setups: dict[str, tuple[int, int]]) -> dict[str, list[str]]
 
 
 def table(base: str) -> str:
-    """Return the table of one base: a row for each way, a column for each set of cards."""
+    """Return the Markdown table of a base model, with a row for each way of using several cards.
+
+    Each column is a set of cards.
+    """
     lines = [f"| {base} | {' | '.join(SETUPS)} |", "|---" * (1 + len(SETUPS)) + "|"]
     lines += [f"| {name} | {' | '.join(sizes)} |" for name, sizes in cells(base, SETUPS).items()]
     return "\n".join(lines)
 
 
 def misses(base: str, setups: dict[str, tuple[int, int]]) -> list[str]:
-    """Return the ways that do not fit."""
+    """Return a text for each way and set of cards with which a base model does not fit."""
     return [
         f"{name.partition(':')[0]} on {setup} ({size} GiB)"
         for name, sizes in cells(base, setups).items()
@@ -84,10 +97,10 @@ def misses(base: str, setups: dict[str, tuple[int, int]]) -> list[str]:
 
 
 def sentences(smallest: str, others: list[str]) -> str:
-    """Return what is not in the tables: the smallest base, and the largest cards.
+    """Return the sentences about what has no table: the smallest base model, the largest cards.
 
     Raises:
-        ValueError: A base does not fit on the largest cards.
+        ValueError: A base model does not fit on the largest cards.
     """
     if any(misses(base, LARGE) for base in others):
         raise ValueError(f"{', '.join(LARGE)} needs a column: not every way fits")
@@ -99,7 +112,7 @@ def sentences(smallest: str, others: list[str]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the tables of now between its markers."""
+    """Return the page with new tables between its markers."""
     smallest, *others = BASES
     text = "\n\n".join([*map(table, others), sentences(smallest, others)])
     return with_part(page, "card_ways", text)
