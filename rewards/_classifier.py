@@ -186,7 +186,7 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Context in which a model is loaded: hide transformers' reports, and convert its errors.
+    """Context manager for loading a model, which hides transformers' reports and converts errors.
 
     The reports would warn about the missing head of a base model, which is expected.
 

@@ -1,7 +1,7 @@
 """Program that runs a model's program and its tests inside the sandbox.
 
-``code.py`` runs the source of this file in the sandbox. While the model's program runs, the
-expected values are not in the memory of the process, so that it cannot find them. This file
+``code.py`` runs the source of this file in the sandbox. Before the model's program starts, the
+expected values are computed, reported and removed, so that the program cannot find them. This file
 imports only the standard library.
 """
 

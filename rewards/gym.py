@@ -31,8 +31,8 @@ class ReasoningGym(AnswerReward):
     reasoning-gym 0.1.25.
 
     Nine verifiers run the answer as Python code. Four of them get only answers that are literals,
-    and five get only formulas; any other answer is scored like an empty answer. Set
-    ``trainer.reward_timeout_seconds`` to limit the time of a formula. Do not train on
+    and five get only formulas; any other answer is scored like an empty answer. The setting
+    ``trainer.reward_timeout_seconds`` limits the time for a formula. Do not train on
     game_of_life_halting, whose verifier accepts every text, or on coin_flip, whose verifier accepts
     "0" for nearly every probability.
 

@@ -31,13 +31,14 @@ class Repetition:
     ngram_size: int = 3
     """Number of units (tokens or words) in an n-gram."""
     max_penalty: float = -1.0
-    """Score of a completion that only repeats itself (it is approached, not reached); 0 or less."""
+    """Lower limit of the score, 0 or less. The score of a completion that only repeats itself comes
+    close to it."""
     unit: Literal["tokens", "words"] = "tokens"
     """Unit of the n-grams. ``tokens``: token ids, for any language. ``words``: words separated by
     white space, in lower case."""
 
     def __post_init__(self) -> None:
-        """Check that n-grams are not empty, that the penalty is not positive, and the unit."""
+        """Check the size of the n-grams, the penalty and the unit."""
         check_least("ngram_size", self.ngram_size, 1)
         if not -math.inf < self.max_penalty <= 0:
             raise ValueError(

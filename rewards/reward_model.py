@@ -31,9 +31,9 @@ class RewardModel:
     Conversations are rendered with the reward model's own chat template. Plain prompts are joined
     with the completion.
 
-    The folder has a whole model, or a PEFT adapter with its score head, which ``rloo-kit
-    reward-model train`` writes. Weights are read only from safetensors files, and code that comes
-    with a model is never run.
+    The folder contains a whole model or a PEFT adapter with its score head. The command ``rloo-kit
+    reward-model train`` writes such an adapter. Weights are read only from safetensors files, and
+    code that comes with a model is never run.
 
     >>> reward = RewardModel("models/my-reward-model", tokens_per_batch=4096)
     >>> reward.__name__, reward.is_loaded
@@ -64,8 +64,8 @@ class RewardModel:
     """Move the weights from the GPU to main memory between calls. None: yes, if the device is a
     GPU."""
     calibrated: bool = True
-    """Centre and scale the scores with ``calibration.json`` in the model's folder. If there is no
-    such file, or with False, the scores are the logits."""
+    """Centre and scale the scores with ``calibration.json`` in the model's folder. If False, or if
+    there is no such file, the scores are the logits."""
     base: str | None = None
     """Folder or hub name of an adapter's base model, if it is not found automatically."""
     tokenizer: Any = None

@@ -71,7 +71,7 @@ def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
 def is_kept_by_hash(text: str, one_in: int) -> bool:
     """Return whether a problem belongs to the held-out split, according to the hash of its text.
 
-    One in ``one_in`` problems does. The result is the same on every machine.
+    About one in ``one_in`` problems belongs to it. The result is the same on every machine.
     """
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") % one_in == 0

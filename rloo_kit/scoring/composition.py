@@ -123,7 +123,8 @@ class WeightSchedule:
     def at(self, progress: float) -> float:
         """Return the weight at ``progress``, from 0 to 1.
 
-        Before the first point and after the last point, the weight is that of the point.
+        Before the first point, it is the weight of the first point. After the last point, it is the
+        weight of the last point.
         """
         import numpy as np
 

@@ -230,7 +230,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
     Args:
         reward: The reward.
-        keys: Those of the four keys that its table has, with their values.
+        keys: The keys among these four that the table of the reward has, with their values.
         name: Name of the reward, for error messages.
         base: Folder to which paths are relative.
         say: See ``load_rewards``.
@@ -256,7 +256,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
 
 def _target(name: str, base: Path, say: Say | None) -> Any:
-    """Return what a spec without its weight names.
+    """Return the object that a spec, after removal of its weight, refers to.
 
     The result is the class or factory of a built-in reward, a reward model, or an object in a file
     or package.

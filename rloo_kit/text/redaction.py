@@ -89,7 +89,7 @@ _known: dict[str, str] = {}
 def remember_secret(value: str, name: str = "") -> None:
     """Mask a text from now on wherever it occurs.
 
-    A plain text (see ``is_plain``) is not masked, since it would hide ordinary words and numbers.
+    A plain text (see ``is_plain``) is not masked, since this would hide ordinary words and numbers.
 
     Args:
         value: The secret.

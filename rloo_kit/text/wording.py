@@ -102,8 +102,8 @@ def did_you_mean(word: object, candidates: Iterable[str]) -> str:
 def where_missing(name: str, base: Path) -> str:
     """Return the part of a message that says in which folders a missing path was looked for.
 
-    The folders are those that the path has relative to the current folder and to ``base``. If one
-    of them holds a file or folder with a similar name, the text suggests it.
+    The path is looked for relative to the current folder and relative to ``base``. If a file or
+    folder there has a similar name, the text suggests it.
     """
     path = Path(os.path.expanduser(name))
     places = dict.fromkeys(os.path.abspath((start / path).parent) for start in (Path(), base))

@@ -82,7 +82,7 @@ class Maze:
         return self._view()
 
     def get_reward(self) -> float:
-        """Return the reward of the current room: 1 at the exit, less the farther away it is.
+        """Return the reward: 1 at the exit, and less the farther the current room is from it.
 
         The reward is 0 in a room that is as far from the exit as the start, or farther.
         """

@@ -31,8 +31,8 @@ def load_tools(
     Args:
         specs: Each spec is a function, a built-in name, ``file.py:function``,
             ``package.module:function``, or a table such as ``{name: search, file: notes.jsonl}``.
-            The name of a table is that of a function. It is called with the other keys as
-            parameters, and returns the tool.
+            The ``name`` in a table refers to a function. This function is called with the other
+            keys as parameters, and returns the tool.
         base_dir: Folder to which paths are relative, including the ``file`` of a table; None: the
             working directory.
         say: Function that is called with a line of text before code of a file or package is run.
@@ -87,7 +87,8 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
 def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | None = None) -> Any:
     """Return the environment class that the key ``environment`` of a run file names.
 
-    Return a dict of classes by name if the key has several, or None if it is not set.
+    If the key has a table with several classes, return a dict of classes by name. If it is not set,
+    return None.
 
     Args:
         spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from
