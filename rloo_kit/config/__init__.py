@@ -1,6 +1,7 @@
 """The run file and its settings, checked without torch or TRL.
 
-``settings`` is the one table of trainer settings, ``run_file`` reads YAML and ``--set``,
-``trainer_settings`` knows TRL's names, older names and the batch, and ``engine_tables`` the tables
-``unsloth:`` and ``vllm:``. The package must not know models, data or training.
+``settings`` has the table of all trainer settings. ``run_file`` reads YAML and ``--set``.
+``trainer_settings`` checks the trainer settings, translates the names of other trainers, and
+computes the sizes of a batch. ``engine_tables`` checks the sections ``unsloth:`` and ``vllm:``.
+This package must not import the packages for models, data or training.
 """

@@ -1,4 +1,4 @@
-"""Checks of settings that a sampling engine does not obey, and of ``generation_kwargs``.
+"""Check that the chosen sampling engine supports the settings and ``generation_kwargs``.
 
 vLLM and transformers are imported only to check ``generation_kwargs``.
 """
@@ -16,27 +16,27 @@ ENGINES = {
     "server": "vLLM's server",
     "transformers": "transformers",
 }
-# Settings of TRL that only transformers obeys
+# Settings of TRL that only the engine `transformers` uses
 OF_TRANSFORMERS = (
     "cache_implementation",
     "transformers_continuous_batching_config",
     "use_transformers_continuous_batching",
     "use_transformers_paged",
 )
-# Settings that only vLLM's server obeys
+# Settings that only vLLM's server uses
 OF_SERVER = (
     "vllm_adapter_dir", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
     "vllm_server_timeout",
 )  # fmt: skip
-# Settings of TRL that no engine obeys
+# Settings of TRL that no engine uses
 OF_NO_ENGINE = (
-    "vllm_group_port",  # for NCCL, but the server gets adapters, not weights
+    "vllm_group_port",  # for NCCL, but the server loads adapters from files
     "vllm_model_impl",
     "vllm_tensor_parallel_size",
     "vllm_structured_outputs_regex",
 )
-# Parameters that `generation_kwargs` may hold for vLLM: they need no tokenizer, and leave the
-# number of completions, their length, their ends and the log-probabilities to the kit
+# Parameters that `generation_kwargs` may have with vLLM. They need no tokenizer, and they do not
+# change what the kit sets: number and length of completions, stop tokens, and log-probabilities
 TOKEN_SAMPLING = {
     "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
     "presence_penalty", "repetition_penalty", "top_k", "top_p",
@@ -46,21 +46,22 @@ FIXED = {
     "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
     "return_dict_in_generate",
 }  # fmt: skip
-# Parameters with a setting of their own, which log-probabilities, lengths and the plan read
+# Parameters that have a trainer setting of their own, because other parts of the kit read them too
 OWN_SETTINGS = {
     "temperature": "temperature",
     "max_new_tokens": "max_completion_length",
     "max_length": "max_completion_length",
 }
-# Settings that count the tokens of a completion, which is sampled in two parts with a thinking
-# budget
+# Parameters that depend on all tokens of a completion so far. With a thinking budget, vLLM samples
+# a completion in two parts, and so would count the tokens of each part alone
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
 def requested_engine(args: Any) -> str:
-    """Return the engine that the settings ask for: ``auto``, or a key of ``ENGINES``.
+    """Return the sampling engine that the settings request: ``auto``, or a key of ``ENGINES``.
 
-    ``use_vllm: true`` means ``vllm``, and with ``vllm_mode: server`` it means ``server``.
+    TRL's ``use_vllm: true`` requests ``vllm``, or ``server`` with ``vllm_mode: server``. Without it
+    the setting ``generation`` is returned.
 
     Args:
         args: A ``LeaveOneOutConfig``.
@@ -81,14 +82,14 @@ def requested_engine(args: Any) -> str:
 
 
 def check_settings(args: Any, engine: str) -> None:
-    """Check the settings of the sampling engine.
+    """Check that the sampling engine supports the settings.
 
     Args:
         args: A ``LeaveOneOutConfig``.
         engine: ``vllm``, ``server`` or ``transformers``; nothing is checked for ``auto``.
 
     Raises:
-        ConfigError: The engine does not obey a setting.
+        ConfigError: The engine would ignore a setting, or ``generation_kwargs`` are wrong for it.
     """
     if engine not in ENGINES:
         return
@@ -99,14 +100,14 @@ def check_settings(args: Any, engine: str) -> None:
         if name in defaults and other != engine and getattr(args, name) != defaults[name]:
             by_other = f", or set trainer.generation to {other}" if other else ""
             raise ConfigError(
-                f"trainer.{name} is {format_value(getattr(args, name))}, which {ENGINES[engine]} "
-                f"does not obey: leave it out{by_other}"
+                f"trainer.{name} is {format_value(getattr(args, name))}, but {ENGINES[engine]} "
+                f"ignores this setting: leave it out{by_other}"
             )
     others = args.generation_kwargs or {}
     for name in OWN_SETTINGS.keys() & others:
         raise ConfigError(
-            f"trainer.generation_kwargs gives {name!r}, which trainer.{OWN_SETTINGS[name]} sets: "
-            "write it there"
+            f"trainer.generation_kwargs has {name!r}, but the kit reads it from "
+            f"trainer.{OWN_SETTINGS[name]}: set it there"
         )
     if engine == "transformers":
         _check_generate(others)
@@ -115,18 +116,29 @@ def check_settings(args: Any, engine: str) -> None:
 
 
 def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> None:
+    """Check ``generation_kwargs`` for vLLM.
+
+    Args:
+        others: The ``generation_kwargs``.
+        args: A ``LeaveOneOutConfig``.
+        installed: True if vLLM runs in this process, so that its own check can be used too.
+
+    Raises:
+        ConfigError: vLLM cannot use one of the parameters or its value.
+    """
     for name in others.keys() - TOKEN_SAMPLING:
         raise ConfigError(
-            f"trainer.generation_kwargs gives {name!r}, which cannot be given to vLLM: leave it "
-            f"out, set generation: transformers, or give one of {', '.join(sorted(TOKEN_SAMPLING))}"
+            f"trainer.generation_kwargs has {name!r}, which cannot be used with vLLM: leave it "
+            "out, set generation: transformers, or use only these parameters: "
+            f"{', '.join(sorted(TOKEN_SAMPLING))}"
         )
     for name in COUNTING:
         if args.thinking_budget and name in others:
             raise ConfigError(
-                f"trainer.generation_kwargs gives {name!r}, which vLLM cannot obey with "
+                f"trainer.generation_kwargs has {name!r}, which vLLM cannot combine with "
                 "trainer.thinking_budget: leave one of them out, or set generation: transformers"
             )
-    if not installed:  # the server reports what it does not accept
+    if not installed:  # the server itself reports a value that it does not accept
         return
     from vllm import SamplingParams
 
@@ -137,6 +149,12 @@ def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> Non
 
 
 def _check_generate(others: Mapping[str, Any]) -> None:
+    """Check ``generation_kwargs`` for ``generate`` of transformers.
+
+    Raises:
+        ConfigError: ``generate`` does not accept a parameter or its value, the kit sets the
+            parameter itself, or the completions would not be sampled (beam search, greedy).
+    """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import GenerationMode
 
@@ -148,25 +166,28 @@ def _check_generate(others: Mapping[str, Any]) -> None:
         raise _refused(others, exc) from exc
     if mode is not GenerationMode.SAMPLE:
         raise ConfigError(
-            f"trainer.generation_kwargs {format_value(dict(others))} asks for {mode.value}, but "
-            "completions must be sampled one token at a time: leave it out"
+            f"trainer.generation_kwargs {format_value(dict(others))} selects {mode.value}, but "
+            "completions must be sampled one token at a time: leave out what selects it"
         )
     for name in (*unknown, *FIXED.intersection(others)):
         raise ConfigError(
-            f"trainer.generation_kwargs gives {name!r}, which cannot be given to generate of "
+            f"trainer.generation_kwargs has {name!r}, which cannot be passed to generate() of "
             f"transformers: leave it out"
         )
 
 
 @contextlib.contextmanager
 def blame_generation_kwargs(args: Any) -> Iterator[None]:
-    """Turn an error that ``generate`` raises in the body into one about ``generation_kwargs``.
+    """Return a context that blames ``generation_kwargs`` for a TypeError or ValueError inside it.
+
+    ``generate`` of transformers raises these errors for arguments that it does not accept.
 
     Args:
-        args: A ``LeaveOneOutConfig``. Without ``generation_kwargs`` errors are not changed.
+        args: A ``LeaveOneOutConfig``. If its ``generation_kwargs`` are empty, an error passes
+            through unchanged.
 
     Raises:
-        ConfigError: ``generate`` refused ``generation_kwargs``.
+        ConfigError: A TypeError or ValueError was raised, and ``generation_kwargs`` were given.
     """
     try:
         yield
@@ -177,7 +198,8 @@ def blame_generation_kwargs(args: Any) -> Iterator[None]:
 
 
 def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:
+    """Return the error for ``generation_kwargs`` that an engine refused with ``exc``."""
     return ConfigError(
-        f"trainer.generation_kwargs {format_value(dict(others))} cannot be obeyed "
-        f"({first_line(exc)}): correct its values"
+        f"trainer.generation_kwargs {format_value(dict(others))} were refused "
+        f"({first_line(exc)}): correct the values"
     )

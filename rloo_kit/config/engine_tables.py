@@ -1,18 +1,20 @@
-"""Names that the tables ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file may not hold.
+"""Names that are not allowed in the sections ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file.
 
-The libraries refuse unknown names when they load. They are not imported here.
+They have another place in the run file, or the kit sets them itself. A name that TRL, Unsloth or
+vLLM does not know is reported by that library when it loads; this module does not import them.
 """
 
 from collections.abc import Iterable
 
-# Arguments of load_vllm in unsloth_zoo that Unsloth's loaders lack: only a shared engine uses them
+# Arguments of load_vllm in unsloth_zoo that Unsloth's own loaders do not have. They have an effect
+# only if vLLM shares the weights with Unsloth's model
 SHARED_ENGINE_NAMES = frozenset(
     {
         "compilation_config", "conservativeness", "enable_prefix_caching", "enforce_eager",
         "max_logprobs", "max_num_batched_tokens",
     }
 )  # fmt: skip
-# Names that another key of the run file sets
+# Names whose value another key of the run file sets: section -> name -> that key
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "trainer": {
         "output_dir": "output_dir",
@@ -68,13 +70,14 @@ TABLES = tuple(SET_ELSEWHERE)
 
 
 def check_table(table: str, names: Iterable[object]) -> list[str]:
-    """Return a sentence for each key that must not be in a table of a run file.
+    """Return an error message for each key that is not allowed in a section of a run file.
 
-    A key that TRL, Unsloth or vLLM does not know gets none: that library refuses it.
+    Keys that TRL, Unsloth or vLLM does not know are not reported, because that library reports
+    them itself.
 
     Args:
-        table: ``trainer``, ``unsloth`` or ``vllm``.
-        names: The keys in that table.
+        table: The section: ``trainer``, ``unsloth`` or ``vllm``.
+        names: The keys in that section.
     """
     errors = []
     for key in map(str, names):

@@ -9,7 +9,7 @@ from rloo_kit.config.other_names import MOVED
 from rloo_kit.config.run_file import PROJECTIONS, make_run_config, read_value
 from rloo_kit.errors import ConfigError
 
-# Defaults of the older trainer that differ; it did not clip gradients
+# Defaults of the older trainer that differ from those here. It did not clip gradients
 DEFAULTS = {
     "learning_rate": 5e-5,
     "max_grad_norm": 0.0,
@@ -27,10 +27,12 @@ PLACES |= {"output_dir": "output_dir", "seed": "seed"}
 
 
 def legacy_run_file(words: Sequence[str]) -> str:
-    """Return a checked run file, as YAML text, for a command line of TRL's older RLOO scripts.
+    """Convert a command line of TRL's older RLOO scripts to a run file; return its YAML text.
+
+    The settings of the run file have been checked.
 
     Args:
-        words: The flags, with or without the launcher and the script before them.
+        words: The words of the command line. The launcher and the script's name are ignored.
 
     Raises:
         ConfigError: A flag is missing or unknown, or the kit has no setting for it.
@@ -44,7 +46,7 @@ def legacy_run_file(words: Sequence[str]) -> str:
         "data": {"chat": False, "max_prompt_tokens": 512, "held_out": 100},
         "trainer": {},
     }
-    for name in sorted(given):  # the base comes before the model after supervised fine-tuning
+    for name in sorted(given):  # sorted, so that sft_model_path replaces model_name_or_path
         section, _, key = PLACES.get(name, f"trainer.{name}").rpartition(".")
         (content[section] if section else content)[key] = given[name]
     reward = {"name": "reward_model", "model": content["rewards"], "policy_tokens": True}
@@ -55,10 +57,13 @@ def legacy_run_file(words: Sequence[str]) -> str:
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return flag -> value, as ``HfArgumentParser`` reads them; a flag without a value is true."""
+    """Return a dict from flag to value, as ``HfArgumentParser`` reads a command line.
+
+    A flag without a value is True. A flag with several values has a list.
+    """
     scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
     found: dict[str, list[Any]] = {}
-    values: list[Any] = []  # of the last flag; the first words belong to no flag
+    values: list[Any] = []  # values of the latest flag; words before the first flag are dropped
     for word in words[scripts[0] if scripts else 0 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

@@ -1,7 +1,7 @@
-"""Further fields of ``lora:`` in a run file, in addition to the four usual ones.
+"""Check the less usual fields of ``lora:`` in a run file.
 
-Allowed is every field of the installed PEFT's ``LoraConfig`` that the base, the samplers and an
-export can follow. PEFT is not imported.
+Every field of ``LoraConfig`` in the installed PEFT is allowed, unless sampling, the reference model
+or an export cannot support it. PEFT is not imported.
 """
 
 import ast
@@ -13,13 +13,13 @@ from typing import Any
 
 from rloo_kit.text.wording import format_value
 
-_OTHER_BASE = "but sampler, reference and export use the base without it: leave it out"
-_NO_START = "for a start of the adapter that changes the base: leave it out"
-_NO_ENGINE = "for a training or an engine that is not used here: leave it out"
-# Fields that a part of the kit cannot follow -> why
+_OTHER_BASE = "but sampler, reference and export do not support it: leave it out"
+_NO_START = "for an initialisation that changes the base weights, which must not change: leave it out"
+_NO_ENGINE = "for a kind of training or an engine that rloo-kit does not use: leave it out"
+# Field that the kit cannot support -> the end of the message that refuses it
 REFUSED: dict[str, str] = {
-    "alora_invocation_tokens": f"for an adapter that starts within a prompt, {_OTHER_BASE}",
-    "layer_replication": f"for layers that are repeated, {_OTHER_BASE}",
+    "alora_invocation_tokens": f"for an adapter that becomes active in the prompt, {_OTHER_BASE}",
+    "layer_replication": f"for layers that are used more than once, {_OTHER_BASE}",
     **dict.fromkeys(("eva_config", "corda_config", "lora_ga_config", "loftq_config"), _NO_START),
     **dict.fromkeys(
         ("arrow_config", "megatron_config", "megatron_core", "runtime_config", "use_bdlora"),
@@ -37,7 +37,10 @@ NOT_BY_VLLM = (
 
 @functools.cache
 def lora_fields() -> frozenset[str]:
-    """Return the names of the fields of ``LoraConfig``, read from its source."""
+    """Return the field names of PEFT's ``LoraConfig``, read from its source file.
+
+    The result is empty if PEFT is not installed.
+    """
     package = importlib.util.find_spec("peft")
     places = (package and package.submodule_search_locations) or ()
     for place in places:
@@ -50,23 +53,28 @@ def lora_fields() -> frozenset[str]:
 
 
 def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
-    """Return the errors in fields of ``LoraConfig``, a sentence each.
+    """Return one error message for each field of ``LoraConfig`` that the kit cannot support.
 
-    ``section``, such as ``lora.``, is put before their names.
+    Args:
+        settings: Fields of ``LoraConfig``, by name.
+        section: Prefix for the field names in the messages, such as ``lora.``.
     """
     errors = [f"{section}{name} is {REFUSED[name]}" for name in settings if name in REFUSED]
     start = settings.get("init_lora_weights", True)
     if start not in STARTS:
         names = ", ".join(str(one).lower() for one in STARTS)
         errors.append(
-            f"{section}init_lora_weights is {format_value(start)}, which changes the base, but "
-            f"sampler, reference and export use the unchanged base: give one of {names}"
+            f"{section}init_lora_weights is {format_value(start)}, which changes the base weights, "
+            f"but sampler, reference and export use the unchanged base: choose one of {names}"
         )
     return errors
 
 
 def why_not_vllm_takes(settings: Mapping[str, Any]) -> str | None:
-    """Return why vLLM cannot load an adapter with these fields of ``LoraConfig``, or None."""
+    """Return why vLLM cannot load an adapter with these fields of ``LoraConfig``.
+
+    None means that vLLM can load it.
+    """
     name = next((name for name in NOT_BY_VLLM if settings.get(name)), None)
     if name is None and settings.get("bias", "none") != "none":
         name = "bias"

@@ -1,7 +1,7 @@
-"""Table of trainer settings: type, default, range, help and resume rule in one row each.
+"""Table of the trainer settings: each row has the type, default, range, help text and resume rule.
 
 ``LeaveOneOutConfig`` inherits ``KitSettings``. The run-file check, resume, the dry run, the model
-card and the docs read the same rows. Loads neither torch nor TRL.
+card and the docs read the same rows. Importing this module imports neither torch nor TRL.
 """
 
 import dataclasses
@@ -13,27 +13,36 @@ Resume = Literal["must", "may", "free"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Rule of one setting, in addition to its name, type and default."""
+    """Help text, allowed values and resume behaviour of one setting."""
 
     help: str = ""
     minimum: float | None = None
-    above: float | None = None  # lower bound that is not allowed itself
+    above: float | None = None  # exclusive lower bound
     maximum: float | None = None
-    below: float | None = None  # upper bound that is not allowed itself
-    choices: tuple[Any, ...] = ()  # allowed values, or allowed items of a list
-    table: str = ""  # `module:NAME` of a table whose keys are the choices; imported for the check
-    default: Any = None  # the kit's default in place of TRL's; None: TRL's
+    below: float | None = None  # exclusive upper bound
+    choices: tuple[Any, ...] = ()  # allowed values, or allowed items if the value is a list
+    table: str = ""  # `module:NAME` of a dict whose keys are the choices; imported for the check
+    default: Any = None  # the kit's default if it differs from TRL's; None: TRL's default is used
     by_device: bool = False  # the default depends on machine and model; None lets the kit choose
-    kit_step: bool = False  # the kit's own step obeys it, and TRL's does not
-    trl_step: bool = False  # TRL's step obeys it, and the kit's does not
+    kit_step: bool = False  # only the kit's training step uses it; TRL's step ignores it
+    trl_step: bool = False  # only TRL's training step uses it; the kit's step ignores it
     instead: str = ""  # why a value outside of `choices` has no effect here, and what to write
     resume: Resume = "free"
-    """``must``: it decides what is sampled and learned, so a resumed run keeps it. ``may``: a new
-    value is used from the next step and reported. ``free``: it may change without notice."""
+    """Says if a resumed run may change the setting.
+
+    ``must``: No, because the setting decides what is sampled and learned.
+    ``may``: Yes; the new value is used from the next step, and the change is reported.
+    ``free``: Yes, without a notice."""
 
 
 def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
-    """Return a dataclass field with its rule; a default list or dict is a ``default_factory``."""
+    """Return a dataclass field whose metadata hold a ``Rule``.
+
+    Args:
+        default: Default of the field. For a list or dict, give ``default_factory`` instead.
+        help: Help text of the rule.
+        rule: Other fields of ``Rule``, and perhaps ``default_factory``.
+    """
     if "default_factory" in rule:
         given = {"default_factory": rule.pop("default_factory")}
     else:
@@ -41,7 +50,7 @@ def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
     return dataclasses.field(**given, metadata={"rule": Rule(help=help, **rule)})
 
 
-# What holds of most settings of the kit: they decide what is learned, by the kit's own step
+# Common to most settings of the kit: they decide what is learned, and only the kit's step uses them
 _LEARNING: dict[str, Any] = {"resume": "must", "kit_step": True}
 # Findings of the doctor that can make a run worthless
 STOP_ON = (
@@ -72,67 +81,72 @@ class KitSettings:
 
     step: Literal["auto", "kit", "trl"] = setting(
         "auto",
-        "Training step: `kit`, which is faster, or `trl` (TRL's own); `auto`: the kit's, or TRL's "
-        "if the kit's cannot train ([more than one card](../how-to/more_than_one_card.md)).",
+        "Code that runs a training step: `kit` (rloo-kit's own, which is faster), `trl` (TRL's), "
+        "or `auto`, which uses TRL's only if rloo-kit's cannot train this run "
+        "([more than one card](../how-to/more_than_one_card.md)).",
     )
     tokens_per_micro_batch: int | None = setting(
         None,
-        "Most positions (rows times padded length) of a training pass; null: computed from the "
-        "free memory. It changes speed and memory, not the gradient. "
-        "`per_device_train_batch_size` keeps its meaning.",
+        "Maximum size of a micro-batch, in tokens with padding (rows times padded length); null: "
+        "computed from the free memory. It changes speed and memory use, but neither the gradient "
+        "nor the batch size that `per_device_train_batch_size` sets.",
         minimum=1,
         resume="may",
         kit_step=True,
     )
     token_level_kl: bool = setting(
         False,
-        "true: the advantage of each token is reduced by `beta` times the KL of that token and all "
-        "later ones; false: the score of a completion is reduced by `beta` times its whole KL.",
+        "How the KL penalty is applied. false: subtract `beta` times the KL of the whole "
+        "completion from its score. true: subtract `beta` times the KL of a token and all later "
+        "tokens from the advantage of that token.",
         **_LEARNING,
     )
     kl_estimator: Literal["k1", "k3"] = setting(
         "k1",
-        "KL estimator: `k1` (log ratio) or `k3` (never negative).",
+        "Estimator of the KL divergence from the reference model: `k1` (the log ratio) or `k3` "
+        "(never negative).",
         **_LEARNING,
     )
     missing_eos_penalty: float | None = setting(
         None,
-        "Subtract this from the score of a completion that was cut off.",
+        "Penalty that is subtracted from the score of a completion that was cut off before its "
+        "EOS token; null: no penalty.",
         minimum=0,
         **_LEARNING,
     )
     combine: Literal["sum", "normalize_then_sum"] = setting(
         "sum",
-        "Combine several rewards as the weighted `sum`, or divide each by its own spread first "
-        "(`normalize_then_sum`).",
+        "How several rewards are combined into one score: `sum` is their weighted sum; "
+        "`normalize_then_sum` first divides each reward by its own spread over the batch.",
         **_LEARNING,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
         None,
-        "Normalise scores by the mean and spread of the generation batch (true, `batch`) or of all "
-        "batches so far (`moving`).",
+        "Normalise scores with the mean and standard deviation of the generation batch (`batch` "
+        "or true), or of all batches so far (`moving`); null or false: do not normalise.",
         **_LEARNING,
     )
     baseline: str = setting(
         "leave_one_out",
-        "Baseline: `leave_one_out`, or a row that you added to `BASELINES` ([change the "
-        "step](../how-to/change_the_step.md)).",
+        "Baseline that is subtracted from the scores: `leave_one_out`, or the name of a baseline "
+        "that you added to `BASELINES` ([change the step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.advantages:BASELINES",
         **_LEARNING,
     )
     loss: str = setting(
         "clipped",
-        "Loss: `clipped` (PPO's clipped surrogate), or a row that you added to `LOSSES` ([change "
-        "the step](../how-to/change_the_step.md)).",
+        "Loss function: `clipped` (PPO's clipped surrogate), or the name of a loss that you added "
+        "to `LOSSES` ([change the step](../how-to/change_the_step.md)).",
         table="rloo_kit.rloo.objective:LOSSES",
         **_LEARNING,
     )
     on_reward_error: Literal["stop", "skip"] = setting(
         "stop",
-        "If a reward cannot score a completion: `stop` the run, or `skip` the score and log it.",
+        "What to do if a reward function fails on a completion: `stop` the run, or `skip` that "
+        "score and log the error.",
     )
     reward_timeout_seconds: float | None = setting(
-        None, "Time limit of a call of a reward function, in seconds; null: no limit.", above=0
+        None, "Time limit for one call of a reward function, in seconds; null: no limit.", above=0
     )
     dynamic_sampling: bool = setting(
         False,
@@ -141,7 +155,8 @@ class KitSettings:
     )
     dynamic_sampling_rounds: int = setting(
         4,
-        "Most sampling rounds for one batch; groups that are still missing stay as they are.",
+        "Maximum number of extra sampling rounds for one batch with `dynamic_sampling`; groups "
+        "that are still not replaced after them stay in the batch.",
         minimum=1,
         maximum=100,
         **_LEARNING,
@@ -155,73 +170,82 @@ class KitSettings:
     )
     vllm_adapter_dir: str | None = setting(
         None,
-        "Folder for the adapter, which vLLM's server must find under the same path; null: in "
-        "memory, for a server on the same machine.",
+        "Folder in which the adapter is saved for vLLM's server, which must see it under the same "
+        "path; null: a folder in shared memory, for a server on the same machine.",
     )
     thinking_budget: int | None = setting(
         None,
-        "Truncate the completion if the thought is still open after this many tokens; null: no "
-        "limit but `max_completion_length`.",
+        "Maximum length of the thought, in tokens; a completion whose thought is still open then "
+        "is truncated there. null: only `max_completion_length` limits it.",
         minimum=1,
         **_LEARNING,
     )
     partial_rollouts: bool = setting(
         False,
-        "Sample until enough groups are complete, and continue the others in later steps "
-        "([when](../how-to/partial_rollouts.md)).",
+        "Train as soon as enough groups are complete, and continue the unfinished completions in "
+        "later steps ([when this helps](../how-to/partial_rollouts.md)).",
         **_LEARNING,
     )
     rows_in_flight: int | None = setting(
         None,
-        "Number of completions that `partial_rollouts` keeps in flight (begun, but not trained "
-        "yet); null: two generation batches (one with `max_rollout_age: 0`).",
+        "Number of completions that `partial_rollouts` keeps in flight (started, but not yet "
+        "trained on); null: as many as two generation batches have (one with `max_rollout_age: "
+        "0`).",
         minimum=2,
         **_LEARNING,
     )
     max_rollout_age: int = setting(
         4,
-        "Most generation batches that a group of `partial_rollouts` waits until it is trained.",
+        "Maximum age of a group with `partial_rollouts`: the number of generation batches from its "
+        "start until it is trained on.",
         minimum=0,
         maximum=1000,
         **_LEARNING,
     )
     max_tool_calling_iterations: int | None = setting(
         None,
-        "Most rounds of tool calls in a completion; null: no limit but `max_completion_length`.",
+        "Maximum number of rounds of tool calls in a completion; null: only "
+        "`max_completion_length` limits it.",
         minimum=0,
         **_LEARNING,
     )
     tool_timeout_seconds: float | None = setting(
         None,
-        "Time limit of a call of a tool, in seconds (a plain function: on Unix); null: no limit.",
+        "Time limit for one call of a tool, in seconds; null: no limit. A tool that is not an "
+        "async function has no time limit on Windows.",
         above=0,
     )
     on_tool_error: Literal["tell", "stop"] = setting(
         "tell",
-        "If a tool raises: `tell` the model, which reads the error, or `stop` the run. Calls that "
-        "are malformed or name no tool never stop it.",
+        "What to do if a tool raises an exception: `tell` shows the error to the model, `stop` "
+        "stops the run. A call that is malformed or names an unknown tool never stops the run.",
     )
     canary: bool = setting(
         True,
-        "Check on every batch that vLLM samples from the current policy, and stop if it does not.",
+        "Check on every batch that vLLM samples from the current policy, and stop the run if it "
+        "does not.",
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,
-        "Weight each `sequence` or each `token` by its probability under the policy divided by "
-        "that under the sampler; null: no weights.",
+        "Correct for the difference between policy and sampler with importance weights: the "
+        "probability of each `sequence` or each `token` under the policy divided by its "
+        "probability under the sampler; null: no correction.",
         **_LEARNING,
     )
     rollout_correction_cap: float = setting(
         2.0,
-        "Largest weight of `rollout_correction`.",
+        "Upper limit for the importance weights of `rollout_correction`.",
         minimum=1,
         maximum=1e6,
         **_LEARNING,
     )
-    doctor: bool = setting(True, "Look for problems during the run, and report them.")
+    doctor: bool = setting(
+        True, "Look for problems during the run, such as a collapsing reward, and report them."
+    )
     stop_on: list[str] | None = setting(
         None,
-        "Findings that end the run, for example `[kl_explosion]`; its best weights are kept.",
+        "Findings of the doctor that end the run early, for example `[kl_explosion]`; the best "
+        "weights so far are kept.",
         choices=STOP_ON,
     )
     keep_last: int = setting(2, "Number of newest checkpoints to keep.", minimum=1)
@@ -235,7 +259,8 @@ class KitSettings:
     )
     max_skipped_steps: int = setting(
         3,
-        "Stop after this many optimizer steps in a row were skipped because of NaN/Inf gradients.",
+        "Stop the run after this many optimizer steps in a row were skipped because of NaN or Inf "
+        "gradients.",
         minimum=1,
         kit_step=True,
     )
@@ -247,10 +272,10 @@ class KitSettings:
     )
 
 
-# Why this setting of TRL is refused
+# Message that refuses TRL's setting `sync_ref_model`
 NO_SYNC = (
-    "trainer.sync_ref_model copies the weights into the reference, but the reference of an adapter "
-    "is the model without it: leave it out"
+    "trainer.sync_ref_model updates the reference model during training, but here the reference is "
+    "always the base model without the adapter: leave it out"
 )
 _MUST = Rule(resume="must")
 _MAY = Rule(resume="may")
@@ -260,7 +285,7 @@ _NO_UPLOAD = (
     "but nothing is uploaded while training: leave it out, and upload the result with rloo-kit "
     "export RUN --to hub, or with trainer.push_to_hub()"
 )
-# Fields of TRL and transformers that the kit has a rule for; their types are TRL's
+# Rules for fields of TRL and transformers; the types of these fields are defined in TRL
 TRL_RULES: dict[str, Rule] = {
     "adam_beta1": _MUST,
     "adam_beta2": _MUST,
@@ -315,7 +340,8 @@ TRL_RULES: dict[str, Rule] = {
     "save_steps": Rule(default=10),
     "save_total_limit": Rule(
         choices=(None,),
-        instead="but trainer.keep_last and trainer.keep_best decide what stays: write those",
+        instead="but trainer.keep_last and trainer.keep_best decide which checkpoints stay: set "
+        "those",
     ),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
@@ -325,8 +351,8 @@ TRL_RULES: dict[str, Rule] = {
     "top_p": Rule(above=0, maximum=1, resume="must"),
     "train_sampling_strategy": Rule(
         choices=("random",),
-        instead="but RLOO draws prompts at random, or with trainer.shuffle_dataset: false in their "
-        "order: leave it out",
+        instead="but rloo-kit draws prompts at random, or in the order of the dataset with "
+        "trainer.shuffle_dataset: false: leave it out",
     ),
     "use_cpu": _BY_DEVICE,
     "vllm_enable_sleep_mode": Rule(by_device=True),
@@ -340,11 +366,11 @@ RULES: dict[str, Rule] = {
     **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
     **TRL_RULES,
 }
-# Defaults that differ from TRL's, or repeat TRL's so that they can be read without TRL
+# Defaults that differ from TRL's, or repeat TRL's so that they are known without importing TRL
 TRL_DEFAULTS: dict[str, Any] = {
     name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
 }
-# Trainer settings that the run file does not give
+# Values of trainer settings that a run file leaves out
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 OF_KIT_STEP = [name for name, rule in RULES.items() if rule.kit_step]
 OF_TRL_STEP = [name for name, rule in RULES.items() if rule.trl_step]
@@ -352,5 +378,5 @@ BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device
 
 
 def on_resume(rule: Resume) -> list[str]:
-    """Return the settings with this resume rule, sorted."""
+    """Return the sorted names of the settings with this resume rule."""
     return sorted(name for name, one in RULES.items() if one.resume == rule)

@@ -1,4 +1,4 @@
-"""Check of one value against its type and its rule; the message names the user's own key."""
+"""Check one setting against its type and its rule; a message names the key that the user wrote."""
 
 import pkgutil
 import re
@@ -15,13 +15,13 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> list[str]:
-    """Return the error in a value: [] or one sentence that names its key.
+    """Return a list with the error message for an invalid value, or [] if the value is valid.
 
     Args:
-        path: The key, such as ``trainer.beta``.
-        value: The value, as YAML gives it.
-        hint: Type that the value must have; numbers are not converted from text.
-        rule: Range and choices.
+        path: The key, such as ``trainer.beta``; the message begins with it.
+        value: The value, as YAML returns it.
+        hint: Type that the value must have. A number given as a string is an error.
+        rule: Allowed range and choices.
     """
     start = f"{path} is {format_value(value)},"
     bounds = Field(ge=rule.minimum, gt=rule.above, le=rule.maximum, lt=rule.below)
@@ -44,10 +44,10 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name.
+    """Return the end of an error message about an unknown name.
 
-    It names a similar one, or else all known names. If these are more than 20, it asks the user to
-    drop the name.
+    The text suggests the most similar known name. If no known name is similar, it lists all of
+    them, or says "drop it" if there are more than 20.
     """
     names = sorted(known)
     listed = f"; known are {', '.join(names)}" if len(names) <= 20 else "; drop it"

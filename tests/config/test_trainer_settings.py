@@ -214,7 +214,7 @@ def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
         ({"stop_token_id": 0}, "end at the EOS token"),
         ({"sft_model_path": "x"}, "give it as model.name in a run file, or in Python to rk.load"),
         ({"max_prompt_length": 512}, "give it as data.max_prompt_tokens in a run file"),
-        ({"vllm_sampling_params": object()}, "write temperature, top_p"),
+        ({"vllm_sampling_params": object()}, "set temperature, top_p"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(arguments, says):

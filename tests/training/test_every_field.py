@@ -212,7 +212,7 @@ REFUSED = {
     "hub_always_push": (True, "export RUN --to hub"),
     "save_total_limit": (
         3,
-        "trainer.keep_last and trainer.keep_best decide what stays: write those",
+        "trainer.keep_last and trainer.keep_best decide which checkpoints stay: set those",
     ),
     "label_smoothing_factor": (0.1, "no labels to smooth: leave it out"),
     "data_seed": (3, "trainer.seed gives the order of prompts: leave it out"),
@@ -221,10 +221,10 @@ REFUSED = {
     "save_only_model": (True, "only TRL's step obeys: set trainer.step to trl"),
     "restore_callback_states_from_checkpoint": (True, "only TRL's step obeys"),
     "ds3_gather_for_generation": (False, "only TRL's step obeys"),
-    "vllm_group_port": (3, "does not obey: leave it out"),
-    "vllm_model_impl": ("transformers", "does not obey: leave it out"),
-    "vllm_tensor_parallel_size": (2, "does not obey: leave it out"),
-    "vllm_structured_outputs_regex": ("a+", "does not obey: leave it out"),
+    "vllm_group_port": (3, "ignores this setting: leave it out"),
+    "vllm_model_impl": ("transformers", "ignores this setting: leave it out"),
+    "vllm_tensor_parallel_size": (2, "ignores this setting: leave it out"),
+    "vllm_structured_outputs_regex": ("a+", "ignores this setting: leave it out"),
     "fsdp": (True, "leave it out"),
     # with the package, transformers patches the model; its kernels want a GPU
     "use_liger_kernel": (True, "needs the package liger-kernel"),

@@ -221,7 +221,7 @@ def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
 
 
 def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(policy, tmp_path):
-    with pytest.raises(rk.ConfigError, match=r"sync_ref_model copies .*: leave it out"):
+    with pytest.raises(rk.ConfigError, match=r"sync_ref_model updates .*: leave it out"):
         trained(policy, rk.LeaveOneOutConfig(str(tmp_path), sync_ref_model=True))
 
 
@@ -275,7 +275,7 @@ def test_under_unsloths_patched_class_both_work(tmp_path):
     for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
         assert line in lines, done.stdout
     for name in ("unsloth_num_chunks=2", "unsloth_grpo_mini_batch=2"):
-        assert f"FutureWarning: {name} is not needed: a pass holds what fits" in done.stderr
+        assert f"FutureWarning: {name} is not needed: the kit sizes micro" in done.stderr
 
 
 # --- rewards and their tokenizers ----------------------------------------------------------------
@@ -445,23 +445,23 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
         if engine not in engines:
             check_settings(args, engine)
             continue
-        with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*does not obey: [^\n]+$"):
+        with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*ignores this setting: [^\n]+$"):
             check_settings(args, engine)
 
 
 @pytest.mark.parametrize(
     ("engine", "kwargs", "words"),
     [
-        ("vllm", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
-        ("server", {"num_beams": 4}, "gives 'num_beams', which cannot be given to vLLM"),
-        ("vllm", {"seed": 4}, "gives 'seed', .* set generation: transformers, or give one of all"),
-        ("transformers", {"top_q": 0.5}, "gives 'top_q', which cannot be given to generate"),
-        ("transformers", {"num_return_sequences": "many"}, "'many'} cannot be obeyed"),
-        ("transformers", {"max_new_tokens": 9}, "which trainer.max_completion_length sets"),
-        ("vllm", {"temperature": 0.6}, "which trainer.temperature sets: write it there"),
-        ("transformers", {"do_sample": False}, "asks for greedy_search, but completions must be"),
-        ("transformers", {"eos_token_id": [7]}, "gives 'eos_token_id', which cannot be given"),
-        ("transformers", {"num_beams": 2}, "asks for beam_sample, but completions must be"),
+        ("vllm", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
+        ("server", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
+        ("vllm", {"seed": 4}, "has 'seed', .* set generation: transformers, or use only .*: all"),
+        ("transformers", {"top_q": 0.5}, "has 'top_q', which cannot be passed to generate"),
+        ("transformers", {"num_return_sequences": "many"}, "'many'} were refused"),
+        ("transformers", {"max_new_tokens": 9}, "reads it from trainer.max_completion_length"),
+        ("vllm", {"temperature": 0.6}, "reads it from trainer.temperature: set it there"),
+        ("transformers", {"do_sample": False}, "selects greedy_search, but completions must be"),
+        ("transformers", {"eos_token_id": [7]}, "has 'eos_token_id', which cannot be passed"),
+        ("transformers", {"num_beams": 2}, "selects beam_sample, but completions must be"),
     ],
 )
 def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
@@ -473,7 +473,7 @@ def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engi
 def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
     given = {"generation_kwargs": {"min_tokens": 4}, "thinking_budget": 8}
     args = rk.LeaveOneOutConfig(**few(tmp_path, **given))
-    with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot obey with"):
+    with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot combine with"):
         check_settings(args, "vllm")
 
 
