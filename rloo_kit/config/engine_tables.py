@@ -1,4 +1,4 @@
-"""Names that are not allowed in the sections ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file.
+"""Names that a run file must not have in its sections ``trainer:``, ``unsloth:`` and ``vllm:``.
 
 They have another place in the run file, or the kit sets them itself. A name that TRL, Unsloth or
 vLLM does not know is reported by that library when it loads; this module does not import them.

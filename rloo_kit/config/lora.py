@@ -14,7 +14,7 @@ from typing import Any
 from rloo_kit.text.wording import format_value
 
 _OTHER_BASE = "but sampler, reference and export do not support it: leave it out"
-_NO_START = "for an initialisation that changes the base weights, which must not change: leave it out"
+_NO_START = "for an initialisation that changes the base weights, which must stay: leave it out"
 _NO_ENGINE = "for a kind of training or an engine that rloo-kit does not use: leave it out"
 # Field that the kit cannot support -> the end of the message that refuses it
 REFUSED: dict[str, str] = {

@@ -89,4 +89,6 @@ def why_not_needed(name: str, value: object) -> str | None:
         The reason; None if the setting must not be ignored, or the name is in none of the tables.
     """
     says_no = value is False or value in (None, "none", "eos")
-    return NEEDLESS.get(name, "rloo-kit does so anyway" if says_no and name in {*MOVED, *REFUSED} else None)
+    return NEEDLESS.get(
+        name, "rloo-kit does so anyway" if says_no and name in {*MOVED, *REFUSED} else None
+    )

@@ -1,6 +1,6 @@
-"""Run file: one dataclass tree, read from YAML and ``--set``; all errors come in one message.
+"""Read a run file (YAML) and ``--set`` options into a tree of dataclasses, and check all settings.
 
-Reading it loads neither torch nor TRL.
+All errors are reported in one message. Neither torch nor TRL is imported.
 """
 
 import dataclasses
@@ -38,20 +38,26 @@ class ModelSection:
 
     name: str = setting(
         "tiny-thinker",
-        "A hub name, a model's folder, an adapter's folder (to train it further), a .gguf file, or "
-        "tiny-thinker or tiny-caller (embedded).",
+        "Name of a model on the hub, folder of a model, folder of an adapter (to train it "
+        "further), a .gguf file, or a tiny built-in model: tiny-thinker or tiny-caller.",
     )
-    max_seq_length: int = setting(1024, "Longest prompt plus completion, in tokens.", minimum=2)
-    load_in_4bit: bool = setting(True, "Load the base in 4 bit (NF4).")
+    max_seq_length: int = setting(
+        1024, "Maximum length of prompt plus completion, in tokens.", minimum=2
+    )
+    load_in_4bit: bool = setting(True, "Load the base model in 4 bit (NF4).")
     backend: Literal["auto", "unsloth", "transformers"] = setting(
         "auto",
-        "Library that loads the model: `unsloth`, `transformers`, or `auto` (Unsloth if it can "
-        "start).",
+        "Library that loads the model: `unsloth`, `transformers`, or `auto`, which uses Unsloth "
+        "if it works on this machine.",
     )
     trust_remote_code: bool = setting(
-        False, "Run the code that comes with the model, if it needs any; only if you trust it."
+        False,
+        "Allow the model to run Python code that it comes with; set it only for a model that you "
+        "trust.",
     )
-    revision: str | None = setting(None, "Branch, tag or commit of a hub name; null: main.")
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a model on the hub; null: the branch main."
+    )
     chat_template: str | None = setting(
         None, "A file with a chat template (Jinja); null: the model's own template."
     )
@@ -65,35 +71,39 @@ class LoraSection:
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
     lora_dropout: float = setting(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     target_modules: list[str] | str = setting(
-        help="Linear layers that get an adapter: their names, a regular expression for their full "
-        "dotted names, or `all-linear` (all except the LM head).",
+        help="Linear layers that get an adapter: a list of their names, a regular expression that "
+        "matches their full dotted names, or `all-linear` (all except the LM head).",
         default_factory=lambda: list(PROJECTIONS),
     )
     others: dict[str, Any] = field(default_factory=dict)
-    """Further fields of ``LoraConfig``; a run file lists them with the others."""
+    """Other fields of ``LoraConfig``. In a run file they are direct keys of ``lora:``."""
     given: ClassVar[frozenset[str]] = frozenset()
     """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
-    all other settings are taken from that adapter."""
+    the settings that the user did not give are those of the adapter."""
 
     def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
-        """Remember which settings were given."""
+        """Create a section that remembers in ``given`` which settings were passed."""
         section = super().__new__(cls)
         names = [one.name for one in dataclasses.fields(cls)][: len(values)]
         object.__setattr__(section, "given", frozenset([*names, *given]) - {"others"})
         return section
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all settings, by the names of ``LoraConfig``."""
+        """Return all settings in one dict, with the names that ``LoraConfig`` uses."""
         settings = dataclasses.asdict(self)
         return settings | settings.pop("others")
 
 
 @dataclass(frozen=True)
 class ThinkingSection:
-    """``thinking:``, the marks of thoughts, for a model whose family the kit does not know."""
+    """``thinking:``, the texts around a thought, for a model whose family the kit does not know."""
 
-    start: str | None = setting(None, "Text that opens a thought; null: from the tokenizer.")
-    end: str | None = setting(None, "Text that closes a thought; null: from the tokenizer.")
+    start: str | None = setting(
+        None, "Text that begins a thought, such as `<think>`; null: found in the tokenizer."
+    )
+    end: str | None = setting(
+        None, "Text that ends a thought, such as `</think>`; null: found in the tokenizer."
+    )
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,8 @@ class DataSection:
 
     prompts: str = setting(
         "arithmetic",
-        "A built-in task, `reasoning_gym:TASK`, `gsm8k`, `dapo-math`, a .jsonl, .csv or .parquet "
-        "file, or a hub dataset.",
+        "Source of the prompts: a built-in task, `reasoning_gym:TASK`, `gsm8k`, `dapo-math`, a "
+        ".jsonl, .csv or .parquet file, or a dataset on the hub.",
     )
     split: str = setting("train", "Split of a hub dataset.")
     config: str | None = setting(
@@ -111,24 +121,26 @@ class DataSection:
     )
     num_prompts: int | None = setting(
         None,
-        "Use only the first N prompts; null: all (1,024 of a built-in or reasoning-gym task).",
+        "Use only the first N prompts; null: all prompts, or 1,024 for a built-in or reasoning-gym "
+        "task.",
         minimum=1,
     )
     held_out: int | None = setting(
         None,
-        "Number of prompts kept out of training, which are scored before and after it; null: 256 "
-        "if the task has a held-out split of its own, else the last eighth of the prompts (at most "
-        "256); 0: none.",
+        "Number of held-out prompts: they are not trained on, and are scored before and after "
+        "training. null: 256 if the task has a held-out split, else the last eighth of the prompts "
+        "(at most 256); 0: none.",
         minimum=0,
     )
     held_out_every: int | None = setting(
         None,
-        "Score the held-out prompts also every N steps; null: only before and after training.",
+        "Score the held-out prompts every N steps too; null: only before and after training.",
         minimum=1,
     )
     held_out_samples: int = setting(
         1,
-        "Completions of each held-out prompt; with more than one, pass@k is reported.",
+        "Number of completions sampled for each held-out prompt; with more than one, pass@k is "
+        "reported too.",
         minimum=1,
         maximum=1 << 16,
     )
@@ -138,37 +150,41 @@ class DataSection:
     )
     system: str | None = setting(
         None,
-        "System message put before every prompt; null: that of `gsm8k` or `dapo-math`, or none.",
+        "System message that is put before every prompt; null: none, except for `gsm8k` and "
+        "`dapo-math`, which have a system message of their own.",
     )
     chat: bool = setting(
-        True, "Make a plain prompt a user message; false for a model without a chat template."
+        True,
+        "Turn each prompt that is plain text into a user message and apply the chat template; set "
+        "false for a model without a chat template.",
     )
     columns: dict[str, str] | None = setting(
         None,
-        "Column names, kit -> source, for example `{prompt: question, answer: solution}`.",
+        "Column names, from the kit's name to the name in your data, for example "
+        "`{prompt: question, answer: solution}`.",
     )
     level: int | list[int] | None = setting(
         None,
-        "Difficulty of a built-in or reasoning-gym task, one or several levels; null: the first "
-        "(in reasoning-gym: as `settings` say).",
+        "Difficulty of a built-in or reasoning-gym task: one level or a list of levels; null: the "
+        "first level, or for reasoning-gym the difficulty that `settings` define.",
     )
     settings: dict[str, Any] | None = setting(
-        None, "Settings of a reasoning-gym task, under its own names."
+        None, "Settings of a reasoning-gym task, with the names that the task uses."
     )
     enable_thinking: bool | None = setting(
         None,
-        "Passed to the chat template of a model that can switch the thought off; null: its "
-        "default.",
+        "Value of `enable_thinking` for the chat template of a model whose thinking can be "
+        "switched off; null: the template's default.",
     )
     max_prompt_tokens: int | None = setting(
         None,
-        "Leave out longer prompts; null: a prompt that leaves no room for a completion is an "
-        "error.",
+        "Leave out prompts with more tokens than this; null: keep all prompts, and report an error "
+        "if one leaves no room for a completion.",
         minimum=1,
     )
     max_prompt_quantile: float | None = setting(
         None,
-        "Keep this share of the prompts, the shortest ones, for example 0.9; null: all.",
+        "Keep only this share of the prompts, the shortest ones, for example 0.9; null: keep all.",
         above=0,
         below=1,
     )
@@ -177,7 +193,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of a whole run, as ``rloo-kit train RUN.yaml`` reads them."""
+    """All settings of a run; ``rloo-kit train RUN.yaml`` reads them from a run file."""
 
     model: ModelSection = field(default_factory=ModelSection)
     lora: LoraSection = field(default_factory=LoraSection)
@@ -189,43 +205,44 @@ class RunConfig:
         default_factory=lambda: ["accuracy"],
     )
     tools: list[str | dict[str, Any]] = setting(
-        help="Tools that the model may call: `calculator`, `python`, FILE.py:FUNCTION or "
-        "package.module:FUNCTION; or a table that makes one, `{name: search, file: notes.jsonl}` "
-        "([how](../how-to/tools.md)).",
+        help="Tools that the model may call: `calculator`, `python`, FILE.py:FUNCTION, "
+        "package.module:FUNCTION, or a table with a tool's name and parameters, such as `{name: "
+        "search, file: notes.jsonl}` ([how](../how-to/tools.md)).",
         default_factory=list,
     )
     environment: str | dict[str, str] | None = setting(
         None,
-        "Class whose methods are tools: `guess_number`, `maze`, `python_session`, FILE.py:CLASS or "
-        "package.module:CLASS; or a table of classes by name, which a column `environment` of the "
-        "prompts gives.",
+        "Class whose methods the model may call as tools: `guess_number`, `maze`, "
+        "`python_session`, FILE.py:CLASS or package.module:CLASS. With a table from names to "
+        "classes, the column `environment` of the prompts has the name for each prompt.",
     )
     trainer: dict[str, Any] = setting(
-        help="Settings of the trainer, named as in TRL's RLOOConfig, and the kit's own.",
+        help="Settings of the trainer: all fields of TRL's RLOOConfig, and the kit's own.",
         default_factory=dict,
     )
     unsloth: dict[str, Any] = setting(
-        help="Further arguments of Unsloth's FastLanguageModel.from_pretrained and of its "
-        "load_vllm.",
+        help="Further arguments for Unsloth's FastLanguageModel.from_pretrained and load_vllm.",
         default_factory=dict,
     )
     vllm: dict[str, Any] = setting(
-        help="Further arguments of vLLM (fields of its EngineArgs), if it runs in this process "
-        "with its own copy of the weights.",
+        help="Further arguments for vLLM (fields of its EngineArgs), used if vLLM runs in this "
+        "process with its own copy of the weights.",
         default_factory=dict,
     )
     output_dir: str = setting(
-        "runs/run", "Folder of the run; if it exists, a number is added to the name."
+        "runs/run", "Folder for the results of the run; if it exists, a number is added."
     )
     # NumPy accepts no larger seed
-    seed: int = setting(42, "Seed of the run.", minimum=0, maximum=(1 << 32) - 1)
+    seed: int = setting(
+        42, "Seed of all random numbers of the run.", minimum=0, maximum=(1 << 32) - 1
+    )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain dicts and lists, as written to run.yaml."""
+        """Return all settings as plain dicts and lists, in the form of run.yaml."""
         return dataclasses.asdict(self) | {"lora": self.lora.as_dict()}
 
 
-# Task -> its reward, if the run file names none
+# Task -> its default reward, used if the run file has no `rewards:`
 _NUMBER = {"name": "accuracy", "match": "number"}
 TASK_REWARDS: dict[str, Any] = {
     "countdown": "countdown",
@@ -244,7 +261,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder is next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
-# Errors of PyYAML; other than its own for text such as 2026-13-01, which looks like a date
+# Errors that PyYAML raises. The last ones are raised for text such as 2026-13-01, an invalid date
 NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
 
@@ -252,10 +269,13 @@ NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader that refuses a key given twice; YAML would keep the last one silently."""
+    """PyYAML's safe loader, but a key that is given twice is an error.
+
+    PyYAML itself would silently use the last value.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Return the table of a node.
+        """Return the dict for a YAML mapping.
 
         Raises:
             ConfigError: A key is given twice.
@@ -265,7 +285,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in keys:
                 raise ConfigError(
                     f"line {key.start_mark.line + 1} of the run file gives the key "
-                    f"{format_name(key.value)} again: keep one of them"
+                    f"{format_name(key.value)} again: remove one of the two lines"
                 )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
@@ -276,11 +296,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: A YAML file, or the name of one that ships with the kit, such as ``quickstart``.
-        overrides: Settings ``section.key=value`` that replace those of the file.
+        overrides: Settings in the form ``section.key=value`` that replace those of the file.
 
     Raises:
-        ConfigError: The file is missing or not YAML, or any setting is wrong; all errors are in the
-            one message.
+        ConfigError: The file is missing or not YAML, or any setting is wrong. One message has all
+            errors.
     """
     name = format_value(str(path))
     try:
@@ -288,8 +308,8 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except FileNotFoundError:
         shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
         raise ConfigError(
-            f"run file {name} does not exist: give the path of a YAML file, or one that "
-            f"ships with the kit ({shipped})"
+            f"run file {name} does not exist: give the path of a YAML file, or the name of an "
+            f"example that comes with rloo-kit ({shipped})"
         ) from None
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
@@ -311,10 +331,11 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def find_run_file(path: str | Path) -> Path:
-    """Return the path of a run file: ``path``, or that of an example of the kit.
+    """Return the path of a run file, which may be given by the name of an example.
 
-    If no file exists at ``path``, and ``path`` is the name of an example (without ``.yaml``), the
-    example is returned. In all other cases ``path`` is returned, also if nothing exists there.
+    If no file exists at ``path``, and ``path`` is the name of one of the kit's examples (without
+    ``.yaml``), the path of that example is returned. In all other cases ``path`` is returned
+    unchanged, even if the file does not exist.
     """
     shipped = EXAMPLES / f"{Path(path).name}.yaml"
     is_name = not os.path.isfile(path) and str(path) == shipped.stem
@@ -325,10 +346,13 @@ def find_run_file(path: str | Path) -> Path:
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``section.key=value`` settings as a table for each section.
+    """Parse ``--set`` options; return a dict of sections.
+
+    Args:
+        overrides: Settings in the form ``section.key=value``, or ``key=value`` at the top level.
 
     Raises:
-        ConfigError: A setting has another form.
+        ConfigError: A setting does not have this form.
     """
     content: dict[str, Any] = {}
     if errors := _apply_overrides(content, overrides):
@@ -338,7 +362,10 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a text after ``--set``: YAML, but with ``1e-3`` as a number."""
+    """Parse the value of a ``--set`` option as YAML, but read ``1e-3`` as a number.
+
+    A text that is not valid YAML is returned as it is.
+    """
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
         # YAML 1.1 needs a point and a sign: 1.0e-3
         return float(text)
@@ -349,7 +376,7 @@ def read_value(text: str) -> Any:
 
 
 def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Write overrides into the content; return errors in their form."""
+    """Write ``--set`` options into ``content``; return a message for each malformed option."""
     errors = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -359,14 +386,14 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
         if not equals or not all(keys) or len(keys) > 2:
             errors.append(
                 f"--set {format_value(override)} does not have the form section.key=value: write "
-                "it like trainer.beta=0.1"
+                "it like --set trainer.beta=0.1"
             )
         elif len(keys) == 1:
             content[section] = read_value(text)
         elif section not in WITH_KEYS or not isinstance(table, Mapping):
             errors.append(
-                f"--set {format_value(override)}: {format_value(section)} is not a section with "
-                "keys"
+                f"--set {format_value(override)} cannot be used, because {format_value(section)} "
+                "is not a section with keys: correct its name"
             )
         else:
             content[section] = {**table, keys[1]: read_value(text)}
@@ -374,9 +401,9 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
 
 
 def without_hidden_settings(config: RunConfig) -> RunConfig:
-    """Return a run's settings without the secrets that were masked in its run.yaml.
+    """Return the settings of a run without those whose secret value is masked in its run.yaml.
 
-    They are then read from the environment and .env.
+    Such a secret is then read from the environment or the file .env instead.
     """
     settings = config.as_dict()
     kept = without_hidden(settings)
@@ -390,16 +417,16 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     """Check the content of a run file, and return it as a ``RunConfig``.
 
     Args:
-        content: The table of sections, as YAML gives it.
-        overrides: Settings ``section.key=value`` that replace those of the content.
+        content: The content of the file, as YAML returns it; anything but a dict is an error.
+        overrides: Settings in the form ``section.key=value`` that replace those of the content.
 
     Raises:
-        ConfigError: A setting is wrong; all errors are in the one message.
+        ConfigError: A setting is wrong. One message has all errors.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"a run file holds `section: {{key: value}}`, not a {type(content).__name__}; start "
-            f"from examples/quickstart.yaml"
+            f"a run file must consist of sections with `key: value` lines, not a "
+            f"{type(content).__name__}; start from examples/quickstart.yaml"
         )
     content = dict(content)
     errors = _apply_overrides(content, overrides)
@@ -424,9 +451,16 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
 
 
 def _make_section(kind: type, content: object, path: str, errors: list[str]) -> Any:
-    """Return a section made of the correct values in the content; add the errors to ``errors``."""
+    """Create a section from those values of ``content`` that are valid.
+
+    Args:
+        kind: The dataclass of the section.
+        content: The section as YAML returns it.
+        path: Prefix for keys in messages, such as ``model.``; "" at the top level.
+        errors: A message for each invalid value is added to this list.
+    """
     if not isinstance(content, Mapping):
-        errors.append(f"{path[:-1]}: must hold `key: value` lines, not {format_value(content)}")
+        errors.append(f"{path[:-1]}: must have `key: value` lines, not {format_value(content)}")
         return kind()
     hints = typing.get_type_hints(kind)
     known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
@@ -448,13 +482,14 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
 
 
 def _is_plain_accuracy(reward: object) -> bool:
+    """Return True for the reward ``accuracy`` without parameters, which compares whole answers."""
     if isinstance(reward, dict):
         return reward.get("name") == "accuracy" and reward.keys() <= {"name", "weight"}
     return isinstance(reward, str) and reward.partition(":")[0] == "accuracy"
 
 
 def _check_together(config: RunConfig) -> list[str]:
-    """Return errors in combinations of settings that are each valid."""
+    """Return an error message for each combination of settings that contradict each other."""
     model = config.model
     data = config.data
     stops = config.trainer.get("stop_on") or ()
@@ -470,7 +505,8 @@ def _check_together(config: RunConfig) -> list[str]:
         (
             isinstance(targets, str) and re.fullmatch(r"\w*", targets),
             f"lora.target_modules is {format_value(targets)}, must be a list of names such as "
-            "[q_proj], all-linear, or a regular expression for full dotted names such as .*q_proj",
+            "[q_proj], or all-linear, or a regular expression that matches full dotted names, such "
+            "as .*q_proj",
         ),
         (
             bool(config.thinking.start) != bool(config.thinking.end),
@@ -486,8 +522,8 @@ def _check_together(config: RunConfig) -> list[str]:
         ),
         (
             TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
-            f"rewards: accuracy compares the whole answer, but {task} asks for worked answers: "
-            "write {name: accuracy, match: number}",
+            f"rewards: accuracy compares the whole answer, but the prompts of {task} ask for the "
+            "steps of the solution too: write {name: accuracy, match: number}",
         ),
         (
             not Path(config.output_dir).name,
@@ -509,14 +545,14 @@ def _check_together(config: RunConfig) -> list[str]:
         (
             config.lora.others.get("bias", "none") != "none"
             and config.trainer.get("beta", DEFAULTS["beta"]),
-            "lora.bias trains biases of the base, but the base is the reference for trainer.beta: "
-            "set trainer.beta: 0, or leave lora.bias out",
+            "lora.bias trains biases of the base model, but the KL penalty (trainer.beta) needs an "
+            "unchanged base model as its reference: set trainer.beta: 0, or leave lora.bias out",
         ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
         (
             "reward_hacking" in stops and not data.held_out_every,
-            "trainer.stop_on names reward_hacking, which only held-out prompts show: set "
-            "data.held_out_every, for example to 10",
+            "trainer.stop_on has reward_hacking, which can be found only if held-out prompts are "
+            "scored during training: set data.held_out_every, for example to 10",
         ),
     ]
     wrong = [message for is_wrong, message in rules if is_wrong]

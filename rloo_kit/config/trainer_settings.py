@@ -1,7 +1,7 @@
-"""Checks of trainer settings under TRL's present names: names, values and the batch.
+"""Check the trainer settings: their names, their values, and the sizes of a batch.
 
-The names and types of TRL's own fields are read from the source of the installed TRL, because
-importing TRL takes ten seconds.
+Names of other trainers are translated to the names of the installed TRL. The names and types of
+TRL's own fields are read from its source code, because importing TRL takes ten seconds.
 """
 
 import ast
@@ -25,7 +25,7 @@ from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
-# Package, file and class that define TRL's fields, each before the one that it inherits from
+# Package, file and class that define TRL's fields; each class is followed by its base class
 SOURCES = (
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
     ("trl", "trainer/base_config.py", "_BaseConfig"),
@@ -33,7 +33,7 @@ SOURCES = (
 )
 
 
-# Setting -> the setting without which it has no effect
+# Setting -> another setting; the first has no effect if the other is off
 ONLY_WITH = {
     "dynamic_sampling_rounds": "dynamic_sampling",
     "kl_estimator": "beta",
@@ -42,8 +42,9 @@ ONLY_WITH = {
     "rows_in_flight": "partial_rollouts",
     "token_level_kl": "beta",
 }
-# Setting -> its only value with `partial_rollouts`. Some would change the distribution of tokens,
-# whose log-probabilities the loss compares; others are for samplers that cannot end early
+# Setting -> the only value that it may have with `partial_rollouts`. Another value would change the
+# distribution that tokens are drawn from, but the loss compares the log-probabilities of tokens
+# from several steps; or it would use a sampler that cannot stop before all completions have ended
 WITH_PARTIAL: dict[str, Any] = {
     "cache_implementation": None,
     "generation_kwargs": None,
@@ -54,7 +55,7 @@ WITH_PARTIAL: dict[str, Any] = {
     "use_transformers_continuous_batching": False,
     "use_transformers_paged": False,
 }
-# Types in TRL's source that a value can be checked against; TRL checks the others
+# Annotation in TRL's source -> type that a value is checked against; TRL checks other annotations
 TYPE_NAMES = {
     "bool": bool,
     "dict": dict,
@@ -72,20 +73,23 @@ TYPE_NAMES = {
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
     "fsdp": Any,  # true, or older text
-    # TRL accepts None too, for its own default
+    # TRL accepts None too, and uses its own default then
     "max_completion_length": int,
     "num_generations": int,
 }
 
 
 def known_trainer_fields() -> frozenset[str]:
-    """Return the name of every field of ``LeaveOneOutConfig``; imports neither TRL nor torch."""
+    """Return the name of every field of ``LeaveOneOutConfig``, without importing TRL or torch."""
     return frozenset({*_trl_types(), *KIT_TYPES})
 
 
 @cache
 def _trl_fields() -> dict[str, ast.AnnAssign]:
-    """Return name -> the statement of TRL's source that defines the field."""
+    """Return a dict from the name of each TRL field to the statement of its source that defines it.
+
+    Private fields are left out.
+    """
     found: dict[str, ast.AnnAssign] = {}
     for source in SOURCES:
         found = _fields_of(*source) | found
@@ -94,12 +98,18 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 
 @cache
 def _trl_types() -> dict[str, Any]:
-    """Return name -> type of TRL's fields; ``Any`` for a class of its libraries."""
+    """Return a dict from the name of each TRL field to its type.
+
+    A type that is not in ``TYPE_NAMES``, such as a class of TRL, becomes ``Any``.
+    """
     return {name: _type_of(ast.unparse(node.annotation)) for name, node in _trl_fields().items()}
 
 
 def trl_defaults() -> dict[str, Any]:
-    """Return name -> default of each field of TRL whose default is a literal in TRL's source."""
+    """Return a dict from the name of each TRL field to its default.
+
+    Fields whose default is not a literal in TRL's source are left out.
+    """
     found: dict[str, Any] = {}
     for name, node in _trl_fields().items():
         keywords = {key.arg: key.value for key in getattr(node.value, "keywords", ())}  # of field()
@@ -110,15 +120,26 @@ def trl_defaults() -> dict[str, Any]:
 
 @cache
 def grpo_fields() -> frozenset[str]:
-    """Return the names of the fields that TRL's ``GRPOConfig`` adds to those that it inherits."""
+    """Return the names of the fields that TRL's ``GRPOConfig`` itself defines."""
     return frozenset(_fields_of("trl", "trainer/grpo_config.py", "GRPOConfig"))
 
 
 def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
-    """Return name -> the statement that defines the field in the source of a class."""
+    """Return a dict from each field of a class to the statement in its source that defines it.
+
+    Args:
+        package: Name of the package.
+        file: Path of the source file in the package.
+        name: Name of the class.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{package} is not installed: rloo-kit doctor names the version")
+        raise ConfigError(
+            f"{package} is not installed: install the version that rloo-kit doctor names"
+        )
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
     (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     return {
@@ -129,16 +150,17 @@ def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
 
 
 def _type_of(annotation: str) -> Any:
+    """Return the type for an annotation such as ``int | None``; ``Any`` for parts not known."""
     return typing.Union[tuple(TYPE_NAMES.get(kind, Any) for kind in annotation.split(" | "))]  # noqa: UP007
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
-    """Return the errors in trainer settings, a sentence each.
+    """Return an error message for each invalid trainer setting.
 
     Args:
-        values: Settings under their present names.
-        all_types: Also check fields of TRL without a rule, by the types in TRL's source. It is for
-            run files, because Python code may give objects that TRL converts.
+        values: Settings with the names of the installed TRL and of the kit.
+        all_types: Also check the types of TRL's fields that have no ``Rule``. Set it for run files.
+            Python code may pass objects of other types, which TRL converts.
     """
     errors = []
     hints = {**_trl_types(), **KIT_TYPES}
@@ -151,25 +173,25 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
 
 
 def _check_together(given: Mapping[str, Any]) -> list[str]:
-    """Return errors in combinations of settings that are each valid."""
+    """Return an error message for each combination of settings that contradict each other."""
     values = {**DEFAULTS, **given}
     budget = values["thinking_budget"]
     longest = values["max_completion_length"]
     is_wrong = {
-        "trainer.stop_on needs the doctor, and trainer.doctor is false: remove one": (
+        "trainer.stop_on needs the doctor, but trainer.doctor is false: leave one of them out": (
             values["stop_on"] and not values["doctor"]
         ),
         f"trainer.thinking_budget {budget} leaves no room for an answer in "
-        f"trainer.max_completion_length {longest}: lower it, or raise the latter": (
+        f"trainer.max_completion_length {longest}: lower the former, or raise the latter": (
             budget and budget >= longest
         ),
-        "trainer.rollout_correction needs log-probabilities of another sampler, and "
-        "trainer.generation is transformers: leave one of them out": (
+        "trainer.rollout_correction corrects for a sampler other than the trained model, but with "
+        "trainer.generation: transformers there is none: leave one of them out": (
             values["rollout_correction"]
             and values["generation"] == "transformers"
             and not values["partial_rollouts"]
         ),
-        "trainer.partial_rollouts is on, and vLLM's server cannot end before all completions have "
+        "trainer.partial_rollouts is on, but vLLM's server cannot stop before all completions have "
         "ended: set trainer.generation to vllm": (
             values["partial_rollouts"]
             and (values["generation"] == "server" or values.get("vllm_mode") == "server")
@@ -186,8 +208,8 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
     for name, other in ONLY_WITH.items():
         if values[name] != DEFAULTS[name] and not values[other]:
             errors.append(
-                f"trainer.{name} has no effect while trainer.{other} is "
-                f"{format_value(values[other])}: remove it, or set trainer.{other}"
+                f"trainer.{name} has no effect if trainer.{other} is "
+                f"{format_value(values[other])}: leave trainer.{name} out, or set trainer.{other}"
             )
     return errors
 
@@ -198,15 +220,17 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
 def translate_trainer_arguments(
     arguments: Mapping[str, Any], *, all_types: bool = False
 ) -> dict[str, Any]:
-    """Return checked settings under TRL's present names; warn of each name of another trainer.
+    """Check trainer settings, and return them with the names of the installed TRL and of the kit.
+
+    Each name of another trainer is translated, or ignored if it is not needed, with a warning.
 
     Args:
-        arguments: Settings under names of this trainer or of another one (``other_names.py``).
+        arguments: Settings with the names of this trainer or of another one (``other_names.py``).
         all_types: As in ``check_values``.
 
     Raises:
-        ConfigError: A name is unknown or given twice, a value is out of range, or the batch does
-            not hold whole groups; all errors are in the one message.
+        ConfigError: A name is unknown or given twice, a value is out of range, or a batch would
+            not consist of whole groups. One message has all errors.
     """
     errors: list[str] = []
     notes: list[str] = []
@@ -230,13 +254,13 @@ def translate_trainer_arguments(
         values["max_steps"] = _steps_of(values["max_steps"], values)
     renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
     notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
-    for note in notes:  # from a file of the kit: Unsloth hides warnings of TRL's parser
+    for note in notes:  # the warning names a file of the kit: Unsloth hides those of TRL's parser
         warnings.warn(note, FutureWarning, stacklevel=2)
     return values
 
 
 def _instead_of(name: str) -> str:
-    """Return the end of a message about a name that is not a setting here."""
+    """Return the end of the error message for an unknown trainer setting: what to do instead."""
     if name in MOVED:
         key, in_python = MOVED[name]
         return f": give it as {key} in a run file, or in Python to {in_python}"
@@ -247,7 +271,17 @@ def _instead_of(name: str) -> str:
 
 
 def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Add another trainer's setting under its name here; return the errors."""
+    """Add a setting of another trainer to ``values``, with the name and the meaning it has here.
+
+    Args:
+        old: Name of the setting in the other trainer, a key of ``RENAMED``.
+        value: Its value.
+        values: The setting is added to this dict.
+        given: All settings that the user gave.
+
+    Returns:
+        A list with the error message; [] if the setting was added.
+    """
     new = RENAMED[old]
     if new in given or new in values:
         return [f"{old} is {new} here, and both are given: keep {new}"]
@@ -255,7 +289,7 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
         return [f"total_episodes is {format_value(value)}, must be a whole number of completions"]
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
-        # Each mini-batch was an optimizer step of this many slices
+        # A mini-batch was one optimizer step, which had this many micro-batches
         value *= accumulation
     # a value of multi_objective_aggregation
     values[new] = "sum" if value == "sum_then_normalize" else value
@@ -263,7 +297,12 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
 
 
 def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps that sample and learn this many completions."""
+    """Return the number of optimizer steps in which this many completions are sampled and learned.
+
+    Args:
+        episodes: Number of completions over the whole training, on all processes.
+        values: Checked trainer settings.
+    """
     batch = batch_plan(values)
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     batches = math.ceil(episodes / (batch.num_completions * processes))
@@ -276,38 +315,42 @@ def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Counts of one generation batch."""
+    """Sizes of one generation batch: the completions that one process samples at once.
+
+    It is divided into slices of ``per_device_train_batch_size`` completions.
+    """
 
     num_completions: int
-    num_generations: int
-    steps_per_generation: int
-    accumulation: int  # slices of an optimizer step
+    num_generations: int  # completions of one prompt, a group
+    steps_per_generation: int  # slices of the batch
+    accumulation: int  # slices of one optimizer step
     in_flight: int  # completions that are sampled at the same time
 
     @property
     def step_rows(self) -> int:
-        """Completions of an optimizer step."""
+        """Number of completions in one optimizer step."""
         return self.num_completions // self.steps_per_generation * self.accumulation
 
     @property
     def is_on_policy(self) -> bool:
-        """True if no optimizer step comes between sampling and learning.
+        """True if a batch is sampled and learned without an optimizer step in between.
 
-        Otherwise a pass without gradient computes the log-probabilities of the policy that sampled.
+        If it is False, a forward pass without gradient must first compute the log-probabilities of
+        the policy that sampled, before an optimizer step changes it.
         """
         return self.steps_per_generation <= self.accumulation
 
     @property
     def num_prompts(self) -> int:
-        """Whole groups in the batch."""
+        """Number of prompts in the batch, each with a group of completions."""
         return self.num_completions // self.num_generations
 
 
 def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
-    """Return the counts of one generation batch.
+    """Return the sizes of one generation batch.
 
     Args:
-        trainer: Checked trainer settings; those that are missing have their defaults.
+        trainer: Checked trainer settings. Defaults are used for missing ones.
     """
     values = {**DEFAULTS, **trainer}
     per_slice = values["per_device_train_batch_size"]
@@ -324,10 +367,13 @@ def batch_plan(trainer: Mapping[str, Any]) -> BatchPlan:
 
 
 def check_batch(trainer: Mapping[str, Any]) -> list[str]:
-    """Return the error in a batch of checked values: [] or one sentence.
+    """Return a list with the error message for wrong batch sizes, or [] if they are right.
 
-    A generation batch must hold whole slices of ``per_device_train_batch_size`` rows, and whole
-    groups of ``num_generations`` completions.
+    A generation batch must consist of whole slices of ``per_device_train_batch_size`` completions,
+    and of whole groups of ``num_generations`` completions.
+
+    Args:
+        trainer: Trainer settings whose single values have been checked.
     """
     total = trainer.get("generation_batch_size")
     if total and trainer.get("steps_per_generation"):
@@ -352,18 +398,19 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     below = size // step * step
     sizes = " or ".join(str(number) for number in (below, below + step) if number)
     return [
-        f"one generation makes {plan.num_completions} completions, which are not whole groups of "
-        f"num_generations {group} in passes of {rows}: set trainer.{name} to {sizes}"
+        f"a generation batch would have {plan.num_completions} completions, which do not divide "
+        f"into groups of num_generations {group} and into slices of {rows}: set trainer.{name} to "
+        f"{sizes}"
     ]
 
 
 def _check_in_flight(plan: BatchPlan, max_age: int) -> list[str]:
-    """Return the error in ``rows_in_flight``: [] or one sentence."""
+    """Return a list with the error message for a wrong ``rows_in_flight``, or [] if it is right."""
     most = plan.num_completions * (max_age + 1)  # a group must be trained before it is too old
     if plan.num_completions <= plan.in_flight <= most and not plan.in_flight % plan.num_generations:
         return []
     return [
-        f"trainer.rows_in_flight is {plan.in_flight}: set it to whole groups of num_generations "
-        f"{plan.num_generations}, from the {plan.num_completions} completions of a batch to {most} "
-        f"(these times one more than max_rollout_age {max_age})"
+        f"trainer.rows_in_flight is {plan.in_flight}, must be a multiple of num_generations "
+        f"{plan.num_generations}, at least {plan.num_completions} (the completions of a generation "
+        f"batch) and at most {most} (that number times max_rollout_age {max_age} plus 1)"
     ]

@@ -110,7 +110,7 @@ WRONG = [
     ({"modle": {}}, "unknown key modle; did you mean 'model'?"),
     ({"model": {"nmae": "x"}}, "unknown key model.nmae; did you mean 'name'?"),
     ({"lora": {"rank": 1}}, "lora.rank; known are lora_alpha, lora_dropout, r, target_modules"),
-    ({"model": "tiny"}, "model: must hold `key: value` lines, not 'tiny'"),
+    ({"model": "tiny"}, "model: must have `key: value` lines, not 'tiny'"),
     ({"trainer": "fast"}, "trainer is 'fast', must be a valid dictionary"),
     ({"model": {"name": None}}, "model.name is None, must be a valid string"),
     ({"model": {"max_seq_length": 1.5}}, "max_seq_length is 1.5, must be a valid integer"),
@@ -131,7 +131,7 @@ WRONG = [
     ({"rewards": []}, "rewards: is empty"),
     (
         {"data": {"prompts": "gsm8k:copy"}, "rewards": ["thinking", "accuracy:0.5"]},
-        "rewards: accuracy compares the whole answer, but gsm8k asks for worked answers",
+        "rewards: accuracy compares the whole answer, but the prompts of gsm8k ask for",
     ),
     (
         {"data": {"prompts": "dapo-math"}, "rewards": [{"name": "accuracy", "weight": 2.0}]},

@@ -276,9 +276,9 @@ def test_the_log_has_ages_and_the_effective_sample_size(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"rows_in_flight": 10}, "rows_in_flight is 10: set it to whole groups"),
-        ({"rows_in_flight": 4}, "rows_in_flight is 4: .* from the 8 completions"),
-        ({"rows_in_flight": 48}, "48: .* to 40 .* max_rollout_age 4"),
+        ({"rows_in_flight": 10}, "rows_in_flight is 10, must be a multiple"),
+        ({"rows_in_flight": 4}, "rows_in_flight is 4, .* at least 8 .the completions"),
+        ({"rows_in_flight": 48}, "48, .* at most 40 .* max_rollout_age 4"),
         ({"top_p": 0.9}, "partial_rollouts cannot be used with trainer.top_p 0.9"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, "cannot be used with .*generation_kwargs"),
         ({"use_transformers_continuous_batching": True}, "cannot be used with"),

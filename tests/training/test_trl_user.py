@@ -445,7 +445,9 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
         if engine not in engines:
             check_settings(args, engine)
             continue
-        with pytest.raises(rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*ignores this setting: [^\n]+$"):
+        with pytest.raises(
+            rk.ConfigError, match=r"^trainer\.\w+ is [^\n]*ignores this setting: [^\n]+$"
+        ):
             check_settings(args, engine)
 
 
