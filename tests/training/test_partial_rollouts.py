@@ -282,7 +282,7 @@ def test_the_log_has_ages_and_the_effective_sample_size(tmp_path):
         ({"top_p": 0.9}, "partial_rollouts cannot be used with trainer.top_p 0.9"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, "cannot be used with .*generation_kwargs"),
         ({"use_transformers_continuous_batching": True}, "cannot be used with"),
-        ({"generation": "server"}, "vLLM's server cannot end before"),
+        ({"generation": "server"}, "vLLM's server cannot stop before"),
         ({"step": "trl"}, "partial_rollouts is True, which only the kit's step obeys"),
         ({"partial_rollouts": False, "rows_in_flight": 16}, "rows_in_flight has no effect"),
         ({"partial_rollouts": False, "max_rollout_age": 2}, "max_rollout_age has no effect"),
