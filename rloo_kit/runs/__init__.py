@@ -1,5 +1,5 @@
-"""One run from start to end: its folder, its record, its subprocesses.
+"""Run a training from start to end, with its folder, its record and its subprocesses.
 
-The package connects the packages above, and holds no maths. Public: ``train``, ``calibrate`` and
-``warm_up``.
+The package connects the other packages of the kit, and has no maths of its own. Its public
+functions are ``train``, ``calibrate`` and ``warm_up``.
 """

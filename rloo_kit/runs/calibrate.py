@@ -1,7 +1,7 @@
-"""Calibration before a run: sample the model at every level, and choose a level it can learn from.
+"""Calibrate a run: sample the model at every difficulty level, and choose a level to train on.
 
-A group of completions that are all right or all wrong has advantages of 0, so a run learns only
-from prompts that its model sometimes solves.
+If the completions of a prompt are all right or all wrong, their advantages are 0. A run therefore
+learns only from prompts that its model solves sometimes, but not always.
 """
 
 import json
@@ -35,20 +35,20 @@ from rloo_kit.types import Row
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Range of the share of right completions in which a level may be chosen
+# A level may be chosen only if its mean score, the share of solved completions, is in this range
 LOW = 0.2
 HIGH = 0.8
 
 
 @dataclass(frozen=True)
 class Level:
-    """Scores of the model's completions at one level."""
+    """Scores of the model's completions at one difficulty level."""
 
     level: Any  # None if the prompts have no levels
     num_prompts: int
-    solved: float  # mean score of the judge, in [0, 1]
-    signal: float  # share of the groups whose scores differ
-    with_signal: list[Row]  # prompts of these groups
+    solved: float  # mean score that the reward gives the completions, in [0, 1]
+    signal: float  # share of the prompts whose completions have different scores
+    with_signal: list[Row]  # those prompts
 
 
 def calibrate(  # noqa: PLR0913
@@ -61,39 +61,48 @@ def calibrate(  # noqa: PLR0913
     precision: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Sample prompts of every level, write a run file with the level to train on, return its path.
+    """Find the difficulty level to train on, and write a run file that uses it.
 
-    Among the levels that are solved 20 to 80% of the time, the one with the largest share of groups
-    whose scores differ is chosen. The judge is the run's reward with the largest weight. For a task
-    with levels ``data.level`` is set. Other prompts are grouped by their column ``level``, if there
-    is one. Those of the chosen level are written to a .jsonl file next to the run file, without
-    sampled prompts that are always or never solved, and followed by the level's held-out prompts.
-    The completions are written next to it, for ``warm_up``.
+    The model completes prompts of every level, and the run's reward with the largest weight scores
+    the completions. Only levels with a mean score of 0.2 to 0.8 can be chosen. Among them the
+    function chooses the level with the largest share of prompts whose completions have different
+    scores.
+
+    For a built-in task with levels, the new run file sets ``data.level``. Other prompts are grouped
+    by their column ``level``; without this column all prompts are one level. The prompts of the
+    chosen level are written to a .jsonl file next to the new run file. Sampled prompts that are
+    always or never solved are left out, and the held-out prompts come last. The sampled completions
+    are written to another .jsonl file, which ``warm_up`` can use as examples.
 
     Args:
-        source: A run file or another source of ``train``; it is not changed.
-        overrides: ``section.key=value``, as after ``--set``; written to the new run file too.
+        source: A run file or another source that ``train`` accepts; it is not changed.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``. The new run file
+            has them too.
         num_prompts: Number of prompts per level.
-        num_generations: Number of completions per prompt; None for that of the run file.
-        output: The new file; None for the name of ``source`` with ``-calibrated``, next to it.
-        precision: Load the model in bf16 and in float16 too, and write the one in which sampler and
-            learner differ less (``precision.mismatch``).
-        say: Called with each line for the user.
+        num_generations: Number of completions per prompt; None: as in the run file.
+        output: Path of the new run file; None: next to ``source``, with ``-calibrated`` added to
+            its name.
+        precision: Also measure whether sampler and learner differ less in bf16 or in float16
+            (``precision.mismatch``), and write the better one to the new run file.
+        say: Called with each line that is printed for the user.
+
+    Returns:
+        The path of the new run file.
 
     Raises:
-        ConfigError: A setting is wrong, or the new file exists; nothing is written.
-        DataError: No level is in range; nothing is written.
-        KitError: Any other error of ``train`` before its first step; nothing is written.
+        ConfigError: A setting is wrong, or the new file exists already. Nothing is written.
+        DataError: No level can be chosen. Nothing is written.
+        KitError: Any other error that ``train`` raises before its first step. Nothing is written.
     """
     if num_prompts < 1 or (num_generations or 2) < 2:
-        given = f"num_prompts {num_prompts} and num_generations {num_generations}"
-        raise ConfigError(f"{given} must be at least 1 and 2")
+        given = f"num_prompts is {num_prompts} and num_generations is {num_generations}"
+        raise ConfigError(f"{given}: set them to at least 1 and at least 2")
     say = redacting(say)
     file = _free_file(source, output)
     config, base = read_config(source, overrides)
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
-        raise ConfigError("this card has no bf16, so a run uses float16: leave --precision out")
+        raise ConfigError("this card has no bf16, so float16 is always used: leave --precision out")
     with session():
         levels, others, held_out, sampled = _tried(job, num_prompts, num_generations)
     say(table := _table(levels))
@@ -117,6 +126,7 @@ def calibrate(  # noqa: PLR0913
 
 
 def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
+    """Write the settings that differ from the defaults to a run file, with a table as comment."""
     changed = _changed(config.as_dict(), RunConfig().as_dict())
     settings = yaml.safe_dump(redact_tree(changed), sort_keys=False)
     comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
@@ -124,12 +134,17 @@ def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
 
 
 def _write_rows(file: Path, rows: Iterable[Row]) -> None:
+    """Write rows to a .jsonl file."""
     text = "".join(f"{json.dumps(row, default=str)}\n" for row in rows)
     write_atomically(file, text.encode())
 
 
 def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
-    """Write both splits into one file; return the settings under ``data:`` that read it."""
+    """Write training and held-out prompts to one .jsonl file.
+
+    Returns:
+        The settings under ``data:`` with which a run reads both splits from this file.
+    """
     _write_rows(file, [*train, *held_out])
     settings: dict[str, Any] = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
     return settings | {"prompts": file.name, "held_out": len(held_out)}
@@ -138,12 +153,22 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
 def _in_best_precision(
     config: RunConfig, base: Path, rows: Sequence[Row], say: Callable[[str], None]
 ) -> tuple[RunConfig, str]:
-    """Return the settings with ``bf16`` or ``fp16``, and a line with the measured values."""
+    """Measure the mismatch of sampler and learner in bf16 and float16, and choose the better one.
+
+    Args:
+        config: Settings of the run.
+        base: Folder that relative paths in the settings start from.
+        rows: Prompts to sample.
+        say: Called with each line that is printed for the user.
+
+    Returns:
+        The settings with ``trainer.bf16`` or ``trainer.fp16`` set, and a line with the values.
+    """
     on_cpu = setup(config.model.backend).hardware.device == "cpu"
     found = {}
     for name in PRECISIONS:
         measured = (config, base, rows, name)
-        # a process can have only one vLLM engine that sleeps, and one precision of Unsloth
+        # a process can have only one vLLM engine with sleep mode, and Unsloth only one precision
         found[name] = mismatch(*measured) if on_cpu else call_in_child(mismatch, measured, say)
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
@@ -153,7 +178,12 @@ def _in_best_precision(
 
 
 def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Path:
-    """Return the path of the new run file; raise ConfigError if it or its prompts exist."""
+    """Return the path of the new run file.
+
+    Raises:
+        ConfigError: The file, or one of the .jsonl files that belong to it, exists already; it is
+            not a .yaml file; or its folder does not exist.
+    """
     old = Path("run.yaml" if isinstance(source, RunConfig) else source)
     place = old.parent if old.is_file() else Path()
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
@@ -162,26 +192,30 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     taken = any(os.path.lexists(one) for one in made)
     if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
         raise ConfigError(
-            f"the output {format_value(str(file))} must be a .yaml file in a folder that exists, "
-            "and neither it nor a .jsonl of its name may exist: name one with --output"
+            f"the output {format_value(str(file))} must be a new .yaml file in a folder that "
+            "exists, and no .jsonl file of that name may exist: choose another one with --output"
         )
     check_writable(file.absolute().parent)
     return file
 
 
 def _completions_of(file: Path) -> Path:
-    """Return the path of the completions that a calibration samples."""
+    """Return the path of the file for the sampled completions, next to the new run file."""
     return file.with_name(f"{file.stem}-completions.jsonl")
 
 
 def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Return the rewards, and the settings that differ from the defaults."""
+    """Return those settings that differ from the defaults; rewards are always included."""
     parts = {n: _changed(v, default[n]) if n in SECTIONS else v for n, v in settings.items()}
     return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default.get(n))}
 
 
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
-    """Return the settings of a task with ``num_prompts`` prompts of each requested level."""
+    """Return settings that load ``num_prompts`` prompts of every level of a built-in task.
+
+    If ``data.level`` is a list, only these levels are loaded. The settings of a source without
+    levels are returned unchanged.
+    """
     data = config.data
     last = count_levels(config.data.prompts)
     if not last:
@@ -194,7 +228,17 @@ def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
 def _tried(
     job: PreparedJob, num_prompts: int, size: int | None
 ) -> tuple[list[Level], Iterable[Row], list[Row], list[Row]]:
-    """Return the levels, the prompts not sampled, the held-out ones, and the completions."""
+    """Sample and score prompts of every level.
+
+    Args:
+        job: The run.
+        num_prompts: Number of prompts per level.
+        size: Number of completions per prompt; None: ``trainer.num_generations``.
+
+    Returns:
+        The scores of each level, the prompts that were not sampled, the held-out prompts, and the
+        sampled completions with their scores.
+    """
     job.prepare()
     prompts, held_out = job.splits
     drawn = _drawn(prompts, num_prompts, job.config.seed)
@@ -229,7 +273,10 @@ def _tried(
 
 
 def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
-    """Return the row numbers of ``num`` random prompts of every level, or of all its prompts."""
+    """Return the row numbers of ``num`` random prompts of each level.
+
+    If a level has fewer prompts, all of them are returned.
+    """
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
     order = random.Random(seed)
     drawn = []
@@ -240,12 +287,21 @@ def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
 
 
 def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> list[Level]:
-    """Return the scores of every level; the rows of a level must be neighbours."""
+    """Return the scores of every level.
+
+    Args:
+        rows: Prompts, sorted by level.
+        scores: Scores of the completions of each prompt; None for an unscored completion.
+        judge: Name of the reward that scored them, for the message.
+
+    Raises:
+        ConfigError: A score is not in [0, 1], or no completion has a score.
+    """
     known = [[score for score in group if score is not None] for group in scores]
     if not all(0 <= score <= 1 for group in known for score in group) or not any(known):
-        remedy = "set its scaled_by, or raise the weight of another reward"
+        remedy = "rescale it with scaled_by, or raise the weight of another reward"
         raise ConfigError(
-            f"the reward {judge} has the largest weight and is not in [0, 1]: {remedy}"
+            f"the reward {judge} has the largest weight, but its scores are not in [0, 1]: {remedy}"
         )
     scored = [(row, group) for row, group in zip(rows, known, strict=True) if group]
     levels = []
@@ -258,27 +314,35 @@ def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> 
 
 
 def _chosen(levels: list[Level]) -> Level:
+    """Return the level to train on.
+
+    Raises:
+        DataError: No level is solved 20 to 80% of the time, or the completions of each prompt all
+            have the same score.
+    """
     fitting = [one for one in levels if LOW <= one.solved <= HIGH and one.with_signal]
     if fitting:
         return max(fitting, key=lambda one: one.signal)
     shares = [one.solved for one in levels]
     if any(LOW <= share <= HIGH for share in shares):
         raise DataError(
-            "no prompt of a level that is solved 20 to 80% of the time has completions of "
-            "different scores: raise --num-generations or trainer.temperature, or use other prompts"
+            "a level is solved 20 to 80% of the time, but all completions of each of its prompts "
+            "have the same score: raise --num-generations or trainer.temperature, or use other "
+            "prompts"
         )
-    what = "others"
+    what = "other prompts"
     if min(shares) > HIGH:
-        what = "harder ones"
+        what = "harder prompts"
     elif max(shares) < LOW:
-        what = "easier ones, allow longer completions, or give examples to rloo-kit warm-up first"
+        what = "easier prompts, allow longer completions, or run rloo-kit warm-up on examples first"
     raise DataError(
         "no level of the prompts is solved 20 to 80% of the time "
-        f"(the least {min(shares):.0%}, the most {max(shares):.0%}): use {what}"
+        f"(lowest {min(shares):.0%}, highest {max(shares):.0%}): use {what}"
     )
 
 
 def _table(levels: list[Level]) -> str:
+    """Return a table with one line for each level."""
     lines = ["level     prompts  solved  with signal"]
     for one in levels:
         name = "all" if one.level is None else str(one.level)

@@ -1,7 +1,7 @@
-"""Call a function in a subprocess, which returns all its memory to the system.
+"""Call a function in a subprocess, so that all its memory is free again when it returns.
 
-The subprocess is a new interpreter. It is not a fork, which CUDA does not survive, and not a
-``multiprocessing`` spawn, which would run a user's script again.
+The subprocess is a new interpreter: CUDA does not work in a forked process, and a process that
+``multiprocessing`` spawns would run the user's script again.
 """
 
 import contextlib
@@ -28,7 +28,9 @@ from rloo_kit.checkpoints.stopping import (
 )
 from rloo_kit.errors import KitError, SetupError
 
-POSIX = hasattr(os, "killpg")  # has process groups; else processes of the subprocess may live on
+# True if the system has process groups. On others, processes that the subprocess started may
+# continue after it was killed
+POSIX = hasattr(os, "killpg")
 
 
 def call_in_child(
@@ -39,10 +41,10 @@ def call_in_child(
     variables: Mapping[str, str] | None = None,
     **keywords: Any,
 ) -> Any:
-    """Return ``function(*args, **keywords)``, called in a subprocess.
+    """Call ``function(*args, **keywords)`` in a subprocess, and return its result.
 
-    Ctrl-C and SIGTERM are forwarded, and the function may still return a result; a third signal
-    kills the subprocess. It is also killed if this process dies.
+    Ctrl-C and SIGTERM are forwarded to the subprocess, and the function may still return a result
+    after them. A third signal kills the subprocess. It is also killed if this process dies.
 
     Args:
         function: A function that can be imported by its module and name.
@@ -53,8 +55,9 @@ def call_in_child(
 
     Raises:
         SetupError: The subprocess ended without a result, for example because the system killed it.
-        KeyboardInterrupt: A signal ended it without a result; Terminated for SIGTERM.
-        Exception: Any error of the function.
+        KeyboardInterrupt: A signal ended the subprocess before the function returned; the subclass
+            ``Terminated`` if it was SIGTERM.
+        Exception: Any error that the function raises.
     """
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:
         order = Path(folder) / "order"
@@ -72,9 +75,9 @@ def call_in_child(
             if received:
                 raise interrupt_for(received[-1])
             raise SetupError(
-                f"the subprocess ended with code {process.returncode} and no result: "
+                f"the subprocess ended with exit code {process.returncode} without a result: "
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
-                f"lines it printed"
+                f"lines that it printed"
             )
         # written by this function's own subprocess
         returned, value = pickle.loads(answer.read_bytes())
@@ -85,14 +88,20 @@ def call_in_child(
 
 @contextlib.contextmanager
 def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Forward signals, and raise at the third one; yield a list of the received signals."""
+    """Forward Ctrl-C and SIGTERM to a process while the body runs.
+
+    The third signal is not forwarded, but raised in this process.
+
+    Yields:
+        A list that has the number of each signal received so far.
+    """
     received: list[int] = []
 
     def forward(number: int, _: object) -> None:
-        """Forward a signal.
+        """Forward a signal to the process.
 
         Raises:
-            KeyboardInterrupt: It is the third one.
+            KeyboardInterrupt: It is the third signal.
         """
         received.append(number)
         if len(received) > 2:
@@ -106,7 +115,13 @@ def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Start the subprocess; at the end kill it and its own subprocesses."""
+    """Start the subprocess; on exit kill it and all processes that it started.
+
+    Args:
+        order: File with the pickled function and its arguments.
+        answer: File to which the subprocess writes the pickled result.
+        variables: Additional environment variables.
+    """
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
         # the system closes this end if this process dies
@@ -132,6 +147,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
                 process.kill()
 
     def kill_the_rest() -> None:
+        """Wait for the subprocess, and kill the processes that it has left."""
         process.wait()
         # a grandchild that lives on would keep the output open
         kill()
@@ -145,6 +161,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
 
 
 def _main(order: str, answer: str) -> None:
+    """Run in the subprocess: call the function in the file ``order``, write ``answer``."""
     # a shell that starts the parent in the background leaves SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_the_parent, args=(Path(order).parent,), daemon=True).start()
@@ -152,7 +169,7 @@ def _main(order: str, answer: str) -> None:
         try:
             function, args, keywords = pickle.loads(Path(order).read_bytes())
             result = (True, function(*args, **keywords))
-        except Terminated as exc:  # not the parent's to raise, unless it was asked too
+        except Terminated as exc:  # the parent raises it only if it received the signal itself
             sys.exit(exit_code(exc))
         except BaseException as exc:
             if not isinstance(exc, KitError):
@@ -170,8 +187,8 @@ def _main(order: str, answer: str) -> None:
 
 
 def _end_with_the_parent(folder: Path) -> None:
-    """Kill this process and its subprocesses when the parent dies, and remove ``folder``."""
-    # returns only when the parent's end is closed, since nothing is ever written
+    """Wait until the parent dies; then remove ``folder`` and kill this process and its children."""
+    # returns only when the parent's end of the pipe is closed, because nothing is ever written
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     if POSIX:

@@ -1,4 +1,4 @@
-"""Folder of a run: created, reopened to resume, and completed even if the run fails."""
+"""Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
 
 import contextlib
 import os
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
 
 RUN_FILE = "run.yaml"
-# Settings that may differ when a run resumes; the trainer compares those of `trainer:`
+# Settings that may differ when a run resumes. `trainer` is here because the trainer itself
+# compares its settings
 MAY_CHANGE = {
-    "model.name",  # a folder may have moved: the weights themselves are compared
+    "model.name",  # a folder may have moved; the weights themselves are compared
     "model.backend",
     "data.held_out_every",
     "data.prompts",
@@ -51,15 +52,16 @@ RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "
 def folder_to_resume(
     source: str | Path | RunConfig, config: RunConfig, resume: bool | str | Path
 ) -> Path | None:
-    """Return the folder of the run to resume; None if there is no such run yet.
+    """Return the folder of the run to resume; None to begin a new run.
 
     Args:
-        source: Source of ``train``.
-        config: Its settings.
-        resume: False, True, or the folder of a run.
+        source: The argument ``source`` of ``train``.
+        config: The settings that were read from it.
+        resume: False to begin a new run; the folder of a run; or True for ``source`` if it is a
+            folder, else for the newest run in ``output_dir``, if there is one.
 
     Raises:
-        ConfigError: The folder is not the folder of a run.
+        ConfigError: The folder does not belong to a run.
     """
     if resume is False:
         return None
@@ -71,25 +73,35 @@ def folder_to_resume(
         return latest_folder(config.output_dir)
     if not (folder / RUN_FILE).is_file():
         raise ConfigError(
-            f"{str(folder)!r} holds no {RUN_FILE}: give a folder that rloo-kit train wrote"
+            f"{str(folder)!r} has no {RUN_FILE}, so it is not the folder of a run: give a folder "
+            "that rloo-kit train wrote"
         )
     return folder
 
 
 def has_finished(folder: Path, max_steps: int) -> bool:
-    """Return whether a run has finished all its steps; with ``max_steps`` 0, all its epochs."""
+    """Return True if a run has finished and its adapter was saved.
+
+    Args:
+        folder: Folder of the run.
+        max_steps: The run must also have made this many steps; 0: the steps do not matter.
+    """
     end = read_json(folder / "end.json") or {}
     done = end.get("how") == "finished" and end["steps"] >= max_steps
     return done and (folder / "adapter").is_dir()
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
-    """Reject settings that differ from those of the run to resume and may not change.
+    """Check that the settings do not differ from those with which the run to resume began.
 
-    The trainer itself compares the settings of ``trainer:``.
+    Settings in ``MAY_CHANGE`` may differ. The trainer itself compares the settings of ``trainer:``.
+
+    Args:
+        folder: Folder of the run to resume.
+        now: The settings of this start.
 
     Raises:
-        ConfigError: A setting differs; the message names the first one.
+        ConfigError: A setting differs. The message names the first one.
     """
     then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
     # secrets are masked in run.yaml, so both are compared without them
@@ -98,14 +110,14 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         old = then.get(path)
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
-                f"{path} is {format_value(new)}, and the run in {format_value(str(folder))} began "
+                f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "
                 f"with {format_value(old)}: set it back, resume with rloo-kit train {folder} "
                 f"--resume, which needs no --set, or leave --resume out to begin a new run"
             )
 
 
 def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of sections as ``section.key``, all others under their own names."""
+    """Return all settings in one flat dict; the keys in a section become ``section.key``."""
     found = {}
     for name, value in settings.items():
         found |= {f"{name}.{k}": v for k, v in value.items()} if name in SECTIONS else {name: value}
@@ -124,19 +136,22 @@ def opened_folder(
     checkpoint: Checkpoint | None,
     step: str,
 ) -> Iterator["RunRecorder"]:
-    """Create a run's folder, or reopen that of an unfinished run; yield the recorder of the run.
+    """Create a folder for a new run, or reopen the folder of an unfinished run.
 
-    A new folder is removed if the body fails before the first step. A later error is written to
-    it, with a report.
+    A new folder is removed if the body fails before the first step. If the body fails later, the
+    error is written to end.json and into the report.
 
     Args:
         free: The new folder; a number is added if it exists.
         past: Folder of the unfinished run, which the caller has locked; None to create a new one.
         config: Settings of the run.
         environment: Backend and hardware of the run.
-        checkpoint: Checkpoint to resume from; without one the run starts from step 0 with an empty
-            record.
-        step: Name of the step that trains (the kit's or TRL's), for environment.json.
+        checkpoint: Checkpoint to resume from; None: the run starts from step 0, and the record of
+            an earlier start is removed.
+        step: Name of the training step that is used (the kit's or TRL's), for environment.json.
+
+    Yields:
+        The recorder of the run, which knows the folder.
 
     Raises:
         KeyboardInterrupt: A signal arrived while the folder was created.
@@ -144,9 +159,10 @@ def opened_folder(
     from rloo_kit.runs.recorder import RunRecorder
 
     def begin() -> None:
+        """Remove what is left of an earlier start, and write the settings and the environment."""
         for name in RECORD if checkpoint is None else ("end.json",):
             (folder / name).unlink(missing_ok=True)
-        # an adapter of fewer steps would look like the result of the run
+        # an old adapter, of fewer steps, would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
         write_run_file(folder, config)
         facts = asdict(environment) | {"step": step, "processes": num_processes()}
@@ -154,7 +170,7 @@ def opened_folder(
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
     with contextlib.ExitStack() as stack:
-        with stop_signals() as signals:  # a signal in between would leave an empty folder
+        with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
             folder = past or make_run_folder(free)
             if past is None:
                 stack.enter_context(_removed_if_empty(folder))
@@ -162,28 +178,28 @@ def opened_folder(
         if signals.received:
             raise interrupt_for(signals.received)
         recorder = RunRecorder(folder, begin)
-        if checkpoint is None:  # else after the trainer has accepted the checkpoint
+        if checkpoint is None:  # otherwise it begins when the trainer has accepted the checkpoint
             recorder.begin()
         stack.enter_context(_end_recorded(recorder))
         yield recorder
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
-    """Write the settings to run.yaml atomically."""
+    """Write the settings to run.yaml in the folder of a run, atomically and without secrets."""
     text = yaml.safe_dump(redact_tree(config.as_dict()), sort_keys=False)
     write_atomically(folder / RUN_FILE, text.encode())
 
 
 @contextlib.contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a new folder if the run fails before its first step."""
+    """Remove a new folder if the body fails before the first step of the run."""
     learned = ("metrics.jsonl", "completions.jsonl", "adapter")
     try:
         yield
     except BaseException:
         if not any((folder / name).exists() for name in learned) and not list_steps(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            # the parent stays if it holds other runs
+            # if the parent folder has other runs, this fails and the parent stays
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
         raise
@@ -191,7 +207,7 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
-    """Write an error that ends the run to end.json and into the report."""
+    """If the body fails, write the error to end.json and into the report, and raise it again."""
     start = time.monotonic()
     try:
         yield

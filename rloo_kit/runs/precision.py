@@ -1,7 +1,8 @@
-"""Difference between sampler and learner in bf16 and in float16.
+"""Measure how much the log-probabilities of sampler and learner differ in bf16 and in float16.
 
-The sampler computes one token at a time, the learner whole rows, so their log-probabilities differ
-by rounding. float16 has three more bits of precision than bf16 (arXiv 2510.26788).
+The sampler computes one token at a time, and the learner computes whole rows. Rounding therefore
+makes their log-probabilities differ. float16 has three more bits of precision than bf16
+(arXiv 2510.26788).
 """
 
 import tempfile
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
-# So that every token can be sampled, with the probability that the policy gives it
+# Settings that make the sampler draw each token with the policy's own probability
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None, "max_completion_length": PROBE_TOKENS_PER_ROW,
 }  # fmt: skip
-# So that 8 prompts are enough, with one reward and a sampler that may differ
+# Settings with which a trainer can be made for 8 prompts and one reward, and without the canary
 ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
@@ -41,14 +42,14 @@ ONE_GROUP = {
 def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
     """Return the mean |log p(sampler) - log p(learner)| of sampled tokens, in nats.
 
-    The model is loaded as in the run but in ``precision``, samples at most 512 tokens as in the
-    run, and is released.
+    The model is loaded in ``precision`` with the settings of the run, at most 512 tokens are
+    sampled, and the model is released.
 
     Args:
         config: Settings of the run.
-        base: Folder from which its paths start.
-        rows: Rows with ``prompt``, of which the first 8 are used.
-        precision: One of ``PRECISIONS``.
+        base: Folder that relative paths in the settings start from.
+        rows: Rows with ``prompt``. Only the first 8 are used.
+        precision: ``bf16`` or ``fp16``.
 
     Raises:
         ConfigError: Unsloth does not compute in this precision here.
@@ -88,13 +89,23 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    """Return a reward of 0 for each completion; the trainer needs a reward function."""
     return [0.0] * len(completions)
 
 
 def _drawn_by_transformers(
     trainer: "LeaveOneOutTrainer", prompts: list[list[int]]
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """Complete each prompt once; the log-probabilities are padded to the longest completion."""
+    """Sample one completion of each prompt with ``generate`` of transformers.
+
+    Args:
+        trainer: Trainer with the model.
+        prompts: Token ids of each prompt.
+
+    Returns:
+        The token ids of each completion up to its end, and the log-probabilities of its tokens,
+        which are padded to the length of the longest completion.
+    """
     import torch
     from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 

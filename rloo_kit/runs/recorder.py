@@ -1,6 +1,6 @@
-"""Recorder of a run, which writes metrics, completions, scores and the report while it trains.
+"""Recorder of a run: it writes metrics, completions, scores and the report during training.
 
-A killed run has its record too, because every row is written when its step ends.
+Each row is written as soon as its step ends, so that the record is there even if the run is killed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from rloo_kit.output_folder import read_json, without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
-# Fields that are kept of an evaluation during training
+# Fields of an evaluation that are written if it was made during training
 KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
 ROW_FILES = ("metrics.jsonl", "completions.jsonl")
 # Largest share of the run's time spent on writing the report during training
@@ -35,7 +35,7 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Prepares the folder. Called once, at the latest when the training begins.
+        make_ready: Prepares the folder. It is called once, at the latest when training begins.
     """
 
     def __init__(self, folder: Path, make_ready: Callable[[], None] = lambda: None) -> None:
@@ -67,7 +67,7 @@ class RunRecorder(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl, and sometimes write the report."""
         row = {"step": state.global_step, "time": time.time(), **logs}
         self._append("metrics.jsonl", [row])
         self.steps = state.global_step
@@ -75,13 +75,20 @@ class RunRecorder(TrainerCallback):
             self.write_report()
 
     def on_completions(self, *_: Any, records: list[dict[str, Any]], **__: Any) -> None:
-        """Append the completions of one generation batch, with rewards, KL and advantages."""
+        """Append the completions of one generation batch to completions.jsonl.
+
+        Each record has the completion with its rewards, KL and advantage.
+        """
         self._append("completions.jsonl", records)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
-        """Put the present sizes of the files, in bytes, into the checkpoint."""
+        """Store the present state of the record in the checkpoint.
+
+        The state is the size of each file in bytes, the steps at which the run was resumed, and the
+        duration of the run so far.
+        """
         held["record"] = {
             "sizes": {name: _size(self.folder / name) for name in ROW_FILES},
             "resumed_at": list(self.resumed_at),
@@ -95,7 +102,10 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Truncate files and scores to the checkpoint, because later steps run again."""
+        """Remove everything from the record that was written after the checkpoint.
+
+        The steps after the checkpoint are trained again, and write their rows again.
+        """
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
@@ -112,7 +122,7 @@ class RunRecorder(TrainerCallback):
             self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
-        """Sync the rows to the disk before the checkpoint that holds their sizes."""
+        """Sync the files to the disk before the checkpoint, which has their sizes, is written."""
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
@@ -120,10 +130,10 @@ class RunRecorder(TrainerCallback):
     # --- files -----------------------------------------------------------------------------------
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to a file.
+        """Append rows to a .jsonl file in the folder; secrets are masked.
 
         Raises:
-            DiskError: The disk is full or cannot be written.
+            DiskError: The disk is full, or the file cannot be written.
         """
         try:
             rows = save_thumbnails(rows, self.folder)
@@ -140,11 +150,12 @@ class RunRecorder(TrainerCallback):
             ) from exc
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
-        """Write scores of held-out prompts to evaluation.json.
+        """Add the scores of the held-out prompts to evaluation.json.
 
         Args:
             evaluation: The scores.
-            step: Optimizer steps so far; 0 before the training, None after it.
+            step: Number of optimizer steps before this evaluation; 0: before training; None: after
+                training.
         """
         found = save_thumbnails(evaluation.as_dict(), self.folder)
         if step:
@@ -155,19 +166,21 @@ class RunRecorder(TrainerCallback):
         self._write_scores()
 
     def _write_scores(self) -> None:
+        """Write all evaluations so far to evaluation.json."""
         write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
     ) -> None:
-        """Write the end of the run to end.json, and the last report.
+        """Write to end.json how the run ended, and write the report for the last time.
 
         Args:
             how: finished, interrupted, stopped or failed.
             reason: The reason in a sentence; "" for a finished run.
-            steps: Optimizer steps.
-            seconds: Duration of the training, since the last resume.
-            watch: The watch of the run, which knows the finding that stopped it.
+            steps: Number of optimizer steps of the run.
+            seconds: Duration of the training since the start or the last resume.
+            watch: The watch of the run. If one of its findings stopped the run, the finding is
+                written too.
         """
         end = {"how": how, "reason": reason, "steps": steps}
         end["seconds"] = self._earlier + seconds
@@ -191,4 +204,5 @@ class RunRecorder(TrainerCallback):
 
 
 def _size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0

@@ -1,4 +1,4 @@
-"""Scores of the held-out prompts of a run before, during and after its training."""
+"""Score the held-out prompts of a run before, during and after training."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HeldOutScores(TrainerCallback):
-    """Callback that scores held-out prompts for the record of a run and for its watch.
+    """Callback that scores the held-out prompts for the recorder and the watch of the run.
 
     Args:
         job: Parts of the run.
         trainer: Trainer of the run.
-        recorder: Recorder of the run; None except in the first process.
-        before: Scores from before the training, from the record of a resumed run.
+        recorder: Recorder of the run. Only the first process has one; it is None in the others.
+        before: Scores from before training, which a resumed run reads from its record; None if
+            they have not been computed yet.
     """
 
     job: PreparedJob
@@ -35,12 +36,14 @@ class HeldOutScores(TrainerCallback):
     _newest: dict[int, float | None] = field(default_factory=dict, init=False)
 
     def score(self) -> Evaluation | None:
-        """Return the scores of the held-out prompts at this moment of the training.
+        """Score the held-out prompts with the policy as it is now.
 
-        Every process must call this method, since all of them sample with TRL's step.
+        Every process must call this method, because with several processes TRL's step samples on
+        all of them.
 
         Returns:
-            The scores; None without held-out prompts, and in all processes but the first.
+            The scores; None if the run has no held-out prompts, or if this is not the first
+            process.
         """
         held_out = self.job.splits[1]
         args = self.job.args
@@ -49,7 +52,7 @@ class HeldOutScores(TrainerCallback):
         num_samples = self.job.config.data.held_out_samples
         sample = partial(self.trainer.sample_rows, seed=args.seed) if self.trainer.by_trl else None
         if not is_first():
-            assert sample is not None  # several processes train by TRL's step
+            assert sample is not None  # several processes always use TRL's step
             sample([row for row in held_out for _ in range(num_samples)])
             return None
         return evaluate(
@@ -64,7 +67,10 @@ class HeldOutScores(TrainerCallback):
         )
 
     def follow(self) -> None:
-        """Score before the first step, and then every ``data.held_out_every`` steps."""
+        """Score the prompts before the first step, and register this callback for later steps.
+
+        If the scores from before training are known already, they are not computed again.
+        """
         if self.job.splits[1] is None:
             return
         if self.before is not None:
@@ -74,14 +80,17 @@ class HeldOutScores(TrainerCallback):
         self.trainer.add_callback(self)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Score before the first step if TRL samples, since its loop has prepared the model now."""
+        """Score before the first step if TRL's step is used.
+
+        TRL can sample only now, because its training loop has just prepared the model.
+        """
         if self.before is None and self.trainer.by_trl:
             self._score_at(0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Score the held-out prompts every ``data.held_out_every`` steps, but not after the last.
+        """Score the held-out prompts after every ``data.held_out_every`` steps.
 
-        After the last step the function ``train`` scores them.
+        They are not scored here after the last step, because the function ``train`` does it then.
         """
         step = state.global_step
         every = self.job.config.data.held_out_every
@@ -96,12 +105,12 @@ class HeldOutScores(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Put the mean of the first reward into the checkpoint of a scored step."""
+        """Store the mean of the first reward in the checkpoint; None if it was not computed."""
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 
     def _score_at(self, step: int) -> Evaluation | None:
-        """Score, and record the result; step 0 is before the first step."""
+        """Score the held-out prompts after ``step`` optimizer steps, and record the result."""
         found = self.score()
         if found is None:
             return None
@@ -114,5 +123,6 @@ class HeldOutScores(TrainerCallback):
         return found
 
     def _see(self, step: int, found: Evaluation) -> None:
+        """Pass scores to the watch of the run, if there is one."""
         if self.trainer.watch is not None:
             self.trainer.watch.see_held_out(step, found.as_dict())

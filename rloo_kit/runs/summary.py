@@ -1,4 +1,4 @@
-"""Outcome of a run, and the lines that it prints before and after its training."""
+"""The result of a run, and the lines that a run prints before and after training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,22 +25,22 @@ Say = Callable[[str], None]
 
 # Number of held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
-# Model, prompts and rewards of the quickstart; its next step is a run of the user's own
+# Model, prompts and rewards of the quickstart; after it the user is told how to train a model
 QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Outcome of a run."""
+    """Result of a run."""
 
     folder: Path
-    before: Evaluation | None
-    after: Evaluation | None
+    before: Evaluation | None  # scores of the held-out prompts before training
+    after: Evaluation | None  # and after training; None if there are none
     steps: int
-    seconds: float  # of the training alone, since the last resume
-    interrupted: bool  # by Ctrl-C or SIGTERM
-    terminated: bool = False  # by SIGTERM
-    released: Released | None = None
+    seconds: float  # of the training alone, since the start or the last resume
+    interrupted: bool  # True after Ctrl-C or SIGTERM
+    terminated: bool = False  # True after SIGTERM
+    released: Released | None = None  # the memory that was released at the end
 
     @property
     def adapter(self) -> Path:
@@ -51,7 +51,10 @@ class RunResult:
 def announce_load(
     say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
 ) -> None:
-    """Print which model loads, and why that may take minutes; not for the embedded one on a CPU."""
+    """Print which model is loaded, and what may take minutes.
+
+    Nothing is printed for a built-in tiny model on a CPU, which loads at once.
+    """
     on_gpu = environment.hardware.on_gpu
     text = f"loading {config.model.name}"
     if on_gpu and requested_engine(args) in ("auto", "vllm") and why_not_vllm() is None:
@@ -63,7 +66,10 @@ def announce_load(
 
 
 def introduce(say: Say, job: PreparedJob) -> None:
-    """Print model and device, and why Unsloth, the kit's own step or further cards are unused."""
+    """Print the model and the device.
+
+    Also print why Unsloth, the kit's own training step, or further cards are not used, if so.
+    """
     config = job.config
     environment = job.environment
     args = job.args
@@ -86,7 +92,10 @@ def introduce(say: Say, job: PreparedJob) -> None:
 
 
 def means(evaluation: Evaluation) -> str:
-    """Return one line: the mean of each reward, the prompts, and how completions were sampled."""
+    """Return a line with the mean of each reward.
+
+    It also says how many held-out prompts were scored, and how their completions were sampled.
+    """
     parts = [
         f"{name} {'none' if value is None else f'{value:.3f}'}"
         for name, value in evaluation.rewards.items()
@@ -95,7 +104,10 @@ def means(evaluation: Evaluation) -> str:
 
 
 def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> None:
-    """Print the scores after training and the completions whose scores rose the most."""
+    """Print the scores after training, and the completions whose scores have risen the most.
+
+    Nothing is printed if there are no scores after training.
+    """
     if after is None:
         return
     say(f"after:  {means(after)}")
@@ -112,16 +124,18 @@ def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> No
 
 
 def _total(sample: dict[str, Any]) -> float:
+    """Return the sum of the rewards of a sample."""
     return sum(value for value in sample["rewards"].values() if value is not None)
 
 
 def _one_line(text: str, limit: int = 160) -> str:
+    """Return the text on one line, cut to ``limit`` characters."""
     flat = " ".join(str(text).split())
     return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
 
 
 def conclude(say: Say, result: RunResult) -> None:
-    """Print the verdict, the paths, the released memory, and the next command."""
+    """Print the verdict on the run, its paths, the released memory, and a command to run next."""
     record = read_run(result.folder)
     say(f"\n{verdict(record, find_in_run(record))}")
     say(f"{result.steps} steps in {result.seconds:.0f} s; adapter in {result.adapter}")

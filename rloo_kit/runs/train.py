@@ -1,4 +1,4 @@
-"""A run from start to end: set up, load, attach, train, score, save, release."""
+"""Run a training from start to end: load the model, train, score, save, and release the memory."""
 
 import contextlib
 import time
@@ -47,30 +47,32 @@ def train(
     resume: bool | str | Path = False,
     in_subprocess: bool = False,
 ) -> RunResult:
-    """Train with the settings of a run file, and write a folder with everything about the run.
+    """Train with the settings of a run file, and write a folder with the record of the run.
 
     Args:
-        source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
-            ``RunConfig``.
-        overrides: ``section.key=value``, as after ``--set``.
-        say: Called with each line for the user.
-        resume: Resume the newest run of ``output_dir`` (True) or the run in this folder, from its
-            newest valid checkpoint; without a checkpoint the run starts from step 0.
-        in_subprocess: Train in a subprocess, which returns all its memory to the system. This also
+        source: A YAML file, the name of an example that comes with the kit, the folder of a run,
+            or a ``RunConfig``.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``.
+        say: Called with each line that is printed for the user.
+        resume: True: resume ``source`` if it is the folder of a run, else the newest run in
+            ``output_dir``. A path: resume the run in that folder. The run continues from its newest
+            valid checkpoint, or from step 0 if it has none.
+        in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
             happens if an earlier vLLM engine of this process could not free all of its memory.
 
     Returns:
-        The folder, the scores before and after, and the released memory. After Ctrl-C or SIGTERM
-        the current step ends, the adapter is saved, and ``interrupted`` is true.
+        The folder, the scores before and after training, and the released memory. After Ctrl-C or
+        SIGTERM the current step is finished, the adapter is saved, and ``interrupted`` is True.
 
     Raises:
-        KitError: The run cannot start or continue; the message has the remedy. Before the first
-            step no folder is left; later the checkpoint of the last finished step is saved.
+        KitError: The run cannot start or continue; the message says what to change. If this
+            happens before the first step, no folder is left. Later, a checkpoint of the last
+            finished step is saved.
     """
     if left := 0 if in_subprocess else sleep_pool_bytes():
         say(
-            f"an earlier vLLM engine of this process holds {left / MIB:,.0f} MiB: this training "
-            f"runs in a process of its own"
+            f"an earlier vLLM engine of this process still uses {left / MIB:,.0f} MiB, so this "
+            f"training runs in a process of its own"
         )
     if in_subprocess or left:
         from rloo_kit.runs.child import call_in_child
@@ -101,6 +103,7 @@ def train(
 
 
 def _already_finished(folder: Path, say: Say) -> RunResult:
+    """Print that the run to resume has finished, and return a result without scores."""
     steps = read_run(folder).end["steps"]
     say(f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps")
     return RunResult(folder, None, None, steps, 0.0, interrupted=False)
@@ -110,7 +113,14 @@ def _already_finished(folder: Path, say: Say) -> RunResult:
 
 
 def _prepare(job: PreparedJob, past: Path | None) -> Path:
-    """Make the parts of the job, and return the folder of the run; nothing is written yet."""
+    """Load the model, the data and the engine, and return the path for the folder of the run.
+
+    Nothing is written yet.
+
+    Args:
+        job: The run.
+        past: Folder of the run to resume; None for a new run.
+    """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
     folder = past or free_folder(job.config.output_dir)
@@ -137,7 +147,13 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
 
 
 def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
-    """Run everything except the release, which the open session does."""
+    """Load, train, score and save; the caller's session releases the memory afterwards.
+
+    Args:
+        job: The run.
+        absolute: Settings of the run with absolute paths, as they are written to run.yaml.
+        past: Folder of the run to resume; None for a new run.
+    """
     say = job.say
     free = _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
@@ -189,7 +205,21 @@ def _opened(
     config: RunConfig,
     checkpoint: Checkpoint | None,
 ) -> Iterator[tuple[Path, "RunRecorder | None"]]:
-    """Open the folder of the run; only the first process has a recorder."""
+    """Open the folder of the run while the body trains.
+
+    Args:
+        job: The run.
+        free: Path for a new folder.
+        past: Folder of the run to resume; None for a new run.
+        config: Settings to write to run.yaml.
+        checkpoint: Checkpoint to resume from; None to start from step 0.
+
+    Yields:
+        The folder and the recorder. The recorder is None in all processes except the first.
+
+    Raises:
+        ProcessEndedError: Another process of this training has ended.
+    """
     with contextlib.ExitStack() as stack:
         recorder = None
         if is_first():
@@ -202,25 +232,34 @@ def _opened(
             if not is_cut_off(exc):
                 raise
             raise ProcessEndedError(
-                "another process of this training has ended, and its own message says why: resume "
-                "with --resume"
+                "another process of this training has ended: read its own error message, and then "
+                "resume with --resume"
             ) from exc
 
 
 def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
-    """Return the checkpoint to resume from, and the scores from before the training."""
+    """Return the checkpoint to resume from, and the scores from before training.
+
+    Both are None for a new run or without a valid checkpoint. The scores are also None if they
+    cannot be read.
+    """
     if past is None or (checkpoint := find_checkpoint(past)) is None:
         return None, None
     found = (read_json(past / "evaluation.json") or {}).get("before") or {}
     try:
         return checkpoint, Evaluation.from_dict(found)
-    except TypeError:  # missing, or of another version: score again
+    except TypeError:  # the scores are missing or of another version, so they are computed again
         return checkpoint, None
 
 
 def _make_trainer(
     job: PreparedJob, folder: Path, recorder: "RunRecorder | None"
 ) -> "LeaveOneOutTrainer":
+    """Return the trainer of the run.
+
+    Raises:
+        ConfigError: TRL does not accept the settings.
+    """
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
     model, tokenizer = job.policy
@@ -240,14 +279,19 @@ def _make_trainer(
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
             raise
-        raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
+        raise ConfigError(f"TRL does not accept the trainer settings: {first_line(exc)}") from exc
     if trainer.watch is not None:
         trainer.watch.config = job.config  # with all sections
     return trainer
 
 
 def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:
-    """Train, and print how to resume if the training stops early."""
+    """Train, and print how to resume if training stops early.
+
+    Raises:
+        MemoryRanOutError: Memory ran out.
+        Exception: Any other error that ended the training.
+    """
     if checkpoint is not None:
         how = ", as transformers does, which is not bit for bit" if trainer.by_trl else ""
         say(f"resuming from step {checkpoint.step} ({checkpoint.folder}){how}")
@@ -273,7 +317,10 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
 
 
 def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the result of a call, and who interrupted it, or ""."""
+    """Return the result of a call, and "".
+
+    If it was interrupted, return None and "SIGTERM" or "the user" (Ctrl-C) instead.
+    """
     try:
         return call(), ""
     except KeyboardInterrupt as exc:

@@ -1,8 +1,8 @@
-"""Warm-up before a run: short supervised training on examples; the run continues its adapter.
+"""Warm up a policy before a run: a short supervised training, whose adapter the run trains further.
 
-The policy is trained on the same tokens as in the run: the prompt as the run samples from it, the
-completion, and the token that ends a turn. The user gives examples, or the best completions of a
-run or a calibration are used.
+The tokens are the same as in the run: the prompt with its chat template, the completion, and the
+token that ends a turn. The examples come from the user, or are the best completions of an earlier
+run or a calibration.
 """
 
 import json
@@ -34,7 +34,7 @@ from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
 from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.types import Row, Tokenizer
 
-WHAT = "the warm-up"  # in messages
+WHAT = "the warm-up"  # its name in messages
 EPOCHS = 2.0
 # Fields of TRL's `SFTConfig` that the kit sets
 FIXED = {
@@ -59,25 +59,25 @@ def warm_up(  # noqa: PLR0913
     output: str | Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
-    """Train a run's policy on examples by TRL's ``SFTTrainer``; return the adapter's folder.
+    """Train a run's policy on examples with TRL's ``SFTTrainer``; return the adapter's folder.
 
-    A run continues the adapter if its ``model.name`` is this folder.
+    Set a run's ``model.name`` to this folder to train the adapter further with RLOO.
 
     Args:
-        source: A run file or another source of ``train``.
-        examples: A .jsonl, .csv or .parquet file of rows with ``prompt`` and ``completion``, or
-            with ``messages``; or the folder of a run. Rows with a ``score`` are sampled
-            completions, of which only the best are used.
-        overrides: ``section.key=value``, as after ``--set``.
-        steps: Number of optimizer steps, each of 4 examples.
-        epochs: Passes over the examples; None for 2, if ``steps`` is not given.
-        learning_rate: Peak learning rate, which falls linearly.
-        output: The folder; None for ``output_dir`` with ``-warm-up``. If it exists, a number is
-            added.
-        say: Called with each line for the user.
+        source: A run file or another source that ``train`` accepts.
+        examples: A .jsonl, .csv or .parquet file whose rows have ``prompt`` and ``completion``, or
+            ``messages``; or the folder of a run. If rows have a ``score``, they are sampled
+            completions, and only the best ones are used.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``.
+        steps: Number of optimizer steps, each with 4 examples; None: ``epochs`` decides.
+        epochs: Number of passes over the examples; None: 2, unless ``steps`` is given.
+        learning_rate: Initial learning rate. It falls linearly to 0.
+        output: Folder for the adapter; None: the run's ``output_dir`` with ``-warm-up`` added. If
+            the folder exists, a number is added.
+        say: Called with each line that is printed for the user.
 
     Raises:
-        KitError: A setting or an example is wrong, or a training pass does not fit into memory.
+        KitError: A setting or an example is wrong, or a training step does not fit into memory.
     """
     say = redacting(say)
     settings = _settings(steps, epochs, learning_rate)
@@ -99,8 +99,8 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
     """Check the arguments, and return them as TRL's settings.
 
     Raises:
-        ConfigError: One is out of range, steps and epochs are both given, or a launcher has
-            started several processes.
+        ConfigError: An argument is out of range, steps and epochs are both given, or a launcher
+            has started several processes.
     """
     above_0 = Rule(above=0)
     errors = check_value("learning_rate", learning_rate, float, above_0)
@@ -109,7 +109,9 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
     if steps is not None and epochs is not None:
         errors.append("steps and epochs are both given: leave one of them out")
     if num_processes() > 1:
-        errors.append("a warm-up trains in one process: start it without a launcher")
+        errors.append(
+            "a warm-up trains in one process, but there are several: start it without a launcher"
+        )
     if errors:
         raise ConfigError("; ".join(errors))
     length = {"num_train_epochs": epochs or EPOCHS} if steps is None else {"max_steps": steps}
@@ -117,7 +119,7 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
 
 
 def _next_command(source: object, overrides: Sequence[str], config: RunConfig, folder: Path) -> str:
-    """Return the command of the run that continues the adapter."""
+    """Return the command that starts a run which trains the adapter in ``folder`` further."""
     words = ["rloo-kit", "train", "RUN.yaml" if isinstance(source, RunConfig) else str(source)]
     settings = [*overrides, f"model.name={folder}"]
     layers = lora_settings(folder, {})["target_modules"]
@@ -130,14 +132,17 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
 
 
 def read_examples(source: str | Path) -> list[Row]:
-    """Return rows with ``prompt`` and the text of ``completion``.
+    """Read examples; return rows with ``prompt`` and ``completion``, which is plain text.
 
-    If rows have a ``score``, as in the folder of a run, only the completions with the best score of
-    their prompt are returned, and only if that score is above the prompt's mean.
+    If rows have a ``score``, as those of a run do, only the best completions of each prompt are
+    returned, and only if their score is above the mean score of that prompt.
+
+    Args:
+        source: A file, or the folder of a run.
 
     Raises:
         DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
-            completion scores above the mean of its prompt.
+            completion has a score above the mean of its prompt.
     """
     path = local_path(str(source))
     placed = placed_rows(path / "completions.jsonl" if path.is_dir() else path, ())
@@ -147,26 +152,36 @@ def read_examples(source: str | Path) -> list[Row]:
     best = best_completions(rows)
     if not best:
         raise DataError(
-            f"none of the {len(rows)} completions in {str(source)!r} scores above the mean of its "
-            "prompt: give examples that are written by hand"
+            f"none of the {len(rows)} completions in {str(source)!r} has a score above the mean of "
+            "its prompt: give examples with completions that solve their prompts"
         )
     return best
 
 
 def _example(place: str, row: Row) -> Row:
-    """Return a row with its prompt and the text of its completion."""
+    """Return a row with ``prompt`` and the plain text of its ``completion``.
+
+    Args:
+        place: Position of the row for messages, such as its file and line.
+        row: The row as it was read, perhaps with ``messages``.
+
+    Raises:
+        DataError: The row has no prompt, no text in its completion, or several turns in it.
+    """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
         row = {"prompt": messages[:-1], "completion": messages[-1:]}
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError(f"{place}: messages must have a prompt and end with the assistant")
+            raise DataError(
+                f"{place}: messages must have a prompt, and end with a message of the assistant"
+            )
     if not isinstance(prompt := row.get("prompt"), str):
         check_messages(prompt, "prompt", place)
     turns = row.get("completion")
     if isinstance(turns, list) and len(turns) > 1:
         raise DataError(
-            f"{place}: the completion has {len(turns)} turns, and a warm-up trains one: leave out "
-            "the calls of tools, or train with RLOO at once"
+            f"{place}: the completion has {len(turns)} turns, but a warm-up can train only on one: "
+            "leave out the tool calls, or train with RLOO without a warm-up"
         )
     text = text_of(turns)
     if not text.strip() and "score" not in row:
@@ -176,9 +191,13 @@ def _example(place: str, row: Row) -> Row:
 
 
 def best_completions(rows: Sequence[Row]) -> list[Row]:
-    """Return the completions with the best score of their prompt, if it is above the mean.
+    """Return the completions that have the best score of their prompt.
 
-    Truncated and empty completions and repeated texts are left out.
+    A prompt whose best score is not above its mean score is left out. Truncated completions, empty
+    completions, and repetitions of the same text are left out too.
+
+    Args:
+        rows: Rows with ``prompt``, ``completion`` and ``score``.
     """
     groups: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
@@ -200,15 +219,16 @@ def best_completions(rows: Sequence[Row]) -> list[Row]:
 def tokenized(
     tokenizer: Tokenizer, rows: Sequence[Row], settings: dict[str, Any] | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each prompt as the run samples from it, and those of its completion.
+    """Return the token ids of prompt and completion of each row.
 
-    A completion ends with the token that ends a turn. If the prompt opens a thought, the completion
-    does not open it again.
+    The prompt has the same tokens as in the run. The completion ends with the token that ends a
+    turn. If the chat template already opens a thought at the end of the prompt, the mark that opens
+    a thought is removed from the completion.
 
     Args:
         tokenizer: The tokenizer of the policy.
-        rows: Rows of ``read_examples``.
-        settings: Settings of the chat template.
+        rows: Rows that ``read_examples`` returned.
+        settings: Additional arguments for the chat template.
     """
     end_of_text = tokenizer.eos_token_id
     end_of_turn = end_of_turn_id(tokenizer)
@@ -219,7 +239,7 @@ def tokenized(
         ids = prompt_ids(tokenizer, row["prompt"], settings)
         completion = row["completion"]
         before = str(tokenizer.decode(ids))
-        if marks is not None:  # records have the usual marks
+        if marks is not None:  # completions in the record of a run have the usual marks
             completion = marks.own_text(completion)
         if opens_thought(tokenizer, before):
             opening = before[before.rindex(start) :]
@@ -232,14 +252,16 @@ def tokenized(
 
 
 def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of the examples that fit into the run's limits.
+    """Return the token ids (prompt, completion) of the examples that fit into the run's limits.
+
+    Examples that are too long are left out, and the user is told how many.
 
     Raises:
-        DataError: No example fits, or the run's prompts have images.
+        DataError: All examples are too long, or the run's prompts have images.
     """
     if has_images(job.splits[0]):
         raise DataError(
-            "the run's prompts have images, and a warm-up reads only text: train without a warm-up"
+            "the run's prompts have images, but a warm-up reads only text: train without a warm-up"
         )
     data = job.config.data
     system = system_message(data)
@@ -258,7 +280,11 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
 def _trained(
     job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """Train the policy of a job, save its adapter, and return losses and seconds."""
+    """Train the policy of a job on examples, and save its adapter in ``folder``.
+
+    Returns:
+        The number of examples, the logged losses, and the duration in seconds.
+    """
     examples = _fitting(job, rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage] # patched

@@ -185,7 +185,7 @@ def test_a_training_by_run_file_then_takes_a_process_of_its_own(tmp_path, pool):
     settings += [f"output_dir={tmp_path / 'run'}", "model.backend=transformers"]
     result = rk.train("quickstart", settings, said.append)
     assert result.steps == 1
-    assert "holds 5 MiB: this training runs in a process of its own" in said[0]
+    assert "uses 5 MiB, so this training runs in a process of its own" in said[0]
 
 
 def test_an_engine_that_fails_to_shut_down_is_one_sentence(policy, vllm_starts, engine_of):

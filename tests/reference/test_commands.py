@@ -33,7 +33,7 @@ REWARDS = {
 # The first words of a command, values of the run file that it refuses, and words of the message
 REFUSED = [
     ("eval", {"held_out": 0}, "or dataset with --prompts"),
-    ("calibrate", {"rewards": "library"}, "has the largest weight and is not in [0, 1]"),
+    ("calibrate", {"rewards": "library"}, "but its scores are not in [0, 1]"),
 ]
 
 

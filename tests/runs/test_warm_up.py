@@ -150,7 +150,7 @@ def test_conversations_are_examples_of_their_last_answer():
     write_rows("talk.jsonl", [{"messages": [*talk, *messages("4", "assistant")]}])
     assert read_examples("talk.jsonl") == [{"prompt": talk, "completion": "4"}]
     write_rows("talk.jsonl", [{"messages": talk}])
-    with pytest.raises(DataError, match=r"line 1: messages must .* end with the assistant"):
+    with pytest.raises(DataError, match=r"line 1: messages must .* of the assistant"):
         read_examples("talk.jsonl")
 
 
