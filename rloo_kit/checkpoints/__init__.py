@@ -1,7 +1,7 @@
-"""Checkpoints: an atomic store, exact resume, and external stop conditions.
+"""Checkpoints: write them atomically, resume from them exactly, and stop a training on a signal.
 
-Public: ``store.write_checkpoint``, ``find_checkpoint`` and ``Checkpoint``;
-``resume.ResumableTrainer``, the base of the kit's trainer; ``weights.write_weights``;
-``state.write_tree``; ``stopping.stop_signals``.
-The package must not know the kit's trainer, only the one of transformers.
+Other packages use ``store.write_checkpoint``, ``store.find_checkpoint`` and ``store.Checkpoint``;
+``resume.ResumableTrainer``, the base class of the kit's trainer; ``weights.write_weights``;
+``state.write_tree``; and ``stopping.stop_signals``.
+This package must not import the kit's trainer, only the one of transformers.
 """

@@ -1,19 +1,22 @@
-"""Exact resume of a training: checkpoints, crash recovery, graceful stop.
+"""Resume a training exactly: write and read checkpoints, stop on a signal, save after an error.
 
-A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` without any pickle:
+A checkpoint (docs/how-to/resume.md) is a folder ``checkpoint-N`` without any pickle. It has these
+files:
 
-- ``adapter_model.safetensors`` and ``adapter_config.json``, which PEFT loads too (``ref/`` has the
-  same of a reference that is a copy of the adapter);
-- ``state.json`` and ``state.safetensors``: optimizer, schedule, random states, the generation batch
-  in use, moving statistics, the state of callbacks;
-- ``trainer_state.json`` of transformers, and ``manifest.json`` with the checksum of every file.
+- ``adapter_model.safetensors`` and ``adapter_config.json``, which PEFT can load too. If the
+  reference model is a copy of the adapter, the folder ``ref/`` has the same files for it.
+- ``state.json`` and ``state.safetensors``: the state of optimizer, learning rate schedule, random
+  generators and callbacks, the generation batch in use, and moving statistics.
+- ``trainer_state.json`` of transformers.
+- ``manifest.json`` with the checksum of every file.
 
-After every optimizer step a snapshot of the small part of that state is kept in memory. Until the
-next optimizer step the weights and the optimizer still belong to it. So an error in sampling, in a
-reward or in a pass loses no step, because the checkpoint of the last finished step is written then.
+After every optimizer step a snapshot of the state is kept in memory, without weights and optimizer.
+The weights and the optimizer still belong to the snapshot until the next optimizer step changes
+them. If sampling, a reward or a pass fails before that, the checkpoint of the last finished step is
+written from the snapshot, and no step is lost.
 
-If TRL's step trains (``by_trl``), transformers writes and reads weights, optimizer and random
-states in its own way, on every process. The kit then adds its ``state.json`` and the manifest.
+With TRL's training step (``by_trl``), transformers writes and reads weights, optimizer and random
+states on every process in its own way. The kit only adds ``state.json`` and the manifest.
 """
 
 import copy
@@ -56,27 +59,27 @@ from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.types import Model
 
-# Settings that decide what is sampled and learned: another value would be another run.
-# `rows_per_step` is what an optimizer step learns from: how it is divided into
-# `per_device_train_batch_size` and `gradient_accumulation_steps` may change.
+# Settings that decide what is sampled and learned, so a resumed run must have the same values.
+# `rows_per_step` is the number of completions in an optimizer step. The two settings whose product
+# it is, `per_device_train_batch_size` and `gradient_accumulation_steps`, may change.
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 # Settings whose new value is used from the next step on, and reported
 MAY_CHANGE = on_resume("may")
-# Settings among those that determine the learning rate of a step
+# Those of MAY_CHANGE that determine the learning rate of a step
 OF_SCHEDULE = (
     "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
 )  # fmt: skip
-# Number of last steps whose mean reward is the checkpoint's score if no held-out prompts are scored
+# Without held-out scores, the score of a checkpoint is the mean reward of this many last steps
 SCORED_STEPS = 4
 
 
 class ResumableTrainer(Trainer):
-    """A trainer of transformers that writes exact checkpoints, resumes, and stops gracefully.
+    """A ``Trainer`` that resumes exactly from its checkpoints, and finishes its step on a signal.
 
     A subclass adds its own state to ``state_dict`` and ``load_state_dict``.
     """
 
-    # transformers types these too widely, or not at all
+    # transformers declares wider types for these, or none
     args: Any
     optimizer: Any
     lr_scheduler: Any
@@ -84,13 +87,14 @@ class ResumableTrainer(Trainer):
     reward_func_names: Any
     stop_reason: str | None = None  # why the training ended before its last step
     resumed_from: Checkpoint | None = None
-    state_read: dict[str, Any] | None = None  # a checkpoint's, until the first step
+    # state read from the checkpoint; None after the first step has begun
+    state_read: dict[str, Any] | None = None
     saved_at = 0  # step of the last checkpoint
-    # True if TRL's step trains; transformers then saves weights and optimizer
+    # True if TRL's training step is used; transformers then saves weights and optimizer
     by_trl = False
     _snapshot: dict[str, Any] | None = None
-    _loop: TrainerState  # as it was at the snapshot
-    _facts: dict[str, Any]  # identify the run
+    _loop: TrainerState  # state of the training loop at the time of the snapshot
+    _facts: dict[str, Any]  # facts that identify the run (`facts_of`)
 
     def train(
         self,
@@ -98,19 +102,21 @@ class ResumableTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, and lose no finished step.
+        """Train, and save the last finished step if training ends early.
 
-        After Ctrl-C or SIGTERM the optimizer step in progress ends, a checkpoint is written, and
-        KeyboardInterrupt is raised. A second signal raises it at once.
+        After Ctrl-C or SIGTERM the optimizer step in progress is finished, a checkpoint is written,
+        and KeyboardInterrupt is raised. A second signal raises it at once.
 
         Args:
-            resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
+            resume_from_checkpoint: The folder of a checkpoint or of a run; True for the run in
+                ``output_dir``; None or False to start from step 0.
             trial: As in transformers.
             ignore_keys_for_eval: As in transformers.
 
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
-            KeyboardInterrupt: A signal stopped the training; Terminated if it was SIGTERM.
+            KeyboardInterrupt: A signal stopped the training; the subclass ``Terminated`` if it was
+                SIGTERM.
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0
@@ -126,7 +132,7 @@ class ResumableTrainer(Trainer):
             check_same_run(self.resumed_from, self._facts)
             self.state_read = read_tree(self.resumed_from.folder)
             folder = str(self.resumed_from.folder)
-        # After the callbacks whose state it restores
+        # Added last, after the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
         with stop_signals(say=print) as self._signals:
@@ -134,29 +140,31 @@ class ResumableTrainer(Trainer):
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
                 self._save_last_step()
-                # Ctrl-C reaches child processes too, so the error is only its consequence
+                # Ctrl-C also ends child processes, so the error may only be a consequence of it
                 if self._signals.received is not None and not is_cut_off(exc):
                     raise interrupt_for(self._signals.received) from exc
                 raise
             finally:
                 self.state_read = None
                 self.remove_callback(last)
-        if self._signals.received is not None:  # perhaps after the last step
+        if self._signals.received is not None:  # also if it came after the last step
             raise interrupt_for(self._signals.received)
         return output
 
     # --- stopping --------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """End the training after this step, and say why."""
+        """End the training after the present step, and warn with the reason."""
         self.stop_reason = reason
         warnings.warn(f"training stops: {reason}", RuntimeWarning, stacklevel=3)
 
     def stop_if_asked(self) -> bool:
-        """End transformers' loop if a signal, the clock or a callback asks for it.
+        """End transformers' training loop if it must stop now.
+
+        It must stop after a signal, after ``max_hours``, or if a callback called ``stop``.
 
         Returns:
-            True if the last step must still be saved.
+            True if it must stop and the last step still has to be saved.
         """
         args = self.args
         hours = (time.monotonic() - self._started) / 3600
@@ -182,13 +190,13 @@ class ResumableTrainer(Trainer):
     # --- the snapshot of the last finished step --------------------------------------------------
 
     def take_snapshot(self) -> dict[str, Any]:
-        """Keep the state of the step that has just ended, without weights and optimizer; return it.
+        """Store and return the state after the present step, without weights and optimizer.
 
-        It is called only if the weights are finite.
+        Call it only if the weights are finite.
         """
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
-        # A later step may be in progress when it is written
+        # A copy, because a later step may be in progress when the snapshot is written
         self._loop = copy.copy(self.state)
         self._loop.log_history = [*self.state.log_history]
         self._snapshot = {
@@ -201,12 +209,13 @@ class ResumableTrainer(Trainer):
         return self._snapshot
 
     def invalidate_snapshot(self) -> None:
-        """Drop the snapshot; called right before the optimizer changes the weights."""
+        """Drop the snapshot, because the optimizer is about to change the weights."""
         self._snapshot = None
 
     # --- writing ---------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
+        """Log and save as transformers does; also stop and save if ``stop_if_asked`` says so."""
         self.control.should_save |= self.stop_if_asked()
         super()._maybe_log_save_evaluate(*args, **keywords)
         if self.stop_if_asked():  # a callback may stop the training because of the log
@@ -214,7 +223,7 @@ class ResumableTrainer(Trainer):
         self.take_snapshot()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint of the step that has just ended."""
+        """Write a checkpoint for the step that has just ended."""
         if self.by_trl:
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
@@ -224,22 +233,26 @@ class ResumableTrainer(Trainer):
         self._write_checkpoint(self.take_snapshot())
 
     def _note_best(self) -> None:
-        """Name the checkpoint of the best step for ``load_best_model_at_end``."""
+        """Store the path of the best step's checkpoint, for ``load_best_model_at_end``."""
         best = self.state.best_global_step
         folder = Path(self.args.output_dir) / f"checkpoint-{best}"
         if best and (best == self.state.global_step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
 
     def check_weights(self) -> None:
-        """Check the trained weights.
+        """Check that the trained weights are finite.
 
         Raises:
-            DivergedError: A weight holds NaN or Inf.
+            DivergedError: A weight is NaN or Inf.
         """
         check_finite(self.trained_parameters().values(), self.state.global_step)
 
     def _save_last_step(self) -> None:
-        """After an error, save the last finished step."""
+        """Write a checkpoint for the last finished step, after training has failed.
+
+        Nothing is written if that step was saved already, if the weights have changed since, if
+        TRL's step is used, or if ``save_strategy`` is "no".
+        """
         if self._snapshot is None or self.by_trl or self.args.save_strategy == "no":
             return
         step = self._loop.global_step
@@ -247,11 +260,14 @@ class ResumableTrainer(Trainer):
             return
         try:
             self._write_checkpoint(self._snapshot)
-        except KitError as exc:  # the first error is the one to raise
+        except KitError as exc:  # only a warning, because the first error must be raised
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
 
     def _write_checkpoint(self, snapshot: dict[str, Any]) -> None:
-        """Write the checkpoint of a snapshot; if TRL's step trains, only the kit's part of it."""
+        """Write the checkpoint for a snapshot, and remove the checkpoints that are not kept.
+
+        With TRL's step, transformers has written its files already, and only the kit's are added.
+        """
         run = Path(self.args.output_dir)
         step = self._loop.global_step
         if self.accelerator.is_main_process:
@@ -266,7 +282,7 @@ class ResumableTrainer(Trainer):
         self.saved_at = step
 
     def _fill(self, folder: Path, snapshot: dict[str, Any]) -> None:
-        """Write the files of a checkpoint of the kit's step."""
+        """Write the files of a checkpoint into a folder, if the kit's training step is used."""
         self.check_weights()
         scaler = getattr(self.accelerator, "scaler", None)
         state = {
@@ -280,8 +296,8 @@ class ResumableTrainer(Trainer):
         self._loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _remove_others(self, run: Path, step: int) -> None:
-        """Remove the checkpoints that are not kept."""
-        # Later checkpoints belong to an abandoned branch of this run, left by a resume
+        """Remove the checkpoints that need not be kept after the one of ``step`` was written."""
+        # Checkpoints of later steps are from before the run was resumed at an earlier step
         for later in list_steps(run):
             if later > step:
                 shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
@@ -289,7 +305,11 @@ class ResumableTrainer(Trainer):
         prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=Path(best).name)
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
-        """Return the score that ``keep_best`` compares: of held-out prompts, or the mean reward."""
+        """Return the score of a checkpoint, which ``keep_best`` compares.
+
+        It is the score of the held-out prompts. If they are not scored during training, it is the
+        mean reward of the last steps. None means that there is no score.
+        """
         if "held_out" in callbacks:
             return callbacks["held_out"]
         rows = self._loop.log_history[-SCORED_STEPS:]
@@ -299,6 +319,11 @@ class ResumableTrainer(Trainer):
     # --- reading ---------------------------------------------------------------------------------
 
     def _checkpoint_at(self, wanted: str | Path | bool | None) -> Checkpoint | None:
+        """Return the checkpoint for the argument ``resume_from_checkpoint`` of ``train``.
+
+        Raises:
+            CheckpointError: There is no valid checkpoint.
+        """
         if not wanted:
             return None
         place = Path(self.args.output_dir if wanted is True else wanted)
@@ -315,7 +340,11 @@ class ResumableTrainer(Trainer):
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
-        """Draw the orders of finished epochs, because transformers skips them without drawing."""
+        """Return the sampler of prompts, after it has drawn the orders of the finished epochs.
+
+        A resumed training then draws the same order of prompts as without the interruption.
+        transformers skips finished epochs without drawing their orders.
+        """
         sampler: Any = super()._get_train_sampler(dataset)
         if self.state_read is not None and getattr(sampler, "shuffle", False):
             for _ in range(int(self.state_read["loop"]["epoch"] or 0)):
@@ -334,19 +363,20 @@ class ResumableTrainer(Trainer):
         read_weights(policy, self.resumed_from.folder)
 
     def restore_checkpoint(self) -> None:
-        """Load the checkpoint's state, apart from weights and random states, before the first step.
+        """Load the state of the checkpoint, except for weights and random states.
 
-        It is called when every callback has begun. Without a checkpoint it does nothing.
+        It is called before the first step, after ``on_train_begin`` of every other callback. If the
+        training does not resume, it does nothing.
 
         Raises:
-            CheckpointError: The checkpoint has the state of another optimizer.
+            CheckpointError: The state in the checkpoint belongs to another optimizer.
         """
         state = self.state_read
         if state is None or self.resumed_from is None:
             return
         if not self.by_trl:
             self._restore_optimizer(state, self.resumed_from.folder.name)
-        # The steps that today's arguments ask for, not the checkpoint's
+        # Intervals for logging and saving follow the present arguments, not the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
         self.notify("on_resume", held=state["callbacks"])
         self.load_state_dict(state)
@@ -355,28 +385,42 @@ class ResumableTrainer(Trainer):
                 _inner(reward).load_state_dict(kept)
 
     def _restore_optimizer(self, state: dict[str, Any], name: str) -> None:
-        """Load optimizer, schedule and scaler of the checkpoint of that name."""
+        """Load the state of optimizer, learning rate schedule and gradient scaler.
+
+        Args:
+            state: State of the checkpoint; the parts that were loaded are removed from it.
+            name: Name of the checkpoint, for the message.
+
+        Raises:
+            CheckpointError: The state belongs to another optimizer.
+        """
         try:
             self.optimizer.load_state_dict(state.pop("optimizer"))
             self._restore_schedule(state.pop("scheduler"))
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise CheckpointError(
-                f"the optimizer of {name} does not fit this one ({exc}): put trainer.optim back "
-                f"to what it was"
+                f"the optimizer state in {name} does not fit the optimizer of this run ({exc}): "
+                f"set trainer.optim back to its old value"
             ) from exc
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(state["scaler"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
-        """Run the steps of an epoch; transformers would run one more after the last step."""
+        """Run the steps of an epoch, unless all steps have been made already.
+
+        transformers would run one more step if a finished training resumes.
+        """
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **keywords)
         else:
             self.control.should_training_stop = True
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random states; transformers calls this last, right before the first step."""
+        """Set the random states of the checkpoint.
+
+        transformers calls this method right before the first step, after everything else.
+        """
         if self.by_trl:
             super()._load_rng_state(checkpoint)
             self.state_read = None
@@ -385,7 +429,11 @@ class ResumableTrainer(Trainer):
             self.state_read = None
 
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
-        """Load the schedule; if the settings ask for another one, advance that to this step."""
+        """Restore the learning rate schedule.
+
+        If the settings of the schedule have changed since the checkpoint, its state is not loaded.
+        Instead, the new schedule is advanced to the step of the checkpoint.
+        """
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]
         now = self._facts["settings"]
@@ -409,16 +457,18 @@ class ResumableTrainer(Trainer):
         """Load a state that ``state_dict`` returned."""
 
     def notify(self, event: str, **values: Any) -> None:
-        """Call the callbacks that have a method for one of the kit's events.
+        """Call the method ``event`` of every callback that has it. The events of the kit are these.
 
-        - ``on_completions(args, state, control, records, rollout)``: once for every generation
-          batch of training, when its advantages are final and before its first optimizer step.
-          ``records`` are those of ``completion_records``, each with its ``step``.
-        - ``on_findings(args, state, control, findings)``: when the findings of the doctor change.
-        - ``on_state(args, state, control, held)``: after every step, and before a checkpoint. A
-          callback puts into ``held`` the values that the checkpoint must keep.
-        - ``on_checkpoint(args, state, control)``: right before a checkpoint is written.
-        - ``on_resume(args, state, control, held)``: when a training resumes, with the saved values.
+        - ``on_completions(args, state, control, records, rollout)``: called once for every
+          generation batch, when its advantages are final and before its first optimizer step.
+          ``records`` is the result of ``completion_records`` with a ``step`` in each record.
+        - ``on_findings(args, state, control, findings)``: called when the findings of the doctor
+          have changed.
+        - ``on_state(args, state, control, held)``: called after every step, and before a checkpoint
+          is written. A callback adds to the dict ``held`` the values that the checkpoint must keep.
+        - ``on_checkpoint(args, state, control)``: called right before a checkpoint is written.
+        - ``on_resume(args, state, control, held)``: called when a training resumes; ``held`` has
+          the values from the checkpoint.
         """
         for callback in self.callback_handler.callbacks:
             method = getattr(callback, event, None)
@@ -426,29 +476,32 @@ class ResumableTrainer(Trainer):
                 method(self.args, self.state, self.control, **values)
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the trained parameters, by name."""
+        """Return a dict from the name of each trained parameter to the parameter."""
         policy: Any = self.accelerator.unwrap_model(self.model)
         return trained_parameters(policy)
 
 
 class Boundary(TrainerCallback):
-    """Callback that keeps the snapshot of a ``ResumableTrainer`` in step with its weights."""
+    """Callback that replaces the snapshot of a ``ResumableTrainer`` when the weights change."""
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Drop the snapshot: the weights are about to change."""
+        """Drop the snapshot, because the weights are about to change."""
         self._trainer.invalidate_snapshot()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Check the new weights, and keep the state that belongs to them."""
+        """Check the new weights, and take a snapshot of the state that belongs to them."""
         self._trainer.check_weights()
         self._trainer.take_snapshot()
 
 
 class _Restore(TrainerCallback):
-    """Last of all callbacks, which replaces the fresh state of the others by the checkpoint's."""
+    """Callback that restores the state of a checkpoint.
+
+    It must be the last callback, because it replaces the fresh state of the others.
+    """
 
     def __init__(self, trainer: ResumableTrainer) -> None:
         self._trainer = trainer
@@ -464,7 +517,11 @@ class _Restore(TrainerCallback):
 def facts_of(
     args: TrainingArguments, model: Model, prompts: Any, rewards: list[str]
 ) -> dict[str, Any]:
-    """Return the facts that identify a run: versions, model, prompts, reward names, settings."""
+    """Return facts that identify a run, so that a checkpoint of another run can be refused.
+
+    They are the versions of packages, the number of threads, checksums of the frozen weights and of
+    the prompts, the names of the rewards, and the settings that matter for a resume.
+    """
     settings = json.loads(json.dumps(args.to_dict(), default=str))
     settings["rows_per_step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
     return {
@@ -481,7 +538,7 @@ def facts_of(
 
 
 def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
-    """Reject a checkpoint of another run; warn about changes that are allowed.
+    """Check that a checkpoint belongs to this run, and warn about changes that are allowed.
 
     Args:
         checkpoint: The checkpoint to resume from.
@@ -494,23 +551,24 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     then = checkpoint.facts
     if (step := then.get("step", "kit")) != now.get("step", "kit"):
         raise CheckpointError(
-            f"{name} was written by the other training step: set trainer.step to {step}, and start "
-            f"as many processes as before, or begin a new run"
+            f"{name} was written with trainer.step {step}, but this run uses the other training "
+            f"step: set trainer.step to {step} and start as many processes as before, or begin a "
+            "new run"
         )
     for what, text in (
-        ("model", "another model: put model.name, model.load_in_4bit and lora"),
-        ("prompts", "other prompts: put data, or the file that it names,"),
-        ("rewards", "other rewards: put rewards"),
+        ("model", "another model: set model.name, model.load_in_4bit and lora"),
+        ("prompts", "other prompts: set data, and the content of the file that it names,"),
+        ("rewards", "other rewards: set rewards"),
     ):
         if then.get(what) != now[what]:
             raise CheckpointError(
-                f"{name} was written with {text} back to what was there, or begin a new run"
+                f"{name} was written with {text} back to what it was, or begin a new run"
             )
-    # a setting that the version of the checkpoint did not have has its default
+    # a setting that is newer than the checkpoint had what is now its default
     old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
     new = now["settings"]
     changed = ", ".join(
-        f"trainer.{s} was {old[s]!r} and is {new[s]!r}"
+        f"trainer.{s} was {old[s]!r} and now is {new[s]!r}"
         for s in MUST_STAY
         if s in old and old[s] != new[s]
     )
@@ -518,7 +576,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         run = checkpoint.folder.parent
         own = f" (rloo-kit train {run} --resume has them)" if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
-            f"{name} was written with other settings: {changed}; put them back{own}, or begin a "
+            f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
             f"new run"
         )
     notes = [
@@ -539,11 +597,15 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
 
 
 def _inner(reward: Any) -> Any:
+    """Return the user's reward if ``reward`` is the kit's wrapper around it, else ``reward``."""
     return getattr(reward, "reward", reward)
 
 
 def _state_of(reward: Any) -> Any:
-    """Return a reward's ``state_dict``; None if it has no ``load_state_dict`` or is a model."""
+    """Return the ``state_dict`` of a reward.
+
+    None means that the reward has no state to save: it has no ``load_state_dict``, or is a model.
+    """
     inner = _inner(reward)
     if isinstance(inner, torch.nn.Module) or not hasattr(inner, "load_state_dict"):
         return None

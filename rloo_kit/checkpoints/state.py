@@ -1,8 +1,12 @@
-"""State of a training: a tree of values in JSON and safetensors, random states, checksums.
+"""Save the state of a training as JSON and safetensors; also random states and checksums.
 
-``state.json`` holds the tree. A value that JSON lacks is an object with one key:
-``{"dict": items}`` (so that keys may be numbers), ``{"tuple": items}``, and ``{"tensor": name}`` or
-``{"array": name}`` for a value in ``state.safetensors``.
+The state is a tree of nested values. ``state.json`` has the tree without its tensors, which are in
+``state.safetensors``. A value that JSON does not have is written as an object with one key:
+
+- ``{"dict": items}`` for a dict, because its keys may be numbers;
+- ``{"tuple": items}`` for a tuple;
+- ``{"tensor": name}`` or ``{"array": name}`` for a tensor of torch or an array of NumPy, with its
+  name in ``state.safetensors``.
 """
 
 import hashlib
@@ -20,22 +24,22 @@ from rloo_kit.types import Model
 
 TREE = "state.json"
 TENSORS = "state.safetensors"
-# Rows of a dataset that its checksum reads, evenly spaced
+# About this many evenly spaced rows of a dataset go into its checksum
 SAMPLED_ROWS = 512
-# Values of each frozen weight that the checksum reads
+# This many values of each frozen weight go into the checksum
 SAMPLED_VALUES = 64
 
 
 def write_tree(folder: Path, tree: dict[str, Any]) -> None:
-    """Write a tree to ``state.json`` and ``state.safetensors``.
+    """Write a tree of values to ``state.json`` and ``state.safetensors``.
 
     Args:
         folder: An existing folder.
-        tree: Nested dicts (keys are texts or numbers), lists, tuples, numbers, texts, None, tensors
-            of torch and arrays of NumPy.
+        tree: Nested dicts, lists and tuples of numbers, strings, None, tensors of torch and arrays
+            of NumPy. Keys of dicts are strings or numbers.
 
     Raises:
-        CheckpointError: The tree holds a value of another type.
+        CheckpointError: The tree has a value of another type.
     """
     tensors: dict[str, torch.Tensor] = {}
     plain = _encode(tree, "", tensors)
@@ -44,11 +48,24 @@ def write_tree(folder: Path, tree: dict[str, Any]) -> None:
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
-    """Read the tree that ``write_tree`` wrote to a verified checkpoint; tensors are on the CPU."""
+    """Read the tree that ``write_tree`` wrote into a folder; all tensors are on the CPU.
+
+    The checksums of the files must have been verified before.
+    """
     return _decode(json.loads((folder / TREE).read_bytes()), load_file(str(folder / TENSORS)))
 
 
 def _encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value in the form of ``state.json``.
+
+    Args:
+        value: A part of the tree.
+        path: Position of the value in the tree, for names of tensors and for messages.
+        tensors: Tensors and arrays are added to this dict by name.
+
+    Raises:
+        CheckpointError: The value has a type that cannot be written.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -65,9 +82,9 @@ def _encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"dict": items}
     if not isinstance(value, np.ndarray | torch.Tensor):
         raise CheckpointError(
-            f"the training's state holds a {type(value).__name__} at {path[1:]!r}, which only a "
-            f"pickle could keep: use an optimizer or reward whose state is numbers, texts and "
-            f"tensors"
+            f"the state to save holds a {type(value).__name__} at {path[1:]!r}, which cannot be "
+            f"saved without pickle: use an optimizer or reward whose state consists of numbers, "
+            f"strings and tensors"
         )
     name = f"{len(tensors)}{path}"
     # a copy, because safetensors rejects views, and this state may be written later
@@ -76,6 +93,7 @@ def _encode(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _decode(plain: object, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the value that ``_encode`` has written."""
     if isinstance(plain, list):
         return [_decode(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -94,18 +112,21 @@ def _decode(plain: object, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy, torch and the GPU that trains."""
+    """Return the states of the random generators of Python, NumPy, torch and the current GPU.
+
+    The state of the GPU is None on a machine without CUDA.
+    """
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # of this device only: asking the others would put a CUDA context on each
+        # only of the current GPU: a query would create a CUDA context on each other GPU
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set the states that ``random_states`` returned."""
+    """Set all random generators to the states that ``random_states`` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -117,14 +138,14 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def checksum_of_weights(model: Model) -> str:
-    """Return a checksum of the frozen weights: names, shapes, types and some values of each.
+    """Return a checksum of the frozen weights: their names, shapes, dtypes and first values.
 
     Args:
-        model: The policy; its trained parameters, those with ``requires_grad``, do not count.
+        model: The policy. Its trained parameters (``requires_grad``) are left out.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        # TRL's copy of the adapter
+        # `.ref.` is TRL's copy of the adapter
         if parameter.requires_grad or ".ref." in name:
             continue
         values = parameter.detach().reshape(-1)[:SAMPLED_VALUES].cpu()
@@ -134,7 +155,7 @@ def checksum_of_weights(model: Model) -> str:
 
 
 def checksum_of_rows(dataset: Any) -> str | None:
-    """Return a checksum of a dataset's length and some of its rows; None for a stream."""
+    """Return a checksum of a dataset's length and some of its rows; None if it is a stream."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     size = len(dataset)
@@ -145,6 +166,7 @@ def checksum_of_rows(dataset: Any) -> str | None:
 
 
 def _as_text(value: Any) -> str:
-    if hasattr(value, "thumbnail"):  # an image of PIL, whose text is its address in memory
+    """Return a text that depends only on the content of a value that JSON does not have."""
+    if hasattr(value, "thumbnail"):  # a PIL image; its str() has an address in memory
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
     return str(value)

@@ -1,6 +1,6 @@
-"""Signals that end a run.
+"""Handle the signals SIGINT (Ctrl-C) and SIGTERM, which end a run.
 
-The first SIGINT or SIGTERM asks the training to finish its step and save. A second signal raises
+The first signal asks the training to finish its step and save. A second signal raises
 KeyboardInterrupt at once.
 """
 
@@ -15,17 +15,20 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Seconds between two requests. Signals that are closer together count as one, because `timeout`
-# sends SIGTERM to a process and then to its whole group.
+# Signals that arrive within this many seconds count as one, because the command `timeout` sends
+# SIGTERM to a process and then again to its whole group.
 APART = 0.2
 
 
 class Terminated(KeyboardInterrupt):
-    """KeyboardInterrupt for SIGTERM, so that code that cleans up after Ctrl-C cleans up here."""
+    """The KeyboardInterrupt for SIGTERM.
+
+    It is a subclass, so that code that cleans up after Ctrl-C also cleans up after SIGTERM.
+    """
 
 
 def exit_code(raised: KeyboardInterrupt) -> int:
-    """Return the exit code that tells a shell which signal ended a program.
+    """Return the exit code of a program that was ended by a signal: 128 plus the signal's number.
 
     >>> exit_code(KeyboardInterrupt()), exit_code(Terminated())
     (130, 143)
@@ -34,16 +37,16 @@ def exit_code(raised: KeyboardInterrupt) -> int:
 
 
 def interrupt_for(received: int) -> KeyboardInterrupt:
-    """Return the exception to raise for a signal."""
+    """Return the exception to raise for a signal of this number."""
     return Terminated() if received == signal.SIGTERM else KeyboardInterrupt()
 
 
 @contextlib.contextmanager
 def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
-    """Install a handler for some signals, and restore the earlier handlers at the end.
+    """Handle signals with ``handle`` while the body runs, and then restore the earlier handlers.
 
-    A signal that this process ignores already stays ignored. Outside of the main thread nothing is
-    installed, because Python handles signals only there.
+    A signal that this process already ignores stays ignored. Outside the main thread no handler is
+    installed, because Python can install handlers only there.
 
     Args:
         handle: Called with the number of the signal and the interrupted frame.
@@ -61,22 +64,25 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
 
 @dataclass
 class StopRequest:
-    """First signal that asked the training to stop."""
+    """The first signal that asked the training to stop."""
 
-    received: int | None = None  # its number
-    received_at: float = 0.0
+    received: int | None = None  # number of the signal; None if none has arrived
+    received_at: float = 0.0  # when it arrived, in seconds of time.monotonic()
 
 
 @contextlib.contextmanager
 def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[StopRequest]:
-    """Note the first SIGINT or SIGTERM, and raise an exception in the body at each later one.
+    """Record the first SIGINT or SIGTERM while the body runs; raise an exception at each later one.
 
     Args:
-        say: Called with a line for the user, from a thread of its own.
+        say: Called with a line for the user when the first signal arrives, in another thread.
+
+    Yields:
+        The request, which the first signal fills in.
 
     Raises:
-        KeyboardInterrupt: A later SIGINT arrived.
-        Terminated: A later SIGTERM arrived.
+        KeyboardInterrupt: A later SIGINT has arrived.
+        Terminated: A later SIGTERM has arrived.
     """
     request = StopRequest()
 
@@ -86,16 +92,17 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
             say("\nstopping: this step is finished and saved first; ask again to stop at once")
 
     def note(number: int, _: FrameType | None) -> None:
-        """Note the first signal.
+        """Record the first signal.
 
         Raises:
-            KeyboardInterrupt: It is a later one.
+            KeyboardInterrupt: It is not the first signal.
         """
         now = time.monotonic()
         if request.received is None:
             request.received = number
             request.received_at = now
-            # The interrupted code may hold the lock of the stream, or that of threading.Thread
+            # Another thread, and not of threading.Thread: the interrupted code may hold a lock that
+            # printing or starting a thread needs
             _thread.start_new_thread(tell, ())
         elif now - request.received_at >= APART:
             raise interrupt_for(number)
@@ -106,21 +113,21 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Raise Terminated in the body at the first SIGTERM, so that the body can clean up.
+    """Raise Terminated in the body when SIGTERM arrives, so that the body can clean up.
 
-    Used before the training, when no step must be finished first.
+    It is used before and after training, when no optimizer step has to be finished.
 
     Raises:
-        Terminated: In the body, at SIGTERM.
+        Terminated: SIGTERM has arrived.
     """
 
     def end(number: int, _: FrameType | None) -> None:
-        """End the body.
+        """Raise Terminated in the body.
 
         Raises:
             Terminated: Always.
         """
-        signal.signal(number, signal.SIG_IGN)  # a second one must not end the clean-up
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise Terminated
 
     with handled(end, signal.SIGTERM):

@@ -1,10 +1,11 @@
-"""Checkpoints on the disk: atomic folders of safetensors and JSON, with checksums.
+"""Write, verify, find and remove the checkpoint folders of a run.
 
-A checkpoint is a folder ``checkpoint-N`` of a run. Its files are written into the hidden folder
-``.checkpoint-N.part``, listed with their checksums in a manifest, and synced to the disk; then the
-folder is renamed. So ``checkpoint-N`` is always complete, and later damage shows in the checksums.
-To remove a checkpoint, it is renamed to ``.checkpoint-N.gone`` first. The next write removes hidden
-folders that a killed process left.
+A checkpoint is a folder ``checkpoint-N`` in the folder of a run. Its files are first written into
+the hidden folder ``.checkpoint-N.part``. Then a manifest with their checksums is added, everything
+is synced to the disk, and the folder is renamed. Therefore a folder ``checkpoint-N`` is always
+complete, and the checksums show if it was damaged later. A checkpoint that is removed is renamed to
+``.checkpoint-N.gone`` first. If a process is killed, the next write removes the hidden folders that
+it left.
 """
 
 import contextlib
@@ -33,17 +34,17 @@ _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
 class _BrokenError(Exception):
-    """Reason why a folder is not a valid checkpoint."""
+    """A folder is not a valid checkpoint; the text says why."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A valid checkpoint."""
+    """A checkpoint whose files have been verified."""
 
     folder: Path
-    step: int  # optimizer steps that were made when it was written
-    score: float | None  # compared by ``keep_best``; higher is better
-    facts: dict[str, Any]  # given by the writer, as JSON keeps them
+    step: int  # number of optimizer steps that were made when it was written
+    score: float | None  # `keep_best` keeps the highest scores; None: not scored
+    facts: dict[str, Any]  # the facts passed to `write_checkpoint`, after a round trip through JSON
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -57,19 +58,20 @@ def write_checkpoint(
     facts: dict[str, Any] | None = None,
     score: float | None = None,
 ) -> Path:
-    """Write ``checkpoint-STEP`` of a run completely, or not at all; return its folder.
+    """Write the checkpoint of a step completely or not at all, and return its folder.
 
-    A checkpoint of the same step is replaced; all others stay even if the write fails.
+    An older checkpoint of the same step is replaced. All other checkpoints stay, even if writing
+    fails.
 
     Args:
-        run: Folder of the run; created if it is missing.
-        step: Number of the checkpoint, from 0.
-        fill: Writes the files into the empty folder that it is called with.
-        facts: Kept in the manifest; must be JSON.
-        score: Compared by ``keep_best``; NaN and Inf count as None.
+        run: Folder of the run; created if it does not exist.
+        step: Number of optimizer steps so far, 0 or more; it becomes part of the folder's name.
+        fill: Function that writes the files; it is called with an empty folder.
+        facts: Facts about the run that are stored in the manifest; must be valid JSON.
+        score: Score that ``keep_best`` compares; None, NaN and Inf mean that there is none.
 
     Raises:
-        DiskError: The disk is full or cannot be written.
+        DiskError: The disk is full, or the folder cannot be written to.
     """
     from safetensors import SafetensorError
 
@@ -77,7 +79,7 @@ def write_checkpoint(
     final = run / f"checkpoint-{step}"
     try:
         run.mkdir(parents=True, exist_ok=True)
-        # Hidden folders that a killed process left
+        # Hidden folders that were left by a killed process
         for left in run.glob(".checkpoint-*.*"):
             shutil.rmtree(left)
         part.mkdir()
@@ -100,16 +102,17 @@ def write_checkpoint(
 def seal_checkpoint(
     folder: Path, step: int, *, facts: dict[str, Any] | None = None, score: float | None = None
 ) -> None:
-    """Write the manifest of a folder that has all its files, and sync everything to the disk.
+    """Complete a checkpoint: write its manifest, and sync all files to the disk.
 
     Args:
-        folder: The checkpoint; it is valid only with a manifest.
+        folder: Folder of the checkpoint, which has all other files already. Without a manifest it
+            is not a valid checkpoint.
         step: As in ``write_checkpoint``.
         facts: As in ``write_checkpoint``.
         score: As in ``write_checkpoint``.
 
     Raises:
-        OSError: The disk is full or cannot be written.
+        OSError: The disk is full, or the folder cannot be written to.
     """
     manifest = {
         "format": FORMAT,
@@ -130,12 +133,13 @@ def seal_checkpoint(
 
 
 def _checksum_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum_of_manifest(manifest: dict[str, Any]) -> str:
-    """Return the checksum of a manifest without the checksum itself."""
+    """Return the SHA-256 of a manifest, without its own entry ``sha256``."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -151,6 +155,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder to the disk, if the system can."""
     # Windows cannot open folders, and some network disks cannot sync them
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY)
@@ -161,7 +166,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint; a crash never leaves a part of it under its name."""
+    """Remove a checkpoint. Even after a crash, ``checkpoint-N`` is complete or does not exist."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -171,14 +176,15 @@ def _discard(folder: Path) -> None:
 def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
-    The checkpoint written last always stays. Broken ones are not counted and stay too. A warning
-    names each checkpoint that cannot be removed.
+    The checkpoint that was written last always stays. Broken checkpoints are not counted and stay
+    too. If a checkpoint cannot be removed, a warning names it.
 
     Args:
         run: Folder of the run.
-        keep_last: How many of the highest steps stay, at least 1.
-        keep_best: How many of the highest scores stay; of equal scores the later step.
-        spare: A checkpoint that stays in any case, such as ``checkpoint-10``; "": none.
+        keep_last: Number of checkpoints with the highest steps that stay; at least 1.
+        keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
+            the later step counts as better.
+        spare: Name of a checkpoint that always stays, such as ``checkpoint-10``; "" for none.
     """
     found = {}
     for step in list_steps(run):
@@ -202,18 +208,18 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of the checkpoint folders of a run, in order; nothing is verified."""
+    """Return the steps of all checkpoint folders of a run in ascending order, without a check."""
     folders = [folder.name for folder in run.glob("checkpoint-*") if folder.is_dir()]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, folders) if match)
 
 
 def find_checkpoint(run: Path) -> Checkpoint | None:
-    """Return the newest valid checkpoint of a run, or None.
+    """Return the valid checkpoint with the highest step; None if the run has none.
 
-    Nothing is removed; a UserWarning names each broken checkpoint that was skipped.
+    Broken checkpoints are skipped but not removed, and a UserWarning names each of them.
 
     Args:
-        run: Folder of the run; it may be missing.
+        run: Folder of the run; it need not exist.
     """
     for step in reversed(list_steps(run)):
         try:
@@ -224,10 +230,11 @@ def find_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint: its manifest, and the checksum of every file that it lists.
+    """Return the checkpoint in a folder, after its manifest and the checksums were verified.
 
     Raises:
-        CheckpointError: The folder is not a checkpoint, is broken, or is from another version.
+        CheckpointError: The folder is not a checkpoint, is damaged, or was written by an
+            incompatible version of rloo-kit.
     """
     try:
         return _read(folder)
@@ -239,6 +246,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _read(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder.
+
+    Raises:
+        _BrokenError: The checkpoint is not valid.
+    """
     manifest = _read_manifest(folder)
     for name, listed in manifest["files"].items():
         try:
@@ -251,6 +263,12 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, after it was verified.
+
+    Raises:
+        _BrokenError: The manifest is missing, damaged, or of another format; or a file that it
+            lists is missing.
+    """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
         raise _BrokenError(f"{MANIFEST} is missing or is not the manifest of a checkpoint")

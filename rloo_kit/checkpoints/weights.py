@@ -1,4 +1,7 @@
-"""Weights of a checkpoint: adapters in PEFT's format, or the trained weights of a full model."""
+"""Write and read the weights of a checkpoint.
+
+They are adapters in PEFT's format, or the trained weights of a model without an adapter.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,10 @@ WEIGHTS = "model.safetensors"
 
 
 def write_weights(model: Model, folder: Path) -> None:
-    """Write the adapters in PEFT's format, or the trained weights of a model without adapter."""
+    """Write all adapters of a model in PEFT's format.
+
+    If the model has no adapter, write its trained weights to ``model.safetensors``.
+    """
     if not hasattr(model, "peft_config"):
         values = {
             name: parameter.detach().to("cpu", copy=True).contiguous()
@@ -28,17 +34,17 @@ def write_weights(model: Model, folder: Path) -> None:
 
 
 def read_weights(model: Model, folder: Path) -> None:
-    """Load the weights that ``write_weights`` wrote into the model, in place.
+    """Load weights that ``write_weights`` has written into the existing tensors of a model.
 
     Raises:
-        CheckpointError: The checkpoint's layers or its LoRA rank differ from the model's.
+        CheckpointError: The model has other layers or another LoRA rank than the checkpoint.
     """
     if not hasattr(model, "peft_config"):
         _copy_into(trained_parameters(model), load_file(str(folder / WEIGHTS)), folder.name)
         return
     has_reference = (folder / "ref" / ADAPTER).exists()
     if "ref" in model.peft_config and not has_reference:
-        # TRL copied an adapter that had been trained; the run of the checkpoint had no copy
+        # TRL has just copied a trained adapter as reference, but the first start made no such copy
         model.delete_adapter("ref")
     if has_reference and "ref" not in model.peft_config:
         model.add_adapter("ref", model.peft_config["default"])
@@ -49,7 +55,16 @@ def read_weights(model: Model, folder: Path) -> None:
 
 
 def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
-    """Copy values into existing tensors, which keep their dtype and device."""
+    """Copy values into existing tensors, which keep their dtype and device.
+
+    Args:
+        own: Tensors of the model, by name.
+        kept: Values from the checkpoint, by name.
+        name: Name of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: Names or shapes differ.
+    """
     wrong = sorted(
         n for n in {*own, *kept} if n not in own or n not in kept or own[n].shape != kept[n].shape
     )

@@ -237,7 +237,7 @@ def test_a_checkpoint_that_lacks_a_newer_setting_had_its_default(tmp_path):
 def test_another_run_is_refused_with_what_differs(tmp_path, what):
     trainer = new_trainer(tmp_path)
     now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
-    with pytest.raises(CheckpointError, match=rf"{what}.* back to what was there"):
+    with pytest.raises(CheckpointError, match=rf"{what}.* back to what it was"):
         check_same_run(Checkpoint(tmp_path, 1, None, now | {what: "other"}), now)
 
 
@@ -246,7 +246,7 @@ def test_another_value_of_a_setting_names_the_command_that_has_the_old_one(tmp_p
     now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
     older = copy.deepcopy(now)
     older["settings"]["baseline"] = "other"
-    with pytest.raises(CheckpointError, match=r"is 'leave_one_out'; put them back, or"):
+    with pytest.raises(CheckpointError, match=r"is 'leave_one_out'; set them back, or"):
         check_same_run(Checkpoint(tmp_path / "checkpoint-1", 1, None, older), now)
     (tmp_path / "run.yaml").touch()
     with pytest.raises(CheckpointError, match=f"rloo-kit train {tmp_path} --resume has them"):
