@@ -1,5 +1,6 @@
-"""This machine: hardware, import order and variables, memory release.
+"""Everything that depends on this machine and this process.
 
-``setup`` (environment) starts the libraries in order; ``release`` and ``session`` (cleanup) free
-memory. The package must not know runs, prompts or rewards.
+``environment.setup`` sets environment variables and imports the libraries in the right order.
+``hardware`` detects the device. ``cleanup.release`` and ``cleanup.session`` free memory. This
+package must not import the packages for runs, prompts or rewards.
 """

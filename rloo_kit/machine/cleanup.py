@@ -1,4 +1,4 @@
-"""Release of models, engines and trainers; sessions; the memory that a process holds."""
+"""Free the memory of models, engines and trainers, and measure the memory of this process."""
 
 import contextlib
 import ctypes
@@ -19,30 +19,30 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of this process at one moment, in bytes, and its child processes."""
+    """Memory that this process uses at one moment, in bytes, and its child processes."""
 
-    resident: int
-    gpu_allocated: int = 0  # by tensors
-    gpu_reserved: int = 0  # by torch's allocator, tensors included
-    gpu_other: int = 0  # of the device, outside of torch: CUDA contexts, graphs, other programs
-    children: tuple[str, ...] = ()  # number and name of each child process
+    resident: int  # main memory
+    gpu_allocated: int = 0  # GPU memory of tensors
+    gpu_reserved: int = 0  # GPU memory that torch's allocator has reserved, tensors included
+    gpu_other: int = 0  # other used GPU memory: CUDA contexts, CUDA graphs, other programs
+    children: tuple[str, ...] = ()  # process id and name of each child process
 
 
 @dataclass(frozen=True)
 class Released:
-    """Memory before and after ``release``."""
+    """Memory of this process before and after a call of ``release``."""
 
     before: MemoryUse
     after: MemoryUse
 
     @property
     def freed_resident(self) -> int:
-        """Resident memory given back to the system, in bytes."""
+        """Main memory that was returned to the system, in bytes."""
         return self.before.resident - self.after.resident
 
     @property
     def freed_gpu(self) -> int:
-        """GPU memory given back to the driver, by torch's allocator and outside of it, in bytes."""
+        """GPU memory that was returned to the driver, by torch's allocator and others, in bytes."""
         before = self.before
         after = self.after
         return before.gpu_reserved + before.gpu_other - after.gpu_reserved - after.gpu_other
@@ -77,10 +77,10 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Return whether an error means that a device or the host has no memory left.
+    """Return True if an error means that the GPU or the main memory is full.
 
-    PyTorch's allocator has an error class for that. The CUDA driver, cuBLAS, cuDNN, bitsandbytes
-    and the allocator of the CPU only mention it in the text of another error.
+    PyTorch's allocator has an error class for this. The CUDA driver, cuBLAS, cuDNN, bitsandbytes
+    and the CPU allocator raise other errors that only mention it in their text.
     """
     import torch
 
@@ -92,7 +92,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
 
 
 def measure() -> MemoryUse:
-    """Return the memory and the child processes of this process."""
+    """Measure the memory that this process uses, and list its child processes."""
     import psutil
     import torch
 
@@ -102,7 +102,7 @@ def measure() -> MemoryUse:
     reserved = torch.cuda.memory_reserved()
     children = []
     for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the child has just ended
             children.append(f"{child.pid} {child.name()}")
     resident = process.memory_info().rss
     other = used_on_gpu() - reserved
@@ -110,10 +110,11 @@ def measure() -> MemoryUse:
 
 
 def used_on_gpu() -> int:
-    """Return the bytes of the GPU in use now, by the driver's count; 0 without a GPU.
+    """Return how many bytes of the GPU are in use, as the driver counts them; 0 without a GPU.
 
-    Memory that vLLM has unmapped while it sleeps does not count, unlike in torch's own count. torch
-    does not free memory by itself, so at the end of a phase it still holds the peak of the phase.
+    The number does not include memory that a sleeping vLLM engine has unmapped, which torch's own
+    counters do include. torch keeps the memory that it has reserved. Therefore the number at the
+    end of a phase shows the peak of that phase.
     """
     import torch
 
@@ -124,11 +125,11 @@ def used_on_gpu() -> int:
 
 
 def take_peak() -> int:
-    """Return the peak memory in bytes since the last call, and reset it.
+    """Return the peak memory since the last call, in bytes, and reset the peak.
 
-    With a GPU it is the GPU memory that torch allocated. Without one it is the resident memory of
-    this process, and on systems other than Linux, where that peak cannot be reset, its current
-    value.
+    With a GPU, this is the peak of the GPU memory that torch allocated. Without a GPU, it is the
+    peak of the resident memory of this process. On systems other than Linux that peak cannot be
+    reset, so the current resident memory is returned.
     """
     import torch
 
@@ -147,33 +148,35 @@ def take_peak() -> int:
 
 
 def release(*things: Any, clear_notebook: bool = False) -> Released:
-    """Free the memory of trainers, models and engines, even while variables refer to them.
+    """Free the memory of trainers, models and engines, even if variables still refer to them.
 
-    Weights, gradients, optimizer states and buffers are replaced by empty tensors. The objects stay
-    valid Python objects, but cannot compute any more. A vLLM engine is shut down with its process
-    groups, caches and files. A second call does nothing.
+    Weights, gradients, optimizer states and buffers are replaced by empty tensors. The objects
+    still exist, but cannot compute any more. A vLLM engine is shut down, and its process groups,
+    caches and files are removed. A second call does nothing.
 
     Args:
-        *things: Trainers, models, engines, or anything with a ``release`` method (a reward model).
-        clear_notebook: Also drop the references of a notebook: ``Out``, ``_``, and the last error
+        *things: Trainers, models, engines, and other objects with a method ``release``, such as a
+            reward model.
+        clear_notebook: Also drop what a notebook refers to: ``Out``, ``_``, and the last error
             with the variables of its frames.
 
     Returns:
         The memory before and after.
     """
     before = measure()
-    with contextlib.ExitStack() as last_in_first_out:  # continues after one that raises
+    with contextlib.ExitStack() as last_in_first_out:  # continues if one of the calls raises
         last_in_first_out.callback(return_to_system)
         last_in_first_out.callback(_release_host_buffers)
         if clear_notebook:
             last_in_first_out.callback(_clear_notebook)
-        # engines, which have `close`, come last: see VllmEngine.close
+        # engines, which have the method `close`, are released last: see VllmEngine.close
         for thing in sorted(things, key=lambda thing: hasattr(thing, "close"))[::-1]:
             last_in_first_out.callback(_release_one, thing)
     return Released(before, measure())
 
 
 def _release_one(thing: Any) -> None:
+    """Free the memory of one trainer, model, engine or object with a method ``release``."""
     if hasattr(thing, "release"):
         thing.release()
     elif hasattr(thing, "accelerator"):  # a trainer of TRL or transformers
@@ -186,7 +189,7 @@ def _release_one(thing: Any) -> None:
 
 
 def release_model(model: Any) -> None:
-    """Empty a model, and end the engine that Unsloth loaded with it."""
+    """Free a model's memory, and shut down the vLLM engine that Unsloth loaded with it, if any."""
     empty_model(model)
     llm = getattr(model, "vllm_engine", None)
     if llm is not None:
@@ -194,22 +197,23 @@ def release_model(model: Any) -> None:
 
 
 def _release_host_buffers() -> None:
-    """Free the pinned memory of Unsloth's offloading checkpoints; the next training allocates it.
+    """Free the pinned memory in which Unsloth keeps activations for gradient checkpointing.
 
-    Unsloth itself only shrinks its buffers after a training, which keeps the memory.
+    The next training allocates it again. Unsloth itself only makes its buffers smaller after a
+    training, which does not free their memory.
     """
     checkpointing: Any = sys.modules.get("unsloth_zoo.gradient_checkpointing")
-    if getattr(checkpointing, "CPU_BUFFERS", None):  # exists from the first checkpoint on
+    if getattr(checkpointing, "CPU_BUFFERS", None):  # exists once a forward pass has used it
         dtype = checkpointing.GPU_BUFFER_DTYPE
         checkpointing.initialize_unsloth_gradient_checkpointing(dtype)
 
 
 @dataclass
 class Session:
-    """Models, trainers and engines of a ``session``, and its released memory after its end."""
+    """Models, trainers and engines that were made during a ``session``."""
 
     things: list[Any] = field(default_factory=list)
-    released: Released | None = None
+    released: Released | None = None  # the memory that was freed; None until the session ends
 
 
 _sessions: list[Session] = []
@@ -217,13 +221,16 @@ _sessions: list[Session] = []
 
 @contextlib.contextmanager
 def session(*, clear_notebook: bool = False) -> Iterator[Session]:
-    """Release every model, trainer and engine that the body makes, also if it raises.
+    """Free every model, trainer and engine that the body has made, even if the body raises.
 
     Args:
         clear_notebook: As in ``release``.
 
+    Yields:
+        The session. After its end, ``released`` says how much memory was freed.
+
     Raises:
-        BaseException: Any error of the body, after the release.
+        BaseException: Any error of the body, raised after the memory was freed.
 
     Example:
         with rk.session() as session:
@@ -237,25 +244,25 @@ def session(*, clear_notebook: bool = False) -> Iterator[Session]:
     try:
         yield opened
     except BaseException:
-        errors = contextlib.suppress(Exception)  # the body's error is the one to raise
+        errors = contextlib.suppress(Exception)  # so that the body's error is raised
         raise
     finally:
         _sessions.remove(opened)
         things = opened.things[::-1]
         opened.things = []
-        if things or "torch" in sys.modules:  # else there is no memory to free
+        if things or "torch" in sys.modules:  # otherwise there is no memory to free
             with errors:
                 opened.released = release(*things, clear_notebook=clear_notebook)
 
 
 def add_to_session(thing: object) -> None:
-    """Make the innermost open session release ``thing`` at its end."""
+    """Free ``thing`` at the end of the innermost open session; without a session do nothing."""
     if _sessions:
         _sessions[-1].things.append(thing)
 
 
 def shutdown_kernel() -> None:
-    """End the Jupyter kernel, which frees all memory, the CUDA context included."""
+    """End the Jupyter kernel, which frees all of its memory, even its CUDA context."""
     kernel = getattr(_notebook(), "kernel", None)
     if kernel is None:
         print("no Jupyter kernel here: memory returns when the program ends")  # noqa: T201
@@ -265,6 +272,7 @@ def shutdown_kernel() -> None:
 
 
 def _clear_notebook() -> None:
+    """Drop the last error, and the outputs that the notebook keeps."""
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         sys.__dict__.pop(name, None)
     if shell := _notebook():
@@ -272,24 +280,24 @@ def _clear_notebook() -> None:
 
 
 def _notebook() -> Any:
-    """Return IPython's shell of this process, or None."""
+    """Return the IPython shell of this process; None outside of IPython."""
     ipython = sys.modules.get("IPython")
     return ipython and ipython.get_ipython()
 
 
 def return_to_system() -> None:
-    """Return unused memory to the system, and to a GPU's driver.
+    """Return unused memory to the system, and unused GPU memory to the driver.
 
-    cuBLAS keeps its workspaces of 8 to 32 MiB: CUDA graphs of an engine that is still alive read
-    them by their address (pytorch issue 193402).
+    The workspaces of cuBLAS (8 to 32 MiB) are not freed, because CUDA graphs of an engine that is
+    still alive use them by their address (pytorch issue 193402).
     """
     import torch
 
     for thread in threading.enumerate():
-        if type(thread).__name__ == "TMonitor":  # tqdm's thread, which the next bar starts again
+        if type(thread).__name__ == "TMonitor":  # tqdm's thread; the next progress bar restarts it
             thread.exit()  # pyright: ignore[reportAttributeAccessIssue]  # tqdm's own method
     inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is not None:  # its processes wait for more to compile
+    if inductor is not None:  # its worker processes wait for something to compile
         inductor.shutdown_compile_workers()
     gc.collect()
     if torch.cuda.is_available():

@@ -1,6 +1,8 @@
-"""Shutdown of a vLLM engine in this process, and the memory left in vLLM's sleep allocator.
+"""Shut down a vLLM engine of this process, and measure the memory in vLLM's sleep allocator.
 
-A GPU process has one such allocator. An engine can sleep only if it finds the allocator empty.
+While an engine sleeps, it releases its GPU memory to the trainer. It allocates that memory with the
+sleep allocator, of which a process has only one. A new engine can sleep only if the allocator is
+empty when the engine starts.
 """
 
 import bisect
@@ -19,19 +21,21 @@ RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
 
 
 def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
-    """Shut a ``vllm.LLM`` down and free its memory; a second call does nothing.
+    """Shut down a ``vllm.LLM`` and free its memory; a second call does nothing.
 
-    A model that shares its weights with the engine is emptied too. An error becomes a warning.
+    A model that shares its weights with the engine loses them too. If vLLM raises an error, a
+    warning is given instead.
 
     Args:
         llm: A ``vllm.LLM``.
-        on_gpu: The engine runs on a GPU, so its weights, KV cache and CUDA graphs are freed there.
+        on_gpu: True if the engine runs on a GPU; then its weights, KV cache and CUDA graphs are
+            freed too.
     """
     if not vars(llm):
         return
     free = pool = 0
     try:
-        gc.unfreeze()  # vLLM froze the heap at its start, and frozen objects are not collected
+        gc.unfreeze()  # vLLM has called gc.freeze, and frozen objects are not collected
         with quiet():
             try:
                 if on_gpu:
@@ -40,24 +44,24 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
                     pool = sleep_pool_bytes()
             finally:
                 llm.llm_engine.engine_core.shutdown()
-    except Exception as exc:  # vLLM's own, of any kind
+    except Exception as exc:  # an error of any kind in vLLM
         warnings.warn(
-            f"vLLM did not shut down ({type(exc).__name__}: {first_line(exc)}): the memory that it "
-            f"holds returns when this process ends; to train again, {RESTART}",
+            f"vLLM did not shut down ({type(exc).__name__}: {first_line(exc)}): its memory is "
+            f"free again only when this process ends; to train again, {RESTART}",
             stacklevel=2,
         )
     _drop_caches(llm)
     leave_process_groups()
     if pool and (lost := pool - (_free_memory() - free)) > WORTH_SAYING:
         warnings.warn(
-            f"vLLM has shut down and still holds {lost / MIB:,.0f} MiB of the GPU, which return "
-            f"when this process ends; to train again, {RESTART}",
+            f"vLLM has shut down, but still holds {lost / MIB:,.0f} MiB of the GPU, which are free "
+            f"again only when this process ends; to train again, {RESTART}",
             stacklevel=2,
         )
 
 
 def leave_process_groups() -> None:
-    """End the process groups of a vLLM engine, also of one that failed to start."""
+    """End the process groups that a vLLM engine has joined, even if the engine failed to start."""
     if "vllm.distributed.parallel_state" in sys.modules:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -66,7 +70,7 @@ def leave_process_groups() -> None:
 
 
 def _free_memory() -> int:
-    """Free torch's unused memory, and return the free bytes of the GPU."""
+    """Free torch's unused GPU memory, and return how much GPU memory is free, in bytes."""
     import torch
 
     gc.collect()
@@ -75,18 +79,18 @@ def _free_memory() -> int:
 
 
 def sleep_pool_bytes() -> int:
-    """Return the GPU memory in vLLM's sleep allocator, in bytes; 0 if vLLM has none yet."""
+    """Return the GPU memory in vLLM's sleep allocator, in bytes; 0 if it was never used."""
     allocator = _sleep_allocator()
     return 0 if allocator is None else allocator.get_current_usage()
 
 
 def may_sleep() -> bool:
-    """Return whether the next engine of this process can sleep; warn if it cannot."""
+    """Return True if the next vLLM engine of this process can sleep; warn if it cannot."""
     left = sleep_pool_bytes()
     if left:
         warnings.warn(
-            f"an earlier vLLM engine of this process holds {left / MIB:,.0f} MiB, so this one "
-            f"keeps its memory while the model learns: {RESTART}, and it gives that memory back",
+            f"an earlier vLLM engine of this process still holds {left / MIB:,.0f} MiB, so the new "
+            f"engine cannot free its memory while the model learns: to avoid this, {RESTART}",
             stacklevel=2,
         )
     return not left
@@ -95,7 +99,7 @@ def may_sleep() -> bool:
 def _empty_engine(llm: Any) -> None:
     """Free an engine's weights, KV cache and CUDA graphs, even if objects still refer to them.
 
-    torch's compile caches keep the modules of an engine alive after its shutdown.
+    Such references exist, because torch's compile caches keep an engine's modules after shutdown.
     """
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
@@ -109,7 +113,7 @@ def _empty_engine(llm: Any) -> None:
 
 
 def _sleep_allocator() -> Any:
-    """Return vLLM's sleep allocator of this process, or None."""
+    """Return the vLLM sleep allocator of this process; None if there is none yet."""
     cumem = sys.modules.get("vllm.device_allocator.cumem")
     return None if cumem is None else cumem.CuMemAllocator.instance
 
@@ -117,15 +121,15 @@ def _sleep_allocator() -> Any:
 def _pools_of(allocator: Any) -> list[Any]:
     """Return the ``torch.cuda.MemPool`` objects of vLLM's sleep allocator."""
     held = allocator.allocator_and_pools.values()
-    # from vLLM 0.32 on a tag has a list of pairs, earlier one pair
+    # a tag has a list of pairs since vLLM 0.32, and one pair in earlier versions
     pairs = [pair for one in held for pair in (one if isinstance(one, list) else [one])]
     return [pool for pool, *_ in pairs]
 
 
 def _empty_pools(pools: list[Any]) -> None:
-    """Free the tensors in ``torch.cuda.MemPool`` objects: sampler buffers, quantisation states.
+    """Free all tensors in ``torch.cuda.MemPool`` objects, such as buffers of the sampler.
 
-    This must happen before vLLM drops its pools, because a block that is freed later can end the
+    This must happen before vLLM drops its pools. A block that is freed after that can crash the
     process (``release_pools`` in vllm/device_allocator/cumem.py).
     """
     segments = [segment for pool in pools for segment in pool.snapshot(include_traces=False)]

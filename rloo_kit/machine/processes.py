@@ -1,4 +1,4 @@
-"""Processes of a training that a launcher starts: torchrun, accelerate launch, deepspeed."""
+"""Tell apart the processes of a training that torchrun, accelerate launch or deepspeed started."""
 
 import os
 from collections.abc import Mapping
@@ -16,14 +16,18 @@ def num_processes() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this is the first process, which writes and prints."""
+    """Return True if this is the first process of the training; only it writes files and prints."""
     return num_processes() == 1 or os.environ["RANK"] == "0"
 
 
 def from_first(value: T) -> T:
-    """Return the first process's value; every process must call it.
+    """Send a value from the first process to all processes, and return it.
 
-    Create the trainer's settings (``TrainingArguments``) before, since that connects the processes.
+    Every process must call this function. The settings of the trainer (``TrainingArguments``) must
+    have been created before, because this connects the processes.
+
+    Args:
+        value: The value to send; it is ignored in all processes except the first.
     """
     if num_processes() == 1:
         return value
@@ -33,18 +37,19 @@ def from_first(value: T) -> T:
 
 
 def divided_by_launcher() -> bool:
-    """Return whether ``accelerate launch`` started this training with DeepSpeed or FSDP."""
+    """Return True if ``accelerate launch`` started this training with DeepSpeed or FSDP."""
     return uses_fsdp() or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
 def check_launch(trainer: Mapping[str, Any]) -> None:
-    """Check that the launcher and the packages that trainer settings need are there.
+    """Check that the launcher and the packages which the trainer settings need are available.
 
     Args:
-        trainer: Settings of ``trainer:`` in a run file.
+        trainer: Settings under ``trainer:`` of a run file.
 
     Raises:
-        ConfigError: A launcher or package is missing; the message has the command for it.
+        ConfigError: The training was not started with a launcher, or a package is not installed.
+            The message has the command to use.
     """
     for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
         if trainer.get(name) and "RANK" not in os.environ:
@@ -58,12 +63,12 @@ def check_launch(trainer: Mapping[str, Any]) -> None:
 
 
 def uses_fsdp() -> bool:
-    """Return whether ``accelerate launch`` started this training with FSDP."""
+    """Return True if ``accelerate launch`` started this training with FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def is_cut_off(exc: BaseException) -> bool:
-    """Return whether an error means that another process of the training has ended."""
+    """Return True if an error was raised because another process of the training has ended."""
     from torch.distributed import DistError
 
     return num_processes() > 1 and (isinstance(exc, DistError) or "gloo" in str(exc))

@@ -1,4 +1,4 @@
-"""Tensors of this process: find live ones, free their memory while objects still refer to them."""
+"""Find all tensors of this process, and free their memory even if objects still refer to them."""
 
 import contextlib
 import gc
@@ -9,10 +9,10 @@ from rloo_kit.types import Model
 
 
 def live_tensors() -> Iterator[Any]:
-    """Yield every tensor of this process that has a storage.
+    """Yield every tensor of this process that has memory.
 
-    Objects frozen by ``gc.freeze`` are not found. vLLM freezes the heap when it starts, so call
-    ``gc.unfreeze`` first.
+    Tensors that were frozen by ``gc.freeze`` are not found. vLLM calls ``gc.freeze`` when it
+    starts, so call ``gc.unfreeze`` first.
     """
     import torch
 
@@ -20,23 +20,24 @@ def live_tensors() -> Iterator[Any]:
         kind = type(item)
         if not issubclass(kind, torch.Tensor) or kind.__name__ == "FakeTensor" or item.is_meta:
             continue
-        with contextlib.suppress(Exception):  # subclasses without a storage
+        with contextlib.suppress(Exception):  # some subclasses have no storage
             item.untyped_storage().data_ptr()
             yield item
 
 
 def empty_model(model: Model) -> None:
-    """Free a model's parameters, buffers, gradients and quantisation states; the modules stay.
+    """Free the memory of a model's parameters, buffers, gradients and quantisation states.
 
-    Tensors that are plain attributes of a module are freed too: Unsloth keeps the keys and values
-    of the last generation there, and vLLM its LoRA buffers and its KV cache.
+    The modules themselves stay. Tensors that are plain attributes of a module are freed too,
+    because Unsloth keeps the keys and values of the last generation there, and vLLM keeps its LoRA
+    buffers and its KV cache there.
     """
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None:
                 continue
             tensor.grad = None
-            for name in ("quant_state", "bnb_quant_state"):  # bitsandbytes', vLLM's plug-in's
+            for name in ("quant_state", "bnb_quant_state"):  # of bitsandbytes, of vLLM's plug-in
                 if getattr(tensor, name, None) is not None:
                     setattr(tensor, name, None)
             empty_tensors([tensor])
@@ -46,7 +47,10 @@ def empty_model(model: Model) -> None:
 
 
 def empty_tensors(values: Iterable[Any]) -> None:
-    """Free the memory of tensors, also of those in lists and tuples; the tensors become empty."""
+    """Replace the memory of tensors by an empty one; lists and tuples are searched for tensors.
+
+    Values that are not tensors are ignored.
+    """
     import torch
 
     for value in values:

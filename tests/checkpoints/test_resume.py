@@ -229,7 +229,7 @@ def test_a_checkpoint_that_lacks_a_newer_setting_had_its_default(tmp_path):
     del older["settings"]["baseline"], older["settings"]["combine"]
     check_same_run(Checkpoint(tmp_path, 1, None, older), now)
     now["settings"]["baseline"] = "other"
-    with pytest.raises(CheckpointError, match="baseline was 'leave_one_out' and is 'other'"):
+    with pytest.raises(CheckpointError, match="baseline was 'leave_one_out' and now is 'other'"):
         check_same_run(Checkpoint(tmp_path, 1, None, older), now)
 
 

@@ -228,7 +228,7 @@ def test_backend_that_cannot_start(tmp_path):
         UNSLOTH_DISABLE_CPU_FALLBACK="1",
     )
     assert done.returncode == 2
-    assert "forbids Unsloth to run without a GPU" in done.stderr
+    assert "so Unsloth does not run without a GPU" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

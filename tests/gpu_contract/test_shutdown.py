@@ -139,7 +139,7 @@ def test_what_an_earlier_engine_left_turns_sleep_off_and_says_so(
     vllm_starts(141)
     pool(5 * 2**20)
     assert sleep_pool_bytes() == 5 * 2**20
-    with pytest.warns(UserWarning, match="holds 5 MiB, so this one keeps its memory") as said:
+    with pytest.warns(UserWarning, match="holds 5 MiB, so the new engine cannot free") as said:
         engine = engine_of(model)
     assert "in_subprocess=True" in str(said[0].message)
     assert not engine._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
@@ -163,7 +163,7 @@ def test_unsloth_s_engine_does_not_sleep_then_either(card, pool, monkeypatch):
     pool(5 * 2**20)
     with (
         pytest.raises(Reached, match=r"'0', True"),
-        pytest.warns(UserWarning, match="keeps its memory while the model learns"),
+        pytest.warns(UserWarning, match="cannot free its memory while the model learns"),
     ):
         rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True)
 

@@ -127,7 +127,7 @@ def test_a_process_keeps_its_backend(tmp_path):
         tmp_path,
     )
     assert done.stdout.startswith("transformers\n"), done.stderr[-2000:]
-    assert "already runs 'transformers'" in done.stdout
+    assert "already uses 'transformers'" in done.stdout
     assert "restart the kernel" in done.stdout
 
 

@@ -162,7 +162,7 @@ def test_apply_says_which_targets_are_likeliest():
 
 def test_apply_refuses_what_it_does_not_compute():
     *inputs, targets = make_case(4)
-    with pytest.raises(NotImplementedError, match=r"mean_logits.*need TRL's Triton kernel"):
+    with pytest.raises(NotImplementedError, match=r"mean_logits.*only by TRL's Triton kernel"):
         apply(inputs, targets, outputs=("log_probs", "mean_logits"))
 
 
