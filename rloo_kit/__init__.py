@@ -1,7 +1,8 @@
 """rloo-kit: RLOO fine-tuning of thinking models on one consumer GPU.
 
-Importing it imports nothing heavy and changes nothing; a name loads its module at its first use.
-The two names of the trainer call ``setup()`` first, so that Unsloth is imported before TRL.
+``import rloo_kit`` imports no heavy library and changes nothing. Each public name imports its
+module when it is first used. The first use of ``LeaveOneOutConfig`` or ``LeaveOneOutTrainer`` also
+calls ``setup()``, so that Unsloth is imported before TRL.
 """
 
 import importlib
@@ -59,10 +60,10 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name at its first use (PEP 562).
+    """Import and return a public name when it is first used (PEP 562).
 
     Raises:
-        AttributeError: There is no such name.
+        AttributeError: The package has no public name ``name``.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'rloo_kit' has no attribute {name!r}")
@@ -76,5 +77,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, with those that load at their first use."""
+    """Return all names of the package, also those that are not imported yet."""
     return sorted({*globals(), *_HOMES})

@@ -1,4 +1,4 @@
-"""``python -m rloo_kit`` is the ``rloo-kit`` command."""
+"""Run the ``rloo-kit`` command with ``python -m rloo_kit``."""
 
 import sys
 

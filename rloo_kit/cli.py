@@ -1,8 +1,14 @@
-"""The ``rloo-kit`` command: parser, commands, exit codes.
+"""The command line of rloo-kit: the parser, the commands, and their exit codes.
 
-Exit codes: 0 done; 1 training cannot start here (doctor), a run did not learn (doctor RUN), cannot
-learn (rewards check) or does not fit (plan); 2 the input is wrong, with one sentence that says what
-to change; 130 ended by Ctrl-C; 143 ended by SIGTERM.
+The exit codes are:
+
+- 0: the command succeeded;
+- 1: training cannot start on this machine (doctor), the run did not learn (doctor RUN), the rewards
+  do not let the model learn (rewards check), the run does not fit into memory (plan), or an
+  unexpected error occurred (with a traceback);
+- 2: the input is wrong; one sentence says what to change;
+- 130: the command was ended by Ctrl-C;
+- 143: the command was ended by SIGTERM.
 """
 
 import argparse
@@ -28,7 +34,7 @@ from rloo_kit.text.redaction import (
 )
 from rloo_kit.text.wording import did_you_mean
 
-# Seconds in which a launcher ends the other processes after the first one failed
+# Seconds that a launcher has to end the other processes after the first one failed
 LAUNCHER_SECONDS = 10
 
 
@@ -36,31 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
+
+    Args:
+        argv: The words after ``rloo-kit``; None for those of ``sys.argv``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # show a ? for what it cannot encode
+    if isinstance(sys.stdout, io.TextIOWrapper):  # print a ? for a character it cannot encode
         sys.stdout.reconfigure(errors="replace")
     with redacted_logs():
         return _run(words or ["--help"])
 
 
 def _run(words: list[str]) -> int:
+    """Parse the words, call the command, print its error if it has one; return the exit code."""
     options = vars(PARSER.parse_args(words))
     call = options.pop("call")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
-            # catch_warnings puts it back
+            # catch_warnings restores the old function
             warnings.showwarning = _show_warning
             code = call(**options) or 0
             sys.stdout.flush()
             return code
-    except BrokenPipeError:  # `rloo-kit ... | head` has read enough
+    except BrokenPipeError:  # the reader of the output has ended, as in `rloo-kit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KitError as exc:
         if not (is_first() or isinstance(exc, ProcessEndedError)):
-            # the launcher ends this process if the first one fails, too
+            # if the first process fails too, the launcher ends this process before it prints
             time.sleep(LAUNCHER_SECONDS)
         print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
         return 2
@@ -76,6 +86,7 @@ def _run(words: list[str]) -> int:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, *_: object
 ) -> None:
+    """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
     if not is_first():
         return
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
@@ -87,28 +98,34 @@ def _show_warning(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that names the nearest command for an unknown one."""
+    """A parser that suggests the most similar command if the user gives an unknown one."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with 2."""
+        """Print the message, with a suggestion if there is one, and exit with code 2."""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(found[1], re.findall(r"[\w-]+", found[2])) if found else ""
         super().error(message + hint)
 
 
-# Adds one argument or option to the parser of a command
+# A function that adds one argument or option to the parser of a command
 Argument = Callable[[argparse.ArgumentParser], object]
 PARSER = _Parser(
     prog="rloo-kit",
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
-# First word of a command with verbs -> its verbs; "": the commands themselves
+# First word of a command with a second word -> the parsers for the second word. The key "" has the
+# parsers for the first word
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 
 def _group(name: str, text: str) -> None:
-    """Add a command with verbs."""
+    """Add the first word of commands that have two words, such as ``rewards`` of ``rewards list``.
+
+    Args:
+        name: The first word.
+        text: Its help text.
+    """
     group = VERBS[""].add_parser(name, help=text)
     VERBS[name] = group.add_subparsers(required=True, metavar="VERB")
 
@@ -116,7 +133,13 @@ def _group(name: str, text: str) -> None:
 def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
     """Return a decorator that makes a function a command.
 
-    The command calls it with its arguments by name. The function returns the exit code, None for 0.
+    The command calls the function with its arguments as keywords. The function returns the exit
+    code, or None for 0.
+
+    Args:
+        words: The one or two words of the command.
+        text: Its help text.
+        *arguments: Its arguments and options.
     """
     group, _, name = words.rpartition(" ")
     command = VERBS[group].add_parser(name, help=text, description=text)
@@ -131,11 +154,18 @@ def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
 
 
 def _argument(name: str, text: str | None = None, **how: Any) -> Argument:
-    """Return an argument of a command; ``how`` is for ``ArgumentParser.add_argument``."""
+    """Return a function that adds an argument or option to the parser of a command.
+
+    Args:
+        name: Name of the argument, or of the option with its dashes.
+        text: Help text.
+        how: Other arguments of ``ArgumentParser.add_argument``.
+    """
     return lambda command: command.add_argument(name, help=text, **how)
 
 
 def _set(dest: str, text: str) -> Argument:
+    """Return the option ``--set KEY=VALUE``, whose values are collected in the list ``dest``."""
     return _argument(
         "--set",
         f"{text} (may be repeated)",
@@ -151,14 +181,16 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "resume the newest run of output_dir, or the run in this folder, from its newest complete "
-    "checkpoint; start a run if there is none",
+    "continue the newest run in output_dir, or the run in the given folder, from its newest "
+    "complete checkpoint; start a new run if there is none",
     action="store_true",
 )
 # Options of eval and judge
 ASKED = (
     _argument(
-        "--prompts", "a file, task or dataset (default: the held-out prompts)", metavar="SOURCE"
+        "--prompts",
+        "a file, task or dataset with prompts (default: the held-out prompts of the run)",
+        metavar="SOURCE",
     ),
     _argument("--num-prompts", "use at most N prompts", type=int, metavar="N"),
     _argument("--batch-size", "sample B completions at a time", type=int, metavar="B"),
@@ -170,7 +202,7 @@ ASKED = (
         dest="overrides",
         const="trainer.generation=vllm",
     ),
-    _argument("--output", "write the result to DIR instead of the run's folder", metavar="DIR"),
+    _argument("--output", "write the results to DIR instead of the run's folder", metavar="DIR"),
 )
 
 
@@ -216,23 +248,25 @@ def _doctor(run: str | None) -> int:
 
 @_command(
     "plan",
-    "estimate the memory of a run on a card, part by part, and suggest changes until it fits",
+    "estimate how much memory each part of a run needs on a card, and suggest changes if it does "
+    "not fit",
     _argument(
         "source",
-        "a run file, the folder of a run, or a model's name or folder (default: list the models "
+        "a run file, the folder of a run, or the name or folder of a model (default: list models "
         "that fit the card)",
         nargs="?",
         metavar="RUN.yaml",
     ),
     _argument(
         "--gpu",
-        "the card's memory (12GB) or name (RTX 4070) (default: this machine's)",
+        "the card, by its memory (12GB) or its name (RTX 4070) (default: the card of this machine)",
         default="this",
         metavar="GPU",
     ),
     _argument(
         "--cards",
-        "the number of such cards; above 1, also show which ways to train on several of them fit",
+        "number of such cards (default: 1); if it is above 1, also show which ways of training on "
+        "several cards fit",
         default=1,
         type=int,
         metavar="N",
@@ -261,27 +295,28 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
 
 @_command(
     "calibrate",
-    "sample every level of a task, and write a run file with the level that the model solves "
-    "sometimes",
+    "sample completions at every difficulty level of a task, and write a run file with the level "
+    "that the model solves sometimes but not always",
     RUN_FILE,
     _argument(
-        "--num-prompts", "prompts of each level (default: 32)", type=int, default=32, metavar="N"
+        "--num-prompts", "prompts per level (default: 32)", type=int, default=32, metavar="N"
     ),
     _argument(
         "--num-generations",
-        "completions of each prompt (default: as in the run file)",
+        "completions per prompt (default: as in the run file)",
         type=int,
         metavar="G",
     ),
     _argument(
         "--output",
-        "the new run file (default: RUN-calibrated.yaml; nothing is overwritten)",
+        "name of the new run file (default: RUN-calibrated.yaml; an existing file is not "
+        "overwritten)",
         metavar="FILE.yaml",
     ),
     _argument(
         "--precision",
-        "also compare bfloat16 with float16, and write the one in which sampler and trainer agree "
-        "better to the new run file",
+        "also measure if sampler and trainer agree better in bfloat16 or in float16, and write the "
+        "better one to the new run file",
         action="store_true",
     ),
     SET,
@@ -294,7 +329,7 @@ def _calibrate(**options: Any) -> None:
 
 @_command(
     "warm-up",
-    "train on examples before a run, which then continues the adapter",
+    "train an adapter on examples first, which a run then trains further",
     RUN_FILE,
     _argument(
         "--examples",
@@ -305,21 +340,23 @@ def _calibrate(**options: Any) -> None:
     ),
     _argument(
         "--steps",
-        "number of steps, of 4 examples each (default: by --epochs)",
+        "number of optimizer steps, each with 4 examples (default: --epochs decides)",
         type=int,
         metavar="N",
     ),
-    _argument("--epochs", "passes over the examples (default: 2)", type=float, metavar="N"),
+    _argument(
+        "--epochs", "number of passes over the examples (default: 2)", type=float, metavar="N"
+    ),
     _argument(
         "--learning-rate",
-        "peak learning rate (default: 2e-4)",
+        "initial learning rate, which falls linearly to 0 (default: 2e-4)",
         type=float,
         default=2e-4,
         metavar="LR",
     ),
     _argument(
         "--output",
-        "the new folder (default: OUTPUT_DIR-warm-up; nothing is overwritten)",
+        "folder for the adapter (default: OUTPUT_DIR-warm-up; if it exists, a number is added)",
         metavar="DIR",
     ),
     SET,
@@ -332,11 +369,13 @@ def _warm_up(**options: Any) -> None:
 
 @_command(
     "report",
-    "write a page about what a run did, why, and what to change, or a page that compares runs",
+    "write an HTML page that shows what a run did, explains its problems, and says what to change; "
+    "for several runs, a page that compares them",
     _argument("runs", "the folder of a run", nargs="+", metavar="RUN"),
     _argument(
         "--output",
-        "the new page (default: report.html in the run's folder; comparison.html for several runs)",
+        "file for the page (default: report.html in the run's folder; comparison.html for several "
+        "runs)",
         metavar="FILE.html",
     ),
 )
@@ -348,18 +387,19 @@ def _report(runs: list[str], output: str | None) -> None:
 
 @_command(
     "eval",
-    "score models on the same held-out prompts: accuracy, pass@k and their intervals",
+    "score models on the same held-out prompts, and print accuracy and pass@k with their "
+    "confidence intervals",
     _argument("models", "a run, a checkpoint, an adapter or a model", nargs="+", metavar="RUN"),
-    _argument("--no-base", "leave the base model out", action="store_false", dest="base"),
+    _argument("--no-base", "do not score the base model too", action="store_false", dest="base"),
     _argument(
         "--samples",
-        "sampled completions of each prompt (default: 4); 0: only greedy ones",
+        "sampled completions per prompt (default: 4); 0: only a greedy completion",
         type=int,
         default=4,
         dest="num_samples",
         metavar="K",
     ),
-    _argument("--no-greedy", "only sampled completions", action="store_false", dest="greedy"),
+    _argument("--no-greedy", "make no greedy completions", action="store_false", dest="greedy"),
     *ASKED,
 )
 def _eval(**options: Any) -> None:
@@ -384,7 +424,11 @@ def _eval(**options: Any) -> None:
         "'{name: judge, model: NAME, mode: pairwise}' (default: the first held-out reward)",
         metavar="REWARD",
     ),
-    _argument("--sampled", "sample at the run's temperature, not greedily", action="store_true"),
+    _argument(
+        "--sampled",
+        "sample completions at the run's temperature (default: greedy completions)",
+        action="store_true",
+    ),
     *ASKED,
 )
 def _judge(**options: Any) -> None:
@@ -397,7 +441,7 @@ def _judge(**options: Any) -> None:
     "chat",
     "chat with a trained model in the terminal",
     MODEL,
-    _argument("--base", "let the base model answer too", action="store_true"),
+    _argument("--base", "also show the answers of the base model", action="store_true"),
 )
 def _chat(model: str, base: bool) -> None:
     from rloo_kit.export.chat import chat
@@ -427,33 +471,39 @@ def _serve(model: str, more: list[str]) -> None:
         "--to", "adapter, merged, gguf, or hub (upload the adapter)", required=True, metavar="KIND"
     ),
     _argument(
-        "--output", "the new folder (default: export-KIND next to the adapter)", metavar="DIR"
+        "--output",
+        "folder for the export (default: export-KIND next to the adapter)",
+        metavar="DIR",
     ),
     _argument(
         "--dtype",
-        "with --to gguf: bf16 (default), f16, q8_0, q5_k_m or q4_k_m; with --to merged: bf16 "
-        "(default) or nf4",
+        "data type of the weights: with --to gguf bf16 (default), f16, q8_0, q5_k_m or q4_k_m; "
+        "with --to merged bf16 (default) or nf4",
         metavar="TYPE",
     ),
     _argument(
         "--base",
-        "with --to merged or gguf: the 16-bit base to merge into (dequantized: the run's 4-bit "
-        "base, written out in 16 bit); with --to adapter or hub: the name of the base to write "
-        "into the adapter's config",
+        "with --to merged or gguf: the 16-bit base model to merge the adapter into, or dequantized "
+        "for the run's 4-bit base model converted to 16 bit; with --to adapter or hub: the name of "
+        "the base model that is written into the adapter's config",
         metavar="NAME",
     ),
-    _argument("--repo", "upload the export, of any kind, to this repository", metavar="OWNER/NAME"),
+    _argument(
+        "--repo",
+        "upload the export (of any KIND) to this repository on the hub",
+        metavar="OWNER/NAME",
+    ),
     _argument("--public", "make the repository public (default: private)", action="store_true"),
-    _argument("--converter", "llama.cpp's folder, with convert_hf_to_gguf.py", metavar="DIR"),
+    _argument("--converter", "folder of llama.cpp, which has convert_hf_to_gguf.py", metavar="DIR"),
     _argument(
         "--no-check",
-        "do not load the export back to compare its answers",
+        "do not load the export to compare its answers with those of the trained model",
         action="store_false",
         dest="check",
     ),
     _argument(
         "--prompts",
-        "compare the answers to N prompts (default: 16)",
+        "number of prompts whose answers are compared (default: 16)",
         type=int,
         default=16,
         dest="num_prompts",
@@ -468,10 +518,12 @@ def _export(**options: Any) -> None:
 
 @_command(
     "hand-over",
-    "write a folder from which verl trains with the settings of a run file on several cards",
+    "write a folder with which verl trains on several cards, with the settings of a run file",
     RUN_FILE,
-    _argument("--to", "the trainer to write for (verl)", required=True, metavar="TRAINER"),
-    _argument("--output", "the new folder", required=True, metavar="DIR"),
+    _argument("--to", "the other trainer; only verl is possible", required=True, metavar="TRAINER"),
+    _argument(
+        "--output", "folder to write (a number is added if it exists)", required=True, metavar="DIR"
+    ),
     SET,
 )
 def _hand_over(**options: Any) -> None:
@@ -482,9 +534,12 @@ def _hand_over(**options: Any) -> None:
 
 @_command(
     "legacy",
-    "print the run file for a command line of rloo.py in TRL before 0.22",
+    "convert a command line of rloo.py (TRL before 0.22) to a run file, and print it",
     _argument(
-        "words", "the older command line, written after --", nargs=argparse.REMAINDER, metavar="..."
+        "words",
+        "the command line of rloo.py, written after --",
+        nargs=argparse.REMAINDER,
+        metavar="...",
     ),
 )
 def _legacy(words: list[str]) -> None:
@@ -496,7 +551,7 @@ def _legacy(words: list[str]) -> None:
 _group("rewards", "list, show and check rewards")
 
 
-@_command("rewards list", "list every reward that has a short name")
+@_command("rewards list", "list all built-in rewards with a summary of each")
 def _rewards_list() -> None:
     from rloo_kit.scoring.catalogue import describe_rewards
 
@@ -506,7 +561,7 @@ def _rewards_list() -> None:
 
 @_command(
     "rewards show",
-    "show what a reward pays for, its parameters and an example",
+    "show what a reward measures, its parameters and an example",
     _argument("name", "the name of the reward", metavar="NAME"),
 )
 def _rewards_show(name: str) -> None:
@@ -517,16 +572,16 @@ def _rewards_show(name: str) -> None:
 
 @_command(
     "rewards check",
-    "call the rewards of a run file on the model's own completions, before any training",
+    "test the rewards of a run file on completions of the untrained model, before a training",
     _argument("source", "a run file", metavar="RUN.yaml"),
     _argument(
         "--completions",
-        "score the completions in this file; no model is loaded",
+        "score the completions in this file instead of sampling some; no model is loaded",
         metavar="FILE.jsonl",
     ),
     _argument(
         "--prompts",
-        "sample completions of N prompts (default: 16)",
+        "number of prompts to sample completions for (default: 16)",
         type=int,
         default=16,
         dest="num_prompts",
@@ -534,7 +589,7 @@ def _rewards_show(name: str) -> None:
     ),
     _argument(
         "--generations",
-        "completions of each prompt (default: as in the run file)",
+        "completions per prompt (default: as in the run file)",
         type=int,
         dest="num_generations",
         metavar="G",
@@ -554,15 +609,15 @@ _group("reward-model", "train a reward model")
 @_command(
     "reward-model train",
     "train a reward model on pairs of a better and a worse text",
-    _argument("pairs", "a file whose rows have prompt, chosen, rejected", metavar="PAIRS.jsonl"),
+    _argument("pairs", "a file whose rows have prompt, chosen and rejected", metavar="PAIRS.jsonl"),
     _argument(
         "--model",
-        "the base: a folder or a hub name (default: tiny-thinker)",
+        "the base model: a folder or a name on the hub (default: tiny-thinker)",
         default="tiny-thinker",
     ),
     _argument(
         "--output-dir",
-        "the new folder (default: runs/reward-model)",
+        "folder for the reward model (default: runs/reward-model)",
         default="runs/reward-model",
         metavar="DIR",
     ),

@@ -1,28 +1,31 @@
-"""Errors of the kit: one class per boundary, each with a remedy in its message.
+"""Error classes of the kit. Each message says what is wrong and what to do.
+
+The tree shows the base class of each error, the built-in error that it is too, and its cause.
 
 KitError
-├── ConfigError (ValueError)          a run file, a flag, a field of LeaveOneOutConfig
-├── DataError (ValueError)            a dataset file or its rows
+├── ConfigError (ValueError)          a wrong run file, flag, or field of LeaveOneOutConfig
+├── DataError (ValueError)            a wrong dataset file or row
 ├── RewardError
 │   ├── RewardLoadError (ImportError) a reward that cannot be found or imported
-│   └── RewardContractError (TypeError) a reward that returned something else than scores
-├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded
-├── CheckpointError (RuntimeError)    a checkpoint that is broken, or belongs to another run
-├── DiskError (RuntimeError)          a disk that is full or refuses to be written
+│   └── RewardContractError (TypeError) a reward that failed, or did not return scores
+├── ModelError (RuntimeError)         a model, tokenizer or adapter that cannot be loaded or saved
+├── CheckpointError (RuntimeError)    a checkpoint that is damaged, or belongs to another run
+├── DiskError (RuntimeError)          a disk that is full or cannot be written to
 ├── DivergedError (RuntimeError)      NaN or Inf in weights or gradients
-└── SetupError                        this machine or this process
-    ├── ImportOrderError (ImportError)   trl, transformers or peft before unsloth
-    ├── BackendError (RuntimeError)      a backend that was asked for and cannot start
-    ├── MemoryRanOutError (RuntimeError) not even the smallest piece of work fits
-    └── GenerationError (RuntimeError)   an engine that cannot start, or answers wrongly
-        └── StalePolicyError             an engine that samples from another policy
+└── SetupError                        a problem of this machine or this process
+    ├── ImportOrderError (ImportError)   trl, transformers or peft was imported before unsloth
+    ├── BackendError (RuntimeError)      the requested backend cannot start
+    ├── MemoryRanOutError (RuntimeError) even the smallest possible batch does not fit into memory
+    ├── ProcessEndedError (RuntimeError) another process of the same training has ended
+    └── GenerationError (RuntimeError)   the sampling engine cannot start, or its result is wrong
+        └── StalePolicyError             the sampling engine did not use the current policy
 
-The command line prints the message in one line and exits with 2.
+The command line prints the message of a KitError on one line, and exits with code 2.
 """
 
 
 class KitError(Exception):
-    """Base of every error the kit raises on purpose; its text says what to change."""
+    """Base class of all errors that the kit raises on purpose; the message says what to change."""
 
 
 class ConfigError(KitError, ValueError):
@@ -34,7 +37,7 @@ class DataError(KitError, ValueError):
 
 
 class RewardError(KitError):
-    """Base of the two ways a reward function can be wrong."""
+    """Base class of errors in reward functions."""
 
 
 class RewardLoadError(RewardError, ImportError):
@@ -42,7 +45,7 @@ class RewardLoadError(RewardError, ImportError):
 
 
 class RewardContractError(RewardError, TypeError):
-    """A reward function raised, or did not return one float or None per completion."""
+    """A reward function raised an error, or did not return a float or None for each completion."""
 
 
 class ModelError(KitError, RuntimeError):
@@ -50,11 +53,11 @@ class ModelError(KitError, RuntimeError):
 
 
 class CheckpointError(KitError, RuntimeError):
-    """A checkpoint is broken, cannot be read, or belongs to another run."""
+    """A checkpoint is damaged, cannot be read or written, or belongs to another run."""
 
 
 class DiskError(KitError, RuntimeError):
-    """The disk is full, or refuses to be written."""
+    """The disk is full, or cannot be written to."""
 
 
 class DivergedError(KitError, RuntimeError):
@@ -62,7 +65,7 @@ class DivergedError(KitError, RuntimeError):
 
 
 class SetupError(KitError):
-    """Base of faults of this machine or this process."""
+    """Base class of errors that come from this machine or this process."""
 
 
 class ImportOrderError(SetupError, ImportError):
@@ -70,11 +73,11 @@ class ImportOrderError(SetupError, ImportError):
 
 
 class BackendError(SetupError, RuntimeError):
-    """A backend was requested by name and cannot start here."""
+    """The backend that was requested by name cannot start on this machine."""
 
 
 class MemoryRanOutError(SetupError, RuntimeError):
-    """Memory ran out, and the work cannot be cut into smaller parts."""
+    """Memory ran out, and the work cannot be divided into smaller parts."""
 
 
 class ProcessEndedError(SetupError, RuntimeError):
@@ -86,4 +89,4 @@ class GenerationError(SetupError, RuntimeError):
 
 
 class StalePolicyError(GenerationError):
-    """The policy that sampled is not the policy that is trained."""
+    """The sampling engine did not sample from the policy that is being trained."""

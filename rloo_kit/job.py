@@ -1,4 +1,4 @@
-"""Job of a run file: its settings, prompts, tokenizer, rewards, policy and engine."""
+"""Make everything that a run file asks for: prompts, tokenizer, rewards, policy and engine."""
 
 import json
 import os
@@ -56,15 +56,16 @@ if TYPE_CHECKING:
 
 
 def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
-    """Return the run's settings and the folder from which its paths start.
+    """Return the settings of a run, and the folder that its relative paths start from.
 
-    The run file in the folder of a run lacks the secrets. They come from the environment, into
-    which ``.env`` is read here.
+    ``.env`` is loaded into the environment first. The run.yaml in the folder of a run has no
+    secrets, so a run reads them from the environment.
 
     Args:
-        source: A YAML file, the name of one that ships with the kit, the folder of a run, or a
-            ``RunConfig``.
-        overrides: ``section.key=value``, as after ``--set``.
+        source: A YAML file, the name of an example that comes with the kit, the folder of a run,
+            or a ``RunConfig``.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``. They are not
+            applied to a ``RunConfig``.
 
     Raises:
         ConfigError: ``source`` is a folder without run.yaml, or a setting is wrong.
@@ -72,12 +73,12 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
     load_env_file()
     if isinstance(source, RunConfig):
         return _with_its_lora(source, Path()), Path()
-    if os.path.isdir(source):  # also False for a text that cannot be a path
+    if os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
         file = Path(source) / "run.yaml"
         if not file.is_file():
             raise ConfigError(
-                f"{str(source)!r} is not the folder of a run, since it has no run.yaml: give a run "
-                f"file, or the folder that rloo-kit train wrote"
+                f"{str(source)!r} is not the folder of a run, because it has no run.yaml: give a "
+                f"run file, or a folder that rloo-kit train wrote"
             )
         base = Path()
     else:
@@ -87,7 +88,12 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
 
 
 def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
-    """Return the settings with the ``lora:`` of the adapter in ``model.name``, if it is one."""
+    """Return the settings; if ``model.name`` is an adapter, ``lora:`` has the adapter's settings.
+
+    Args:
+        config: The settings.
+        base: Folder that relative paths in the settings start from.
+    """
     adapter = adapter_in(beside(config.model.name, base))
     if adapter is None:
         return config
@@ -96,24 +102,27 @@ def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
 
 
 def beside(name: str, base: Path) -> str:
-    """Return ``base / name`` if that exists and ``name`` itself does not; else ``name``."""
+    """Return ``base / name`` if only that path exists; otherwise return ``name`` unchanged."""
     candidate = base / name
     return str(candidate) if not Path(name).exists() and candidate.exists() else name
 
 
 def prompts_beside(name: str, base: Path) -> str:
-    """Return the name of prompts, its path put after ``base`` if the file exists only there.
+    """Return ``data.prompts`` with its path below ``base`` if the file exists only there.
 
     Args:
-        name: As in ``data.prompts``: a task, ``TASK:PATH``, a path or a hub name.
-        base: Folder from which the paths of the run file start.
+        name: Value of ``data.prompts``: a task, ``TASK:PATH``, a path, or a dataset on the hub.
+        base: Folder that relative paths in the run file start from.
     """
     task, path = _path_in(name)
     return task + beside(path, base) if path else name
 
 
 def _path_in(name: str) -> tuple[str, str]:
-    """Split the name of prompts into a task with its colon, and a path; each may be ""."""
+    """Split a value of ``data.prompts`` into a task with its colon, and a path or hub name.
+
+    Each of the two may be "".
+    """
     task, colon, path = name.partition(":")
     if hub_task(name):
         return task + colon, path
@@ -123,7 +132,10 @@ def _path_in(name: str) -> tuple[str, str]:
 def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
     """Return the settings with absolute paths, so that they do not depend on the working folder.
 
-    Paths of model and prompts start from ``base``, those of rewards from ``rewards_base``.
+    Args:
+        config: The settings.
+        base: Folder that relative paths of model and prompts start from.
+        rewards_base: Folder that relative paths of rewards, tools and environments start from.
     """
     name = beside(config.model.name, base)
     prompts = prompts_beside(config.data.prompts, base)
@@ -144,7 +156,14 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
 
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
-    """Return a reward or a tool of a run file with absolute paths."""
+    """Return a reward, a tool, an environment, or a list of them, with absolute paths.
+
+    Args:
+        reward: The value as in a run file.
+        base: Folder that relative paths start from.
+        is_path: True if the value must be a path. Otherwise only text that looks like a path is
+            changed.
+    """
     if isinstance(reward, dict):
         paths = ("model", "file")
         return {k: _with_whole_paths(v, base, is_path=k in paths) for k, v in reward.items()}
@@ -159,7 +178,9 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
 
 
 def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
-    """Return the prompts to train on, in their order, and the held-out prompts or None.
+    """Return the prompts to train on, in the order of the dataset, and the held-out prompts.
+
+    The second value is None if no prompts are held out.
 
     Raises:
         DataError: The file is missing or has bad rows, or the task is for evaluation only.
@@ -171,8 +192,8 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         raise missing_file(path, base)
     if task is not None and task.train is None:
         raise DataError(
-            f"{data.prompts} is for evaluation: rloo-kit eval RUN --prompts {data.prompts}, and "
-            "train on gsm8k or dapo-math"
+            f"{data.prompts} is for evaluation only: train on gsm8k or dapo-math, and then use "
+            f"rloo-kit eval RUN --prompts {data.prompts}"
         )
     load = partial(
         load_prompts,
@@ -194,15 +215,22 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
 
 
 def template_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings for the chat template; ``data.enable_thinking`` has priority."""
+    """Return the additional arguments for the chat template.
+
+    They are those of ``trainer.chat_template_kwargs``, with ``enable_thinking`` replaced by
+    ``data.enable_thinking`` if that is set.
+    """
     given = config.trainer.get("chat_template_kwargs") or {}
-    given = json.loads(given) if isinstance(given, str) else given  # TRL takes JSON text too
+    given = json.loads(given) if isinstance(given, str) else given  # TRL accepts JSON text too
     wanted = config.data.enable_thinking
     return given if wanted is None else {**given, "enable_thinking": wanted}
 
 
 def system_message(data: DataSection) -> str | None:
-    """Return the system message of a run's prompts; tasks from the hub have their own."""
+    """Return the system message for the prompts of a run; None if there is none.
+
+    Without ``data.system``, tasks from the hub (such as gsm8k) use the system message of the kit.
+    """
     of_task = data.system is None and data.chat and hub_task(data.prompts)
     return SYSTEM if of_task else data.system
 
@@ -215,14 +243,15 @@ def held_out_judges(
 ) -> list[LoadedReward]:
     """Return the rewards that score held-out prompts: ``data.held_out_rewards`` and the run's own.
 
-    If the prompts have answers, the reward of their task (accuracy for other prompts) is added and
-    comes first. It is not added if ``math`` is there, which recognises more right answers.
+    If the held-out prompts have a column ``answer``, the default reward of their task (``accuracy``
+    if it has none) is added unless it is there already, and comes first. It is not added if the
+    reward ``math`` is there, which recognises more correct answers.
 
     Args:
         rewards: Rewards of the run.
         held_out: The held-out prompts, or None.
-        load: Function that makes rewards from their forms in a run file.
-        data: Settings of the prompts.
+        load: Function that loads rewards from their values in a run file.
+        data: The section ``data:`` of the run file.
     """
     paid = {reward.name: reward for reward in rewards}
     found = []
@@ -244,12 +273,12 @@ def held_out_judges(
 
 
 class PreparedJob:
-    """Job of a run file, which makes and checks each part at its first use.
+    """The parts of a run: each one is made and checked when it is first used.
 
     Args:
-        config: The settings.
-        base: Folder from which the paths of model and prompts start.
-        say: Called with each line for the user.
+        config: The settings of the run.
+        base: Folder that relative paths of model and prompts start from.
+        say: Called with each line that is printed for the user.
     """
 
     def __init__(
@@ -258,16 +287,17 @@ class PreparedJob:
         self.config = config
         self.base = base
         self.say = say
-        # A run file that ships with the kit finds the user's own rewards in the working folder
+        # An example that comes with the kit finds the user's own rewards in the working folder
         self.rewards_base = Path() if base == EXAMPLES else base
 
     def prepare(self) -> None:
-        """Make all parts that do not need the weights, the quickest checks first.
+        """Make and check all parts that do not need the model's weights.
 
-        Files are checked before torch is loaded, which takes seconds.
+        The quickest checks come first. Files are checked before torch is imported, which takes
+        seconds.
 
         Raises:
-            KitError: A setting, a file, a reward or the machine does not fit the run.
+            KitError: A setting, a file or a reward is wrong, or this machine cannot do the run.
         """
         if self.config.model.trust_remote_code:
             self.say(
@@ -291,12 +321,12 @@ class PreparedJob:
 
     @cached_property
     def environment(self) -> Environment:
-        """Backend and hardware."""
+        """The backend and the hardware, as ``setup`` returns them."""
         return setup(self.config.model.backend)
 
     @cached_property
     def args(self) -> "LeaveOneOutConfig":
-        """Settings of the trainer, from ``trainer:`` and ``data:``."""
+        """Settings of the trainer, made from the sections ``trainer:`` and ``data:``."""
         config = self.config
         _ = self.environment
         from rloo_kit.training.arguments import LeaveOneOutConfig  # TRL, after Unsloth
@@ -308,7 +338,7 @@ class PreparedJob:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model; weights are not read."""
+        """Tokenizer of the model. The weights of the model are not read for it."""
         model = self.config.model
         found = load_tokenizer(
             beside(model.name, self.base),
@@ -321,23 +351,24 @@ class PreparedJob:
 
     @cached_property
     def prompts(self) -> tuple[Any, Any]:
-        """All prompts to train on, and the held-out prompts or None; torch is not loaded."""
+        """All prompts to train on, and the held-out prompts or None; torch is not imported."""
         return read_prompts(self.config, self.base)
 
     @cached_property
     def splits(self) -> tuple[Any, Any]:
-        """Prompts to train on, and held-out prompts or None, both ``datasets.Dataset``.
+        """Prompts to train on, and held-out prompts or None, after a check of their lengths.
 
-        Prompts of more than ``data.max_prompt_tokens`` are left out.
+        Both are a ``datasets.Dataset``. Prompts that are longer than ``data.max_prompt_tokens`` or
+        ``data.max_prompt_quantile`` allow are left out.
 
         Raises:
             DataError: A split has no prompts left, or a prompt leaves no room for its completion.
-            ConfigError: A setting has no effect on the sampler, or the model has no thoughts to
-                limit.
-            GenerationError: The engine was requested by name and is not installed.
+            ConfigError: The sampling engine would ignore a setting, or ``trainer.thinking_budget``
+                is set for a model whose thoughts cannot be recognised.
+            GenerationError: The engine was requested by name, but is not installed.
         """
         args = self.args
-        loop = self.tool_loop  # first, since prompts are counted with their tools
+        loop = self.tool_loop  # first, because the length of a prompt includes its tools
         from rloo_kit.training.step_choice import check_tools, choose_step
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
@@ -371,33 +402,36 @@ class PreparedJob:
 
     @cached_property
     def rewards(self) -> list[LoadedReward]:
-        """Rewards of the run, for its tokenizer, and those of its environments."""
+        """Rewards of the run, including those that its environments define."""
         return self.load_rewards([*self.config.rewards, *self.of_environments])
 
     @property
     def of_environments(self) -> list[Any]:
-        """The rewards of environments that have ``get_reward``."""
+        """Rewards of the environments that have a method ``get_reward``."""
         loop = self.tool_loop
         return [] if loop is None or loop.environments is None else loop.environments.rewards
 
     def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
-        """Return rewards of a run file, for the run's tokenizer."""
+        """Load rewards from their values in a run file, for the tokenizer of this run."""
         template = self.args.chat_template_kwargs
         return load_rewards(specs, self.tokenizer, self.rewards_base, template)
 
     @cached_property
     def judges(self) -> list[LoadedReward]:
-        """Rewards that score the held-out prompts, under the run's time limit."""
+        """Rewards that score the held-out prompts, with the run's time limit."""
         held_out = self.splits[1]
         found = held_out_judges(self.rewards, held_out, self.load_rewards, self.config.data)
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
-        """Return a reward with the run's time limit; the open session releases the reward.
+        """Return a reward whose calls have the run's time limit.
+
+        The innermost open session releases the reward at its end.
 
         Args:
             reward: A loaded reward.
-            on_error: ``stop`` or ``skip``, as in ``trainer.on_reward_error``.
+            on_error: What to do if the reward fails: ``stop`` or ``skip``, as in
+                ``trainer.on_reward_error``.
         """
         func = guarded(reward.func, self.args.reward_timeout_seconds, on_error)
         add_to_session(func)
@@ -405,13 +439,19 @@ class PreparedJob:
 
     @cached_property
     def tools(self) -> tuple[list[Any], Any]:
-        """Tools, and the environment class or a table of classes; torch is not loaded."""
+        """The tools, and the environment: a class, a dict of classes, or None.
+
+        torch is not imported.
+        """
         config, base = self.config, self.rewards_base
         return load_tools(config.tools, base), load_environment(config.environment, base)
 
     @cached_property
     def tool_loop(self) -> "ToolLoop | None":
-        """The loop of the run's tools, for sampling outside of a training."""
+        """The loop that calls the run's tools while sampling outside of training.
+
+        It is None if the run has neither tools nor an environment.
+        """
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
         longest = self.config.model.max_seq_length
@@ -420,17 +460,17 @@ class PreparedJob:
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
-        """Model with its adapter, and its tokenizer or processor.
+        """The model with its adapter, and its tokenizer or processor.
 
         Raises:
-            ConfigError: ``unsloth:`` is given, and transformers loads the model.
+            ConfigError: ``unsloth:`` has settings, but the backend is transformers.
         """
         config = self.config
         model = self.config.model
         args = self.args
         if config.unsloth and self.environment.backend != "unsloth":
             raise ConfigError(
-                f"unsloth.{next(iter(config.unsloth))} is for Unsloth, and transformers loads the "
+                f"unsloth.{next(iter(config.unsloth))} is for Unsloth, but transformers loads the "
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
@@ -451,10 +491,10 @@ class PreparedJob:
 
     @cached_property
     def step(self) -> "StepChoice":
-        """The step that trains, the kit's or TRL's.
+        """The training step that is used: the kit's or TRL's.
 
         Raises:
-            ConfigError: ``trainer.step`` or another setting does not fit the run.
+            ConfigError: ``trainer.step`` or another setting cannot be used for this run.
         """
         from rloo_kit.training.step_choice import choose_step, set_router_loss
 
@@ -463,7 +503,10 @@ class PreparedJob:
 
     @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """(engine, choice): the sampling engine, or None if the model itself or TRL samples."""
+        """The sampling engine, and the choice that led to it with its reason.
+
+        The engine is None if the model itself samples with transformers, or if TRL samples.
+        """
         if self.step.by_trl:
             return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)
@@ -474,7 +517,10 @@ class PreparedJob:
 
 
 def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return the arguments of ``load_model`` that load the base once for training and vLLM."""
+    """Return arguments for ``load_model`` with which training and vLLM can share the base weights.
+
+    The result is empty if vLLM does not run in this process.
+    """
     if requested_engine(args) in ("server", "transformers"):
         return {}
     share = args.vllm_gpu_memory_utilization if args.memory_share_given else None

@@ -1,6 +1,7 @@
-"""Form for a notebook: the fields of a run file, and buttons for the commands that read it.
+"""A form for notebooks: fields for a run file, and buttons for the commands that use it.
 
-A command is a process of its own, so that the kernel loads no library and uses no GPU memory.
+Each command runs in another process, so that the kernel loads no heavy library and uses no GPU
+memory.
 """
 
 import base64
@@ -36,17 +37,18 @@ from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
 from rloo_kit.text.redaction import redact
 
 LOG_LINES = 200
-# Button -> its command
+# Button -> arguments of the command rloo-kit
 COMMANDS = {
     "plan": ["plan"],
     "check": ["rewards", "check"],
     "train": ["train"],
     "resume": ["train", "--resume"],
 }
-# Exit code -> its meaning
+# Exit code of a command -> the status that is shown
 ENDED = {0: "done", 130: "stopped", 143: "stopped"}
 PARTS = ("status", "figure", "log", "report")
-# A kernel ignores Ctrl-C between cells, and a process that it starts then inherits that
+# Program that runs rloo-kit. A kernel ignores SIGINT between cells, and a process that it starts
+# inherits that, so the program restores the default first
 RLOO_KIT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,15 +58,16 @@ sys.exit(main())
 
 
 def form(path: str | Path = "form.yaml") -> Any:
-    """Return a form for a notebook, which writes a run file, shows its plan, and trains.
+    """Return a form for a notebook with which the user edits a run file, plans a run, and trains.
 
     Args:
-        path: The run file. The form begins with it if it exists, otherwise with ``quickstart``, and
-            writes it before each command, without comments.
+        path: The run file. If it exists, its settings fill the form; otherwise those of the example
+            ``quickstart`` do. The form writes the file before each command; comments in it are
+            lost.
 
     Raises:
         SetupError: ipywidgets is not installed.
-        ConfigError: The run file is wrong.
+        ConfigError: The run file has an error.
     """
     if find_spec("ipywidgets") is None:
         raise SetupError("rk.form() needs ipywidgets: pip install ipywidgets")
@@ -72,7 +75,7 @@ def form(path: str | Path = "form.yaml") -> Any:
 
 
 class Form:
-    """Widgets of a form and their actions; ``page`` holds all of them."""
+    """The widgets of a form and what they do; ``page`` is the widget that contains all others."""
 
     def __init__(self, path: str | Path) -> None:
         import ipywidgets as widgets
@@ -106,7 +109,7 @@ class Form:
         self._begin_with(self.path if self.path.exists() else "quickstart")
 
     def _begin_with(self, source: str | Path) -> None:
-        """Fill the fields from a run file; "" does nothing."""
+        """Fill the fields with the settings of a run file; do nothing if ``source`` is ""."""
         if not source:
             return
         config = read_run_file(source)
@@ -125,10 +128,10 @@ class Form:
             self.fields[name].value = value
 
     def _write(self) -> RunConfig:
-        """Write the run file, and return its settings.
+        """Write the fields to the run file, and return its settings.
 
         Raises:
-            ConfigError: A field is wrong; nothing is written.
+            ConfigError: A field has an error. Nothing is written.
             OSError: The file cannot be written.
         """
         values = {name: field.value.strip() for name, field in self.fields.items()}
@@ -148,7 +151,11 @@ class Form:
         return config
 
     def run(self, name: str) -> None:
-        """Write the run file, and start the command of a button; its output appears in the log."""
+        """Write the run file and start the command of a button, whose output appears in the log.
+
+        Args:
+            name: Name of the button, a key of ``COMMANDS``.
+        """
         if self.buttons[name].disabled:  # a second click
             return
         words = [*COMMANDS[name], str(self.path)]
@@ -178,12 +185,21 @@ class Form:
         ).start()
 
     def stop(self) -> None:
-        """Let the run finish its step and save; a second call, or any on Windows, kills it."""
+        """Ask the run to finish its step, save and stop; a second call stops it at once.
+
+        On Windows the first call already kills the run.
+        """
         if self.process is not None:
             self.process.terminate()
 
     def _follow(self, process: subprocess.Popen[str], name: str, folder: Path) -> None:
-        """Show the output of a command, and a figure and the report of its run."""
+        """Show the output of a command until it ends, and the figure and report of its run.
+
+        Args:
+            process: The process of the command.
+            name: Name of its button.
+            folder: Folder of the run.
+        """
         lines: deque[str] = deque(maxlen=LOG_LINES)
         due = 0.0
         assert process.stdout is not None
@@ -203,22 +219,24 @@ class Form:
                 '<iframe title="report" sandbox="allow-scripts" width="100%" height="700" '
                 f'src="data:text/html;base64,{content}"></iframe>'
             )
-        ended = ENDED.get(code, f"ended with code {code}, read the last lines")
+        ended = ENDED.get(code, f"ended with code {code}, see the last lines of the log")
         self._put("status", f"{name}: {ended}")
         self._set_running(False)
 
     def _draw(self, folder: Path) -> None:
-        """Draw the figure of the run, if it has begun; errors are ignored."""
+        """Draw the figure of the run if it has made its first step; errors are ignored."""
         with contextlib.suppress(Exception):
             progress = progress_of(read_run(folder))
             if progress.metrics.rows:
                 self.parts["figure"].value = page_of(progress)["text/html"]
 
     def _put(self, name: str, text: str) -> None:
+        """Show a text in one of ``PARTS``; hide the part if the text is ""."""
         style = "white-space: pre-wrap; line-height: 1.3; max-height: 24em; overflow: auto"
         page = f'<b>{name}</b><pre style="{style}">{html.escape(text)}</pre>'
         self.parts[name].value = page if text else ""
 
     def _set_running(self, running: bool) -> None:
+        """Enable only the button "stop" while a command runs, and all others when none runs."""
         for name, button in self.buttons.items():
             button.disabled = running != (name == "stop")

@@ -1,4 +1,4 @@
-"""Output folders of commands: new ones, so that nothing is overwritten, locks, atomic files."""
+"""Find and make new output folders, lock the folder of a run, and write files atomically."""
 
 import contextlib
 import itertools
@@ -17,25 +17,29 @@ LOCK = "run.lock"
 
 
 def free_folder(wanted: str | Path) -> Path:
-    """Return ``wanted``, or the next ``wanted-N`` that does not exist; nothing is made.
+    """Return ``wanted``, or ``wanted-N`` with the lowest number N from 2 that does not exist yet.
+
+    The folder is not created.
 
     Raises:
-        ConfigError: It has no name to which a number can be added.
+        ConfigError: ``wanted`` has no name to which a number can be added, such as ``/``.
     """
     wanted = Path(wanted)
     if not wanted.name:
-        raise ConfigError(f"output_dir {str(wanted)!r} has no name: give one such as 'runs/first'")
+        raise ConfigError(
+            f"output_dir {str(wanted)!r} has no name: give a folder such as 'runs/first'"
+        )
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     return next(one for one in itertools.chain([wanted], numbered) if not os.path.lexists(one))
 
 
 def make_run_folder(wanted: str | Path) -> Path:
-    """Make ``wanted``, or the next ``wanted-N`` that does not exist, and return it.
+    """Create the folder that ``free_folder`` returns for ``wanted``, and return it.
 
-    Processes that call it at the same moment get different folders.
+    Processes that call this function at the same moment get different folders.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: The folder cannot be created.
     """
     try:
         Path(wanted).parent.mkdir(parents=True, exist_ok=True)
@@ -46,15 +50,17 @@ def make_run_folder(wanted: str | Path) -> Path:
                 return folder
     except OSError as exc:
         raise ConfigError(
-            f"output_dir {str(wanted)!r} cannot be written ({exc}): choose another"
+            f"output_dir {str(wanted)!r} cannot be written to ({exc}): choose another folder"
         ) from exc
 
 
 def check_writable(folder: Path) -> None:
-    """Check a folder for results before anything is computed for it; nothing is made.
+    """Check that results can be written to a folder, before they are computed.
+
+    The folder need not exist, and is not created.
 
     Raises:
-        ConfigError: It cannot be made or written.
+        ConfigError: The folder cannot be created or written to.
     """
     nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     try:
@@ -69,8 +75,9 @@ def check_writable(folder: Path) -> None:
 def latest_folder(wanted: str | Path) -> Path | None:
     """Return the run folder with the highest number among ``wanted``, ``wanted-2``, ...
 
-    A run folder has run.yaml or metrics.jsonl. Another run whose output_dir was called
-    ``wanted-5`` looks the same by its name: compare its run.yaml.
+    Only folders with run.yaml or metrics.jsonl count; None if there is none. The result may belong
+    to another run whose ``output_dir`` was, for example, ``wanted-5``. Callers must compare its
+    run.yaml.
     """
     wanted = Path(wanted)
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
@@ -87,10 +94,10 @@ def latest_folder(wanted: str | Path) -> Path | None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old content or the new one, never a part.
+    """Write a file so that even after a crash it has either its old or its whole new content.
 
     Raises:
-        OSError: The folder cannot be written; the old content is unchanged.
+        OSError: The file cannot be written. Its old content is unchanged.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -104,14 +111,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
-    """Write a JSON file atomically, NaN and infinities as null."""
+    """Write a JSON file atomically. NaN and infinities are written as null."""
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
 
 
 def without_nan(value: object) -> Any:
-    """Return nested dicts and lists with NaN and infinities as None: JSON has neither."""
+    """Return a copy of nested dicts and lists in which NaN and infinities are None.
+
+    JSON has neither NaN nor infinities.
+    """
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -126,10 +136,12 @@ def without_nan(value: object) -> Any:
 
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Hold the lock of a run's folder; the system releases it however the process ends.
+    """Lock the folder of a run while the body runs, so that no other process uses it.
+
+    If the process is killed, the system releases the lock.
 
     Raises:
-        ConfigError: Another run holds it.
+        ConfigError: Another run has locked the folder.
     """
     from filelock import FileLock, Timeout
 
@@ -144,14 +156,15 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # before the release, so that a free name means a free lock; Windows removes it by itself
+        # The file is removed before the lock is released, so that no file means no lock. On Windows
+        # it cannot be removed now, and the library removes it
         with contextlib.suppress(PermissionError):
             Path(folder, LOCK).unlink(missing_ok=True)
         lock.release()
 
 
 def read_object(text: bytes) -> dict[str, Any] | None:
-    """Return the object that a JSON text holds; None if it is damaged or holds something else."""
+    """Parse a JSON text and return its object; None if it is not valid JSON or not an object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -160,7 +173,7 @@ def read_object(text: bytes) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if it is missing or damaged."""
+    """Return the object in a JSON file; None if the file is missing, damaged, or not an object."""
     try:
         return read_object(path.read_bytes())
     except OSError:

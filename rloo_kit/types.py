@@ -1,7 +1,7 @@
-"""Type aliases and protocols for every package, without behaviour.
+"""Type aliases and protocols that all packages use.
 
-Legend used in docstrings: P prompts, G generations per prompt (the group), B = P*G completions,
-T completion tokens.
+Docstrings use these letters for shapes: P is the number of prompts, G the number of completions per
+prompt (the group), B = P * G the number of completions, and T the number of completion tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,33 +11,34 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
-# The token ids of B completions, turn by turn
+# Token ids of B completions: completion -> turn -> ids
 Turns: TypeAlias = list[list[list[int]]]
 
-# Those of a batch, or its prompts: a column of B values
+# The completions of a batch, or its prompts: a list of B values
 Completions: TypeAlias = list[Completion]
 
-# One prompt, in the same form
+# One prompt: a string, or a list of chat messages
 Prompt: TypeAlias = str | list[Message]
 
-# One row of a dataset: `prompt`, and the columns that the rewards read
+# One row of a dataset: `prompt`, and columns that the rewards read
 Row: TypeAlias = dict[str, Any]
 
-# One reward; None if the reward does not apply to the row, which then does not affect the baseline
+# Score of one completion by one reward. None if the reward does not apply to the completion, which
+# then does not affect the baseline
 Score: TypeAlias = float | None
 
-# Those of a batch: B values
+# The scores of a batch: a list of B values
 Scores: TypeAlias = list[Score]
 
-# Prints, logs or collects a line for the user
+# A function that prints, logs or collects a line for the user
 Say: TypeAlias = Callable[[str], None]
 
-# A reward in TRL's form: called with columns by keyword, returns a list of B scores
+# A reward function as TRL calls it, with the columns of a batch as keywords; it returns B scores
 Reward: TypeAlias = Callable[..., Any]
 
 
 class Tokenizer(Protocol):
-    """Members of transformers' tokenizers that the kit uses."""
+    """The attributes and methods of transformers' tokenizers that the kit uses."""
 
     chat_template: Any  # a Jinja template, or None for a base model
     eos_token: Any
@@ -68,9 +69,10 @@ class Tokenizer(Protocol):
 
 
 class Model(Protocol):
-    """Members of transformers' causal language models, alone or in PEFT's wrapper.
+    """The attributes and methods of causal language models that the kit uses.
 
-    PEFT and Unsloth add attributes of their own, so any other attribute is `Any`.
+    The model may be one of transformers, or PEFT's wrapper around it. PEFT and Unsloth add
+    attributes of their own, so any other attribute is accepted with the type `Any`.
     """
 
     config: Any

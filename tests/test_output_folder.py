@@ -62,7 +62,7 @@ def test_processes_that_start_together_get_their_own(tmp_path):
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     for wanted in ("file/run", "x" * 300):
-        with pytest.raises(ConfigError, match=r"cannot be written .*: choose another"):
+        with pytest.raises(ConfigError, match=r"cannot be written to .*: choose another folder"):
             make_run_folder(f"{tmp_path}/{wanted}")
     with pytest.raises(ConfigError, match="has no name"):
         make_run_folder("/")
