@@ -173,7 +173,7 @@ SETTINGS = {
     "trainer.use_liger_kernel=true": "pip install liger-kernel",
     "trainer.sync_ref_model=true": "base model without the adapter: leave it out",
     "data.skip_empty=true": "skip_empty has no effect on the prompts 'arithmetic': drop it",
-    "lora.target_modules=all": "must be a list of names such as [q_proj], all-linear, or a regular",
+    "lora.target_modules=all": "must be a list of names such as [q_proj], or all-linear, or",
     "output_dir=run.yaml/run": "'run.yaml/run' cannot be written (Not a directory)",
     # the second start there: its folder would be /proc/self-2
     "output_dir=/proc/self": "'/proc/self-2' cannot be written",

@@ -192,7 +192,7 @@ def test_all_errors_come_in_one_message():
     }
     message = error_of(content, "nonsense")
     for part in (
-        "--set 'nonsense'", "modle", "model.nmae", "model.max_seq_length", "lora: must hold",
+        "--set 'nonsense'", "modle", "model.nmae", "model.max_seq_length", "lora: must have",
         "rewards is 'accuracy'", "trainer.seed", "trainer.beta", "'num_generation'",
     ):  # fmt: skip
         assert part in message

@@ -116,7 +116,7 @@ def test_prompts_that_are_never_solved_write_nothing(capsys):
     write_run(levels=[3], num=8)
     assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--set", "data.held_out=2"]) == 2
     said = capsys.readouterr().err
-    assert "use easier ones" in said
+    assert "use easier prompts" in said
     assert sorted(path.name for path in Path().iterdir()) == ["run.yaml", "sums.jsonl"]
 
 
@@ -132,10 +132,10 @@ def test_most_signal_in_range_is_chosen():
 @pytest.mark.parametrize(
     ("levels", "remedy"),
     [
-        ([level(1, 0.9, 0.2), level(2, 1.0, 0)], "use harder ones"),
-        ([level(1, 0.1, 0.2), level(2, 0, 0)], "use easier ones"),
-        ([level(1, 0.9, 0.2), level(2, 0, 0)], "use others"),
-        ([level(None, 0.5, 0)], "different scores: raise --num-generations"),
+        ([level(1, 0.9, 0.2), level(2, 1.0, 0)], "use harder prompts"),
+        ([level(1, 0.1, 0.2), level(2, 0, 0)], "use easier prompts"),
+        ([level(1, 0.9, 0.2), level(2, 0, 0)], "use other prompts"),
+        ([level(None, 0.5, 0)], "the same score: raise --num-generations"),
     ],
 )
 def test_no_level_in_range_says_what_to_take(levels, remedy):
@@ -153,15 +153,15 @@ def test_prompts_without_a_score_do_not_count():
 
 @pytest.mark.parametrize("scores", [[[-1.0, 1.0]], [[0.0, 2.0]], [[None, None]]])
 def test_a_reward_that_is_no_share_is_refused(scores):
-    with pytest.raises(ConfigError, match=r"reward length .* not in \[0, 1\]: set its scaled_by"):
+    with pytest.raises(ConfigError, match=r"reward length .* not in \[0, 1\]: rescale it with"):
         _by_level([{}], scores, "length")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-prompts", "0"], "num_prompts 0"),
-        (["--num-generations", "1"], "num_generations 1"),
+        (["--num-prompts", "0"], "num_prompts is 0"),
+        (["--num-generations", "1"], "num_generations is 1"),
         (["--output", "new.txt"], "'new.txt'"),
         (["--output", "none/new.yaml"], "'none/new.yaml'"),
         (["--output", "old.yaml"], "'old.yaml'"),

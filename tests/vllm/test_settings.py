@@ -23,7 +23,7 @@ def args(tmp_path, **settings):
 
 def test_values_that_vllm_refuses_are_one_sentence(tmp_path):
     for kwargs in ({"presence_penalty": 9}, {"min_tokens": 99}):
-        with pytest.raises(rk.ConfigError, match=r"^trainer.generation_kwargs [^\n]*cannot be obe"):
+        with pytest.raises(rk.ConfigError, match=r"^trainer.generation_kwargs [^\n]*were refused"):
             check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
     for kwargs in ({"presence_penalty": 0.5}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}):
         check_settings(args(tmp_path, generation_kwargs=kwargs), "vllm")
