@@ -197,7 +197,10 @@ def _no_weights(monkeypatch):
         ([{"completion": "4"}], "line 1: prompt is None"),
         ([{"prompt": "a" * 90, "completion": "b" * 40}], "all 1 examples are longer than"),
         ([{"prompt": "a", "completion": "b" * 48}], "max_completion_length 48"),
-        ([sampled("one", "yes", 1.0)], "none of the 1 completions in 'rows.jsonl' has a score above"),
+        (
+            [sampled("one", "yes", 1.0)],
+            "none of the 1 completions in 'rows.jsonl' has a score above",
+        ),
     ],
 )
 def test_examples_that_teach_nothing_are_refused(capsys, rows, sentence):
