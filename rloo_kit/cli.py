@@ -181,8 +181,8 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "continue the newest run in output_dir, or the run in the given folder, from its newest "
-    "complete checkpoint; start a new run if there is none",
+    "continue the newest run in output_dir (or the run whose folder is given in place of a run "
+    "file) from its newest complete checkpoint; start a new run if there is none",
     action="store_true",
 )
 # Options of eval and judge

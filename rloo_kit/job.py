@@ -64,14 +64,20 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
     Args:
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
             or a ``RunConfig``.
-        overrides: Settings in the form ``section.key=value``, as after ``--set``. They are not
-            applied to a ``RunConfig``.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``. A ``RunConfig``
+            takes none.
 
     Raises:
-        ConfigError: ``source`` is a folder without run.yaml, or a setting is wrong.
+        ConfigError: ``source`` is a folder without run.yaml, a setting is wrong, or there are
+            ``overrides`` for a ``RunConfig``.
     """
     load_env_file()
     if isinstance(source, RunConfig):
+        if overrides:
+            raise ConfigError(
+                f"{overrides[0]!r} is not applied to a RunConfig: give a run file instead, or "
+                "change the RunConfig"
+            )
         return _with_its_lora(source, Path()), Path()
     if os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
         file = Path(source) / "run.yaml"

@@ -87,7 +87,7 @@ def load_prompts(  # noqa: PLR0913
     change = functools.partial(as_prompt, system=system, chat=chat)
     if is_made or is_known:
         if is_made:
-            num = num_prompts or NUM_BUILTIN_PROMPTS
+            num = NUM_BUILTIN_PROMPTS if num_prompts is None else num_prompts
             rows = _make_task(name, num, split, seed, level, settings)
         else:
             rows = read_hub_task(name, split)[:num_prompts]

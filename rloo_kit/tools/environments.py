@@ -71,7 +71,7 @@ class Environments:
         """
         if self.by_name:
             has_names = "environment" in dataset.column_names
-            for name in dict.fromkeys(map(str, dataset["environment"])) if has_names else [None]:
+            for name in dataset["environment"] if has_names else [None]:
                 self.name_of({"environment": name})
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:

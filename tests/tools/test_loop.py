@@ -503,6 +503,11 @@ def test_rows_choose_an_environment_by_name():
     tool_loop.environments.check_names(Dataset.from_list(rows))
     with pytest.raises(DataError, match="column environment holds None"):
         tool_loop.environments.check_names(Dataset.from_list([{"prompt": PROMPT}]))
+    numbers = {"prompt": [PROMPT], "environment": [1]}  # a name is a text
+    with pytest.raises(DataError, match="column environment holds 1, but"):
+        made(tokenizer, [calculator], {"1": Guess}).environments.check_names(
+            Dataset.from_dict(numbers)
+        )
     rows[0] = {**rows[0], "environment": "lost"}
     with pytest.raises(DataError, match="column environment holds 'lost'"):
         tool_loop.environments.check_names(Dataset.from_list(rows))
