@@ -1,12 +1,13 @@
-"""Token-budget micro-batches: rows sorted by length, cut, and padded no further than needed.
+"""Micro-batches under a token budget: rows are sorted by length and cut so that padding is small.
 
-A forward pass pays for every position of its rectangle, ``rows * longest``. Thinking runs have a
-few very long completions among many short ones, so a rectangle over a whole generation batch is
-mostly padding. Rows begin at the left edge, prompt and completion without a gap, and are padded on
-the right only: causal attention then never meets a pad, and no attention mask is needed.
+The cost of a forward pass grows with all positions of its tensor, ``rows * longest``, including
+padding. Thinking models produce a few very long completions among many short ones, so a single
+tensor of a whole generation batch would be mostly padding. Each row has its prompt and then its
+completion, without a gap, and is padded on the right only. Causal attention then never attends to
+padding, so no attention mask is needed.
 
-If prompts are long, the rows of a group can share one pass over their prompt: completions then
-attend to its keys and values, and the gradient is the same.
+If prompts are long, the rows of a group can share one pass over their prompt. The completions then
+attend to the prompt's keys and values, and the gradient is the same.
 """
 
 from collections.abc import Sequence
@@ -18,45 +19,50 @@ from operator import itemgetter
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-# Label of a position whose token is not scored
+# Label of a position whose log-probability is not computed
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """The U different prompts of a micro-batch, without their last tokens: each runs once."""
+    """The U distinct prompts of a micro-batch, each without its last token.
+
+    The model runs each of them once. The last token of a prompt is in the rows that continue it.
+    """
 
     input_ids: torch.Tensor  # (U, S) int64, padded on the right
     lengths: torch.Tensor  # (U,) int64, without padding
-    of_row: torch.Tensor  # (N,) int64: the prompt that a row continues
+    of_row: torch.Tensor  # (N,) int64: for each row, the index of its prompt
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows as tensors. W is the longest prompt with completion, C the longest completion.
+    """N rows of a generation batch as padded tensors.
 
-    If prompts are shared, a row has only the last token of its prompt.
+    W is the length of the longest row, prompt and completion together. C is the length of the
+    longest completion. If prompts are shared, a row has only the last token of its prompt.
     """
 
-    rows: torch.Tensor  # (N,) int64, their places in the generation batch
+    rows: torch.Tensor  # (N,) int64: indices of the rows in the generation batch
     input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
-    labels: torch.Tensor  # (N, W) int64: ids of completion tokens, else `IGNORED`
-    # `(N, C)` int64: the column of each completion token; any column after the last token
+    labels: torch.Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
+    # `(N, C)` int64: the column of each completion token in `input_ids`; arbitrary after the last
+    # token of a row
     places: torch.Tensor
     completion_mask: torch.Tensor  # (N, C) bool, True on sampled completion tokens
-    num_tokens: int  # positions that hold a token
+    num_tokens: int  # number of tokens without padding, including shared prompts
     shared: SharedPrompts | None = None
 
     @property
     def num_positions(self) -> int:
-        """Positions that the passes compute, padding included."""
+        """Number of positions that the forward passes compute, including padding."""
         prompts = 0 if self.shared is None else self.shared.input_ids.numel()
         return self.input_ids.numel() + prompts
 
 
 @dataclass
 class SharedExtent:
-    """The positions of some rows as one micro-batch whose prompts run once."""
+    """Counter of the positions that some rows need as one micro-batch with shared prompts."""
 
     tokens: "TokenRows"
     num_rows: int = 0
@@ -65,7 +71,7 @@ class SharedExtent:
     prompts: set[int] = field(default_factory=set)
 
     def add(self, row: int) -> None:
-        """Add a row, by its number."""
+        """Add the row with number ``row`` to the micro-batch."""
         tokens = self.tokens
         self.num_rows += 1
         self.longest_completion = max(self.longest_completion, len(tokens.completion_ids[row]))
@@ -74,7 +80,10 @@ class SharedExtent:
 
     @property
     def positions(self) -> int:
-        """Positions of rows and prompts; the last token of a prompt belongs to its rows."""
+        """Number of positions of the rows and the distinct prompts, including padding.
+
+        The last token of a prompt is counted in each of its rows, not in the prompt.
+        """
         rows = self.num_rows * (self.longest_completion + 1)
         return rows + len(self.prompts) * (self.longest_prompt - 1)
 
@@ -85,8 +94,8 @@ class TokenRows:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    # Of each completion token: whether the policy sampled it, or it came from a tool; None: all
-    # were sampled
+    # For each completion token, True if the policy sampled it and False if it came from a tool;
+    # None if all tokens were sampled
     is_sampled: list[list[bool]] | None = None
 
     def __len__(self) -> int:
@@ -94,13 +103,13 @@ class TokenRows:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each row, its prompt included."""
+        """Number of tokens of each row, including its prompt."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
     @property
     def sampled_ids(self) -> list[list[int]]:
-        """The sampled tokens of each completion."""
+        """Ids of the sampled tokens of each completion, without tokens that came from tools."""
         if self.is_sampled is None:
             return self.completion_ids
         pairs = zip(self.completion_ids, self.is_sampled, strict=True)
@@ -108,7 +117,10 @@ class TokenRows:
 
     @cached_property
     def turns(self) -> list[list[list[int]]]:
-        """The sampled tokens of each completion, turn by turn."""
+        """Ids of the sampled tokens of each completion, as one list for each turn.
+
+        A turn ends where tokens of a tool begin.
+        """
         if self.is_sampled is None:
             return [[ids] for ids in self.completion_ids]
         return [
@@ -121,21 +133,21 @@ class TokenRows:
         ]
 
     def num_tokens(self, rows: Sequence[int]) -> int:
-        """Return the tokens of some rows, prompts included."""
+        """Return the total number of tokens of some rows, including their prompts."""
         return sum(self.lengths[row] for row in rows)
 
     @cached_property
     def prompt_numbers(self) -> list[int]:
-        """Numbers of the rows' prompts; equal prompts have the same number."""
+        """For each row, a number that identifies its prompt; equal prompts have the same number."""
         numbers: dict[tuple[int, ...], int] = {}
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
-        """Return whether it costs less to run each prompt once, in a separate pass.
+        """Return True if a micro-batch costs less with each distinct prompt run once.
 
         Args:
-            rows: Row numbers.
-            overhead: Cost of the separate pass, in positions.
+            rows: Numbers of the rows of the micro-batch.
+            overhead: Cost of the separate pass over the prompts, in positions.
         """
         extent = SharedExtent(self)
         for row in rows:
@@ -146,18 +158,20 @@ class TokenRows:
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
     ) -> list[list[int]]:
-        """Cut rows into the micro-batches with the lowest total cost; every row comes once.
+        """Cut rows into micro-batches and return the row numbers of each.
 
-        Of all ways to cut the rows sorted by length, this returns the cheapest one.
+        Every row is in exactly one micro-batch. The rows are sorted by length, and of all ways to
+        cut the sorted list this returns the one with the lowest total cost.
 
         Args:
             rows: Row numbers.
-            budget: Most positions of a micro-batch, unless it is a single longer row.
+            budget: Maximum number of positions of a micro-batch. A single row may exceed it.
             overhead: Cost of one more pass, in positions.
-            share: Let a micro-batch run its prompts once if that is cheaper.
+            share: Allow a micro-batch to run each distinct prompt once if that is cheaper.
         """
         order = sorted(rows, key=lambda row: (self.lengths[row], row))
-        cost, cut_before = [0], [0]  # of the first n rows: the lowest cost, where the last cut is
+        # for the first n rows: the lowest cost, and the start of the last micro-batch
+        cost, cut_before = [0], [0]
         for end in range(1, len(order) + 1):
             options = []
             extent = SharedExtent(self)
@@ -183,11 +197,15 @@ class TokenRows:
     def bundle(
         self, groups: Sequence[Sequence[int]], budget: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Join whole groups while all their tokens fit into the budget together.
+        """Collect groups into bundles whose total number of tokens fits into the budget.
+
+        Args:
+            groups: The row numbers of each group.
+            budget: Maximum number of tokens of a bundle.
 
         Returns:
-            The bundles, each the rows of one or several groups of similar length; and the groups
-            that do not fit even alone.
+            The bundles, each with the row numbers of one or several groups of similar length, and
+            a list of the groups that do not fit into the budget even alone.
         """
         sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
         bundles: list[list[int]] = []
@@ -211,9 +229,15 @@ class TokenRows:
         *,
         share: bool = False,
     ) -> MicroBatch:
-        """Return some rows as tensors as wide as the longest, rounded up to ``multiple_of``.
+        """Return some rows as a micro-batch, padded on the right to the longest of them.
 
-        With ``share`` the prompts are separate from the rows (``MicroBatch.shared``).
+        Args:
+            rows: Row numbers.
+            pad_token_id: The id of padding.
+            device: Where the tensors are created.
+            multiple_of: Round the width up to a multiple of this number; None does not round.
+            share: Put the distinct prompts into ``MicroBatch.shared``, each once, and leave only
+                the last prompt token in the rows.
         """
         prompts = [self.prompt_ids[row] for row in rows]
         shared = self._shared_prompts(rows, pad_token_id, device) if share else None
@@ -253,7 +277,10 @@ class TokenRows:
 
 
 def _padded(rows: list[list[int]], value: int, multiple_of: int | None = None) -> torch.Tensor:
-    """Return rows of ids as ``(N, W)`` int64, W the longest, rounded up to ``multiple_of``."""
+    """Return lists of ids as an int64 tensor ``(N, W)``, padded with ``value`` on the right.
+
+    W is the length of the longest list, rounded up to a multiple of ``multiple_of``.
+    """
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     padded = pad_sequence(tensors, batch_first=True, padding_value=value)
     missing = -padded.size(1) % (multiple_of or 1)

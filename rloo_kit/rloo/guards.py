@@ -1,4 +1,4 @@
-"""Guards of a training step: NaN/Inf in gradients or weights, and out of memory."""
+"""Guards of a training step against NaN/Inf in gradients or weights, and against out of memory."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ REMEDY = (
     "lower trainer.learning_rate or trainer.max_grad_norm, compute in bf16 or float32 instead of "
     "fp16, or scale the reward down"
 )
-RESUME = "the last checkpoint is good: resume from it with --resume"
+RESUME = "the last checkpoint is not affected, so resume from it with --resume"
 
 
 # --- NaN and Inf ---------------------------------------------------------------------------------
@@ -26,20 +26,30 @@ RESUME = "the last checkpoint is good: resume from it with --resume"
 
 @dataclass(eq=False)
 class StepGuard:
-    """Skips optimizer steps with NaN/Inf gradients; ``limit`` of them in a row raise."""
+    """Guard that skips optimizer steps with NaN/Inf gradients, and raises after too many in a row.
+
+    Args:
+        limit: The number of skipped steps in a row that raises an error.
+        scaler: The loss scaler of fp16; None without it.
+        skipped: The number of steps skipped so far.
+        in_a_row: The number of skipped steps since the last good step. Steps that fp16's scaler
+            skips while it searches for its scale are not counted.
+    """
 
     limit: int
-    scaler: "GradScaler | None" = None  # fp16's loss scaler
-    skipped: int = 0  # steps so far
-    in_a_row: int = 0  # since the last good step, those that count towards the limit
+    scaler: "GradScaler | None" = None
+    skipped: int = 0
+    in_a_row: int = 0
 
     def check(self, loss: float, parameters: "Sequence[Tensor]", step: int) -> bool:
-        """Return whether the optimizer may step; drop the gradients if it may not.
+        """Return True if loss and gradients are finite; otherwise drop the gradients.
+
+        Without gradients the optimizer changes nothing, so the step is skipped.
 
         Args:
             loss: Loss of the step.
             parameters: The trained parameters, with the gradients of the step.
-            step: Number of the step, for messages.
+            step: The number of the step, for messages.
 
         Raises:
             DivergedError: Too many steps in a row were skipped, or the weights are NaN/Inf.
@@ -64,12 +74,12 @@ class StepGuard:
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
             raise DivergedError(
-                f"step {step} is number {self.in_a_row} in a row with NaN or Inf ({found}), and no "
-                f"weight moved in these: {REMEDY}; {RESUME}"
+                f"{self.in_a_row} optimizer steps in a row were skipped because of NaN or Inf, "
+                f"the last one step {step} ({found}): {REMEDY}; {RESUME}"
             )
         warnings.warn(
-            f"step {step} is skipped because of NaN or Inf ({found}); {self.limit} such steps in a "
-            f"row end the training",
+            f"step {step} is skipped because of NaN or Inf ({found}); training stops after "
+            f"{self.limit} skipped steps in a row",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -77,10 +87,14 @@ class StepGuard:
 
 
 def check_finite(tensors: "Iterable[Tensor]", step: int | None = None) -> None:
-    """Check the trained weights after a step; costs one synchronisation of a GPU.
+    """Check that the trained weights are finite; on a GPU this waits for running kernels once.
+
+    Args:
+        tensors: The trained weights.
+        step: The number of the last optimizer step, for the message; None leaves it out.
 
     Raises:
-        DivergedError: A weight holds NaN or Inf.
+        DivergedError: A weight is NaN or Inf.
     """
     found = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     if math.isfinite(_norm(found)):
@@ -95,14 +109,14 @@ def check_finite(tensors: "Iterable[Tensor]", step: int | None = None) -> None:
 
 
 def _norm(tensors: "Sequence[Tensor]") -> float:
-    """Return the 2-norm of all tensors together; NaN or Inf if one of them holds it."""
+    """Return the 2-norm of all tensors together; it is NaN or Inf if any value is."""
     from torch.nn.utils import get_total_norm
 
     return float(get_total_norm(tensors))
 
 
 def _count(tensors: "Sequence[Tensor]") -> int:
-    """Return how many tensors hold NaN or Inf."""
+    """Return how many of the tensors contain NaN or Inf."""
     return sum(not bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -110,7 +124,12 @@ def _count(tensors: "Sequence[Tensor]") -> int:
 
 
 def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None]) -> None:
-    """Call ``attempt`` until memory suffices; before each retry pass the error to ``halve``.
+    """Call ``attempt`` again each time it runs out of memory, until it succeeds.
+
+    Args:
+        attempt: The work; it must continue from where it failed when called again.
+        halve: Called with the out-of-memory error before each retry. It should reduce the amount
+            of work at once, or raise if that is not possible.
 
     Raises:
         Exception: Any other error of ``attempt``, and any error of ``halve``.

@@ -1,6 +1,6 @@
 """Forward and backward passes of one optimizer step, over token-budget micro-batches.
 
-docs/explanation/trainer.md explains which passes can be left out without changing the gradient.
+docs/explanation/trainer.md explains which passes can be skipped without changing the gradient.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
 class PassOutput:
     """The result of a forward pass over a micro-batch."""
 
-    log_probs: torch.Tensor  # (N, C) float32 of the completion tokens
-    entropies: torch.Tensor | None = None  # (N, C) float32, detached
+    log_probs: torch.Tensor  # (N, C) float32 log-probabilities of the completion tokens
+    entropies: torch.Tensor | None = None  # (N, C) float32, detached; None if not computed
 
 
 Forward = Callable[[MicroBatch], PassOutput]
@@ -35,11 +35,11 @@ Forward = Callable[[MicroBatch], PassOutput]
 
 @contextlib.contextmanager
 def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Set the accumulated gradients aside during the body, then add them to the body's gradients.
+    """Run the body with empty gradients, then add the gradients from before to those of the body.
 
     Raises:
         BaseException: Any error of the body, such as out of memory half-way. The parameters then
-            have only the gradients that were set aside.
+            have the same gradients as before the body.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -57,35 +57,41 @@ def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False)
 class Learner:
-    """Runs forward and backward passes; lowers its token budget when memory runs out."""
+    """Runner of forward and backward passes; it halves its token budget when memory runs out."""
 
-    forward: Forward  # under the policy
-    backward: Callable[[torch.Tensor], None]  # takes a scalar loss
+    forward: Forward  # runs the policy on a micro-batch
+    backward: Callable[[torch.Tensor], None]  # runs the backward pass of a scalar loss
     no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
-    with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around others
-    parameters: list[torch.Tensor]  # those that train
-    budget: int  # positions of a training micro-batch
-    overhead: int  # what one more pass costs, in positions
+    # around passes with gradient
+    with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    parameters: list[torch.Tensor]  # the trained parameters
+    budget: int  # maximum positions of a training micro-batch
+    overhead: int  # fixed cost of one more pass, in positions
     pad_token_id: int
     device: torch.device
     epsilon: tuple[float, float]  # the two clipping ranges, low and high
-    loss: Callable[..., Surrogate] = surrogate  # as in `objective.LOSSES`
-    # (level, cap) of the importance weights against the sampler's log-probabilities
+    loss: Callable[..., Surrogate] = surrogate  # a function of `objective.LOSSES`
+    # level and cap of the importance weights against the engine's log-probabilities (see
+    # `objective.rollout_weights`); None for no weights
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
-    # Returns True if the model can now continue several completions from one pass of a prompt
+    # Returns True if several completions can now share one pass over their prompt
     may_share: Callable[[], bool] = lambda: False
-    tally: Tally = field(default_factory=Tally)  # of the optimizer step in progress
+    tally: Tally = field(default_factory=Tally)  # counts of the optimizer step in progress
     _warned: bool = False
 
     def take_tally(self) -> Tally:
-        """Return the counts of the optimizer step, and begin those of the next one."""
+        """Return the counts of the optimizer step, and start new counts for the next step."""
         tally = self.tally
         self.tally = Tally()
         return tally
 
     def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
-        """Return the rollout with old log-probabilities of some rows, from a pass of their own."""
+        """Compute the old log-probabilities of some rows in a separate pass without gradient.
+
+        Returns:
+            The rollout with these log-probabilities added.
+        """
         if not rows:
             return rollout
         found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
@@ -93,7 +99,12 @@ class Learner:
         return rollout.with_old(rows, found[rows])
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
-        """Return ``(B, T)`` float32 log-probabilities, without gradient; 0 in other rows.
+        """Return ``(B, T)`` float32 log-probabilities of some rows, computed without gradient.
+
+        Args:
+            tokens: The tokens of all B rows.
+            rows: Numbers of the rows to compute; the other rows of the result are 0.
+            forward: The forward pass, under the policy or its reference.
 
         Raises:
             MemoryRanOutError: Not even a single row fits into memory.
@@ -117,14 +128,16 @@ class Learner:
         return found
 
     def learn(self, rollout: Rollout, weights: torch.Tensor) -> Rollout:
-        """Add the gradient of a rollout's rows to the parameters.
+        """Add the gradient of a rollout to the parameters' ``grad``.
 
         Args:
-            rollout: Its old log-probabilities may be unknown if it is on-policy.
-            weights: ``(B,)`` weight of each row's loss in the step; 0 if the step does not use it.
+            rollout: The rollout. If it is on-policy, this pass also computes the old
+                log-probabilities that are not known yet.
+            weights: ``(B,)`` weight of each row's loss in the step; 0 for rows that the step does
+                not use.
 
         Returns:
-            The rollout with the old log-probabilities and the advantages of the rows.
+            The rollout with the old log-probabilities and the advantages of the trained rows.
 
         Raises:
             MemoryRanOutError: Not even a single row fits into memory.
@@ -146,15 +159,19 @@ class Learner:
         tokens = rollout.sampled.tokens
         with self.with_grad():
             retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, pieces))
-        for parameter in self.parameters:  # TRL too steps with a gradient of 0, never without one
+        for parameter in self.parameters:  # like TRL, step with a gradient of 0, never with None
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return rollout
 
     def _plan(self, rollout: Rollout, left: set[int]) -> tuple[Rollout, list[list[list[int]]]]:
-        """Return lists of micro-batches; those in one list need each other's log-probabilities.
+        """Plan the micro-batches of the rows that are left to train.
 
-        A group that does not fit into one pass gets a pass for its KL here.
+        Returns:
+            The rollout, and lists of micro-batches. The micro-batches of one list must run forward
+            together, because their advantages need each other's log-probabilities. A group that
+            does not fit into the token budget gets a separate pass for its KL here, and the rollout
+            then has its final advantages.
         """
         tokens = rollout.sampled.tokens
         groups = groupby(sorted(left), key=lambda row: row // rollout.num_generations)
@@ -171,7 +188,11 @@ class Learner:
     def _learn_together(
         self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
     ) -> Rollout:
-        """Run micro-batches forward, compute their groups' advantages, then run them backward."""
+        """Run micro-batches forward, compute the advantages of their groups, then run backward.
+
+        Returns:
+            The rollout with the old log-probabilities and advantages of these rows.
+        """
         counted = replace(self.tally)
         graphs: list[tuple[MicroBatch, PassOutput]] = []
         try:
@@ -179,7 +200,7 @@ class Learner:
                 for piece in pieces:
                     batch = self._pad(rollout.sampled.tokens, piece)
                     graphs.append((batch, self.forward(batch)))
-                    if rollout.on_policy:  # the old policy is the one that trains: a ratio of 1
+                    if rollout.on_policy:  # the policy has not changed yet, so all ratios are 1
                         rollout = rollout.with_old(batch.rows, graphs[-1][1].log_probs)
                 groups = {row // rollout.num_generations for piece in pieces for row in piece}
                 waiting = [number for number in sorted(groups) if not rollout.settled[number]]
@@ -196,7 +217,14 @@ class Learner:
     def _backward(
         self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
     ) -> None:
-        """Run a micro-batch backward and count it; ``weights`` is ``(B,)``."""
+        """Compute the loss of a micro-batch, run the backward pass, and add to the step's counts.
+
+        Args:
+            rollout: The rollout that the micro-batch belongs to.
+            batch: The micro-batch.
+            output: The result of its forward pass.
+            weights: ``(B,)`` weight of each row's loss in the step.
+        """
         rows = batch.rows
         mask = batch.completion_mask
         width = mask.size(1)
@@ -236,7 +264,16 @@ class Learner:
         self.tally.positions += batch.num_positions
 
     def _lower_budget(self, exc: Exception, tokens: TokenRows, pieces: list[list[int]]) -> None:
-        """Halve the budget after out of memory in ``pieces``; raise if that is a single row."""
+        """Halve the token budget after memory ran out, and warn the first time.
+
+        Args:
+            exc: The out-of-memory error.
+            tokens: The tokens of all rows.
+            pieces: The micro-batches that ran when memory ran out.
+
+        Raises:
+            MemoryRanOutError: They have only a single row, so the budget cannot be lowered.
+        """
         if sum(map(len, pieces)) < 2:
             raise MemoryRanOutError(
                 "memory ran out on a single completion: lower trainer.max_completion_length or "
@@ -246,8 +283,8 @@ class Learner:
         self.budget = max(1, min(self.budget, tried) // 2)
         if not self._warned:
             warnings.warn(
-                f"memory ran out: tokens_per_micro_batch is {self.budget} from here on; set it in "
-                f"the run file to start there",
+                f"memory ran out, so tokens_per_micro_batch is {self.budget} from now on; set "
+                "trainer.tokens_per_micro_batch to this value to use it from the start",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,6 +1,7 @@
-"""Metrics of a rollout and of an optimizer step, under TRL's names, the older TRL's, and the kit's.
+"""Metrics of a rollout and of an optimizer step.
 
-The older names are those of TRL v0.21.0, ``RLOOTrainer.train``.
+The names of the metrics are those of current TRL, those of ``RLOOTrainer.train`` in TRL v0.21.0,
+and the kit's own.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,12 @@ from rloo_kit.rloo.rollout import Rollout, is_token_level
 
 
 def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
-    """Return means over a rollout with final advantages; ``names`` are the names of its rewards."""
+    """Return the metrics of a rollout whose advantages are final, by name.
+
+    Args:
+        rollout: The rollout.
+        names: Names of its F reward functions.
+    """
     from trl.trainer.utils import nanstd  # as TRL's own metrics
 
     sampled = rollout.sampled
@@ -26,7 +32,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     scores = rollout.scores
     ended = torch.tensor(sampled.ended, dtype=torch.float32)
     rewards = scores - beta * rollout.kl  # (B,)
-    # (P,) each; NaN for a group with less than two scorable rows
+    # (P,) each; NaN for a group with fewer than two scorable rows
     spread, raw_spread, paid_spread = (
         nanstd(one.view(-1, size), dim=1) for one in (scores, raw, rewards)
     )
@@ -52,7 +58,15 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
-    """Return TRL's ``completions/...``: lengths in tokens, and the share of truncated ones."""
+    """Return TRL's metrics ``completions/...``, by name.
+
+    They are the mean, minimum and maximum of the lengths in tokens, over all completions and over
+    those that ended, and the fraction of truncated completions.
+
+    Args:
+        lengths: Length of each completion in tokens.
+        ended: True for each completion that was not truncated.
+    """
     all_lengths = torch.tensor(lengths, dtype=torch.float32)  # (B,)
     is_finished = torch.tensor(ended, dtype=torch.bool)
     finished = all_lengths[is_finished] if is_finished.any() else torch.zeros(1)
@@ -67,7 +81,11 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
 
 
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
-    """Return one dict per completion for completions.jsonl; None marks an unscorable one."""
+    """Return one dict per completion, as it is written to completions.jsonl.
+
+    In these dicts None stands for a number that does not exist, such as the score of an unscorable
+    completion.
+    """
     sampled = rollout.sampled
     size = rollout.num_generations
     rewards = rollout.scores.clone()
@@ -95,9 +113,13 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 
 
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the distance of the engine's log-probabilities from the trainer's, nats per token."""
+    """Return the absolute difference of the engine's and the trainer's log-probabilities, by name.
+
+    It is the mean and the maximum over trained tokens, in nats. The result is empty if the engine
+    reports no log-probabilities or no token is trained.
+    """
     trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
-    if rollout.from_earlier is not None:  # of these tokens both are the sampler's
+    if rollout.from_earlier is not None:  # for these tokens both values are the sampler's
         trained = trained & ~rollout.from_earlier
     if rollout.sampler_log_probs is None or not trained.any():
         return {}
@@ -109,7 +131,11 @@ def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _age_metrics(token_ages: list[list[int]] | None) -> dict[str, float]:
-    """Return the ages of tokens, in batches, and the share of completions carried over."""
+    """Return the mean and maximum age of tokens, and the fraction of completions carried over.
+
+    The age of a token is the number of batches since it was sampled. The result is empty if
+    ``token_ages`` is None.
+    """
     if token_ages is None:
         return {}
     oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
@@ -122,7 +148,7 @@ def _age_metrics(token_ages: list[list[int]] | None) -> dict[str, float]:
 
 
 def _kl_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the KL over the learnable rows, and its share of the advantages."""
+    """Return the mean KL of the learnable rows, and how much it contributes to the advantages."""
     beta = rollout.shaping.beta
     rows = rollout.learnable
     kl = rollout.kl
@@ -131,7 +157,7 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     per_token = float(kl.sum() / tokens)
     from_scores = rollout.score_advantages[rows]
     penalty = kl
-    if not is_token_level(rollout.shaping):  # the baseline removes a part of the KL too
+    if not is_token_level(rollout.shaping):  # the baseline is also subtracted from the KL
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
     from_kl = beta * penalty[rows]
@@ -163,25 +189,26 @@ NO_ROWS = torch.zeros(0)
 
 @dataclass
 class Tally:
-    """Counts of an optimizer step; sums over the rows and tokens that were trained."""
+    """Counts and sums of one optimizer step, added up over its micro-batches."""
 
     loss: float = 0.0
     rows: int = 0  # rows of the step, trained or not
-    step_tokens: int = 0  # tokens of those rows, prompts included
-    trained: int = 0
-    completion_tokens: int = 0
-    tokens: int = 0  # tokens of all passes, prompts included
-    positions: int = 0  # positions of all passes, padding included
-    old_rows: int = 0  # rows with a pass of their own for old log-probabilities
-    reference_rows: int = 0
-    entropy: float = 0.0
-    squared_log_ratio: float = 0.0
-    # Importance weights against the sampler: how many, their sum, and how many were capped
+    step_tokens: int = 0  # tokens of those rows, including prompts
+    trained: int = 0  # rows that were trained
+    completion_tokens: int = 0  # completion tokens of the trained rows
+    tokens: int = 0  # tokens of all passes, including prompts
+    positions: int = 0  # positions of all passes, including padding
+    old_rows: int = 0  # rows with a separate pass for old log-probabilities
+    reference_rows: int = 0  # rows with a pass of the reference
+    entropy: float = 0.0  # sum over the completion tokens
+    squared_log_ratio: float = 0.0  # sum over the completion tokens
+    # Importance weights of `rollout_correction`: their number, sum and sum of squares, and how many
+    # reached the cap
     corrections: int = 0
     correction: float = 0.0
     squared_correction: float = 0.0
     capped: int = 0
-    # `(trained,)` as `Surrogate` has them
+    # `(trained,)` each, as in `Surrogate`
     ratios: torch.Tensor = NO_ROWS
     clipped_low: torch.Tensor = NO_ROWS
     clipped_high: torch.Tensor = NO_ROWS
@@ -189,10 +216,12 @@ class Tally:
     def count_tokens(
         self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
     ) -> None:
-        """Add the counts of a micro-batch.
+        """Add the token counts of a micro-batch.
 
-        Every tensor is ``(N, C)``. ``moved`` is how far each log-probability has moved since the
-        tokens were sampled.
+        Args:
+            mask: ``(N, C)``, True on completion tokens.
+            moved: ``(N, C)`` change of each log-probability since the tokens were sampled.
+            entropies: ``(N, C)``; None if they were not computed.
         """
         self.completion_tokens += int(mask.sum())
         self.squared_log_ratio += float((moved.square() * mask).sum())
@@ -200,7 +229,7 @@ class Tally:
             self.entropy += float((entropies * mask).sum())
 
     def count_objective(self, objective: Surrogate) -> None:
-        """Add the ratios of a micro-batch's rows, and their clipped shares."""
+        """Add the probability ratios of a micro-batch's rows, and how much of each was clipped."""
         self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
         self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
         self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
@@ -213,7 +242,10 @@ class Tally:
         self.capped += int((factors >= cap * (1 - 1e-6)).sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step; means over rows count untrained rows too."""
+        """Return the metrics of the step, by name.
+
+        Means over rows include the rows that were not trained, which count as 0.
+        """
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
         ratios = self.ratios

@@ -1,6 +1,6 @@
-"""Normalised scores, the KL penalty and the loss: pure functions on tensors.
+"""Score normalisation, the KL penalty and the loss, as pure functions on tensors.
 
-Shapes: P prompts, G generations per prompt, B = P*G completions, N rows of a micro-batch, T tokens.
+Shapes: N rows of a micro-batch, T tokens of the longest completion.
 
 Sources: Ahmadian et al. 2024 (arXiv 2402.14740); Hu et al. 2025, "REINFORCE++" (arXiv 2501.03262)
 for the token-level penalty and reward normalisation; Schulman 2020, "Approximating KL Divergence"
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Above this a ratio has no gradient; an overflow would make the gradient of the step NaN
+# Log-ratios are clamped to this; otherwise an overflow would make the gradient of the step NaN
 MAX_LOG_RATIO = 20.0
 # Added to standard deviations, as TRL does
 EPSILON = 1e-4
@@ -21,7 +21,7 @@ EPSILON = 1e-4
 
 @dataclass
 class RunningMoments:
-    """Mean and variance over all batches seen, merged batch by batch (Chan et al. 1979)."""
+    """Running mean and variance over all batches so far, updated as in Chan et al. 1979."""
 
     count: int = 0
     mean: float = 0.0
@@ -33,7 +33,7 @@ class RunningMoments:
         return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, values: torch.Tensor) -> None:
-        """Add a batch; NaN entries are left out."""
+        """Add the values of a batch, without its NaN entries."""
         values = values[~values.isnan()].double()
         new = values.numel()
         if not new:
@@ -48,28 +48,28 @@ class RunningMoments:
 
 
 def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> torch.Tensor:
-    """Return ``(v - mean) / (std + 1e-4)``; NaN entries stay NaN and do not count.
+    """Return ``(v - mean) / (std + 1e-4)`` for each value; NaN entries are ignored and stay NaN.
 
     Args:
-        values: Any shape, float.
-        moments: Mean and deviation to use; None for those of ``values``.
+        values: A float tensor of any shape.
+        moments: The mean and standard deviation to use; None computes them from ``values``.
     """
     if moments is not None:
         return (values - moments.mean) / (moments.std + EPSILON)
     known = values[~values.isnan()]
     if not known.numel() or known.min() == known.max():
-        return values * 0.0  # exactly: rounding over 1e-4 would not be small
+        return values * 0.0  # exactly 0: a rounding error divided by 1e-4 would not be small
     return (values - known.mean()) / (known.std() + EPSILON)
 
 
 def token_kl(
     log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str = "k1"
 ) -> torch.Tensor:
-    """Return the estimated KL divergence from the reference of every sampled token, in nats.
+    """Return the ``(N, T)`` estimated KL divergence from the reference at each token, in nats.
 
     Args:
-        log_probs: ``(N, T)`` of the policy that sampled.
-        reference_log_probs: ``(N, T)``.
+        log_probs: ``(N, T)`` log-probabilities under the policy that sampled the tokens.
+        reference_log_probs: ``(N, T)`` log-probabilities under the reference.
         estimator: ``k1`` is log(pi / ref): unbiased, may be negative. ``k3`` is
             ref / pi - 1 - log(ref / pi): unbiased, never negative, less variance.
     """
@@ -80,15 +80,15 @@ def token_kl(
 def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
     """Return token-level advantages, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
 
-    The KL is subtracted after the baseline, which uses the scores only.
+    Each token is penalised by the KL of itself and of all later tokens of its completion.
 
     Args:
-        advantages: ``(N,)`` of the scores.
-        kl: ``(N, T)`` of tokens, in nats; 0 after the last token.
-        beta: Strength of the penalty.
+        advantages: ``(N,)`` advantages of the scores, after the baseline.
+        kl: ``(N, T)`` KL divergence of each token, in nats; 0 after the last token.
+        beta: Coefficient of the KL penalty.
 
     Returns:
-        ``(N, T)``.
+        ``(N, T)`` advantages.
     """
     to_go = kl.flip(-1).cumsum(-1).flip(-1)  # (N, T) sums from each token to the end of its row
     return advantages.unsqueeze(1) - beta * to_go
@@ -96,14 +96,14 @@ def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The clipped objective of some rows."""
+    """The clipped surrogate losses of N rows, with their probability ratios."""
 
-    # `(N,)`, with gradient: -min(rho A, clip(rho) A), with token-level KL summed over tokens
+    # `(N,)`, with gradient: -min(rho A, clip(rho) A); with token-level KL the sum over tokens
     losses: torch.Tensor
     ratios: torch.Tensor  # (N,) probability ratios of whole completions, detached
-    # `(N,)` in [0, 1]: share of the row's terms without gradient because rho is too small
+    # `(N,)` in [0, 1]: fraction of the row's terms without gradient because rho is too small
     clipped_low: torch.Tensor
-    clipped_high: torch.Tensor  # `(N,)` the same, because rho is too large
+    clipped_high: torch.Tensor  # `(N,)` the same fraction for terms whose rho is too large
 
 
 def surrogate(
@@ -115,19 +115,22 @@ def surrogate(
     epsilon_high: float,
     token_weights: torch.Tensor | None = None,
 ) -> Surrogate:
-    """Return PPO's clipped surrogate of completions.
+    """Return PPO's clipped surrogate loss of N completions.
 
-    With one advantage per row the whole completion is one action with one ratio,
-    ``rho = exp(sum_t log pi - sum_t log pi_old)``. With one per token each token has its own.
+    If each row has one advantage, the whole completion is one action with one probability ratio,
+    ``rho = exp(sum_t log pi - sum_t log pi_old)``. If each token has an advantage, each token is an
+    action with its own ratio.
 
     Args:
-        log_probs: ``(N, T)`` with gradient.
-        old_log_probs: ``(N, T)``; the detached ``log_probs`` if the policy has not moved.
-        mask: ``(N, T)`` 1 on completion tokens.
+        log_probs: ``(N, T)`` log-probabilities under the current policy, with gradient.
+        old_log_probs: ``(N, T)`` log-probabilities under the policy that sampled. If the policy has
+            not changed since then, they are the detached ``log_probs``.
+        mask: ``(N, T)``, 1 on completion tokens and 0 elsewhere.
         advantages: ``(N, 1)``, or ``(N, T)`` with the token-level KL.
         epsilon_low: rho is clipped from below at 1 - epsilon_low.
         epsilon_high: rho is clipped from above at 1 + epsilon_high.
-        token_weights: ``(N, T)`` factors of each token's gradient; the ratio's value stays.
+        token_weights: ``(N, T)`` factors that multiply the gradient of each token but not the value
+            of rho; None for 1.
     """
     per_token = (log_probs - old_log_probs) * mask
     if token_weights is not None:
@@ -150,8 +153,8 @@ def surrogate(
     )
 
 
-# Losses by their name in the setting `loss`. A new loss is a function with the arguments of
-# `surrogate`, and a row here
+# Loss functions by their name in the setting `loss`. To add a loss, write a function with the
+# arguments of `surrogate` and add it here
 LOSSES: dict[str, Callable[..., Surrogate]] = {"clipped": surrogate}
 
 
@@ -164,15 +167,16 @@ def rollout_weights(
 ) -> torch.Tensor:
     """Return truncated importance weights ``min(pi_old / pi_sampler, cap)``.
 
-    They correct for a sampler whose numbers differ from the trainer's; truncation bounds the
-    variance (Ionides 2008, truncated importance sampling).
+    They correct for a sampling engine whose log-probabilities differ from the trainer's. The
+    truncation bounds the variance (Ionides 2008, truncated importance sampling).
 
     Args:
-        old_log_probs: ``(N, T)`` of the policy that trains, before its step.
-        sampler_log_probs: ``(N, T)`` as the engine reported them.
-        mask: ``(N, T)`` 1 on completion tokens.
-        level: ``sequence``, one weight per completion, ``(N, 1)``; or ``token``, ``(N, T)``.
-        cap: Largest weight.
+        old_log_probs: ``(N, T)`` log-probabilities that the trainer computed, before its step.
+        sampler_log_probs: ``(N, T)`` log-probabilities that the engine reported.
+        mask: ``(N, T)``, 1 on completion tokens and 0 elsewhere.
+        level: ``sequence`` for one weight per completion, ``(N, 1)``; ``token`` for one weight per
+            token, ``(N, T)``.
+        cap: The largest weight.
     """
     log_ratio = (old_log_probs - sampler_log_probs) * mask
     if level == "sequence":

@@ -1,7 +1,7 @@
-"""One generation batch as data: its completions, their scores, and the rows that train.
+"""Data of one generation batch: its completions, their scores and advantages, and which rows train.
 
-``Rollout.scored`` makes it from scores, before any pass. ``with_advantages`` adds the KL, group by
-group, as soon as the log-probabilities of a group are known.
+``Rollout.scored`` creates a rollout from scores, before any forward pass. ``with_advantages``
+subtracts the KL penalty group by group, as soon as the log-probabilities of a group are known.
 
 Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest completion, F reward
 functions.
@@ -25,7 +25,7 @@ from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl_to_go
 
 @dataclass(frozen=True)
 class Shaping:
-    """Settings that turn scores into advantages; the trainer's settings have the same names."""
+    """Settings that define how scores become advantages, named as in the trainer's settings."""
 
     beta: float = 0.0
     missing_eos_penalty: float | None = None
@@ -42,16 +42,18 @@ class Shaping:
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """B sampled completions, those of a prompt one after another."""
+    """B sampled completions; the completions of a prompt are adjacent."""
 
     prompts: list[Any]  # texts or conversations
     completions: list[Any]  # texts, or conversations of one message
     tokens: TokenRows
     # True if the completion ends with an EOS id (or a pad id, which some models end with)
     ended: list[bool]
-    # Of the completion tokens, as the engine reported them; None if it does not report them
+    # Log-probabilities of the completion tokens as the engine reported them; None if it does not
+    # report them
     sampler_log_probs: list[list[float]] | None = None
-    # Of each completion token: how many batches ago it was sampled; None if all were sampled now
+    # For each completion token, how many batches ago it was sampled; None if all tokens were
+    # sampled for this batch
     token_ages: list[list[int]] | None = None
 
     def unmasked_rows(self, shaping: Shaping) -> list[int]:
@@ -62,16 +64,23 @@ class Completions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch(Completions):
-    """Completions with their scores; methods return a new batch."""
+    """Sampled completions with their rewards and scores; immutable."""
 
-    rewards: torch.Tensor  # (B, F) float32 of every reward function; NaN where it returned None
-    scores: torch.Tensor  # (B,) float32 weighted sums; NaN where every function returned None
-    weights: torch.Tensor | None = None  # (F,) of the rewards; None: they are not known
+    # (B, F) float32: the value of every reward function; NaN where a function returned None
+    rewards: torch.Tensor
+    # (B,) float32 weighted sums of the rewards; NaN where every function returned None
+    scores: torch.Tensor
+    weights: torch.Tensor | None = None  # (F,) weights of the rewards; None if not known
 
     def shaped_scores(
         self, shaping: Shaping, num_generations: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(B,)`` scores after penalty and clip, and ``(B,)`` bool, True on masked rows."""
+        """Return the scores after missing-EOS penalty and clipping, and which rows are masked.
+
+        Returns:
+            The ``(B,)`` scores, and a ``(B,)`` bool mask that is True for truncated rows if
+            ``mask_truncated_completions`` is on, and False otherwise.
+        """
         scores = self.scores
         if shaping.combine == "normalize_then_sum" and self.weights is not None:
             scores = normalised_sum(self.rewards, self.weights, num_generations)
@@ -82,15 +91,19 @@ class ScoredBatch(Completions):
         return scores, ~ended & shaping.mask_truncated_completions
 
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
-        """Return ``(P,)`` bool: True for groups whose scores differ, before any KL."""
+        """Return a ``(P,)`` bool mask that is True for groups whose scores are not all equal.
+
+        The KL penalty is not part of these scores.
+        """
         scores, _ = self.shaped_scores(shaping, num_generations)
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
         return (advantages != 0).any(dim=1)
 
     def with_signal_of(self, other: Self, shaping: Shaping, num_generations: int) -> Self:
-        """Return the batch with groups without signal replaced by groups of ``other`` with signal.
+        """Replace groups without signal by groups of ``other`` that have one; return a new batch.
 
-        If ``other`` has too few of them, the last groups without signal stay.
+        A group has a signal if its scores are not all equal. If ``other`` has too few groups with
+        a signal, the last groups without signal stay in the batch.
         """
         size = num_generations
         num_groups = len(self.tokens) // num_generations
@@ -131,31 +144,32 @@ class ScoredBatch(Completions):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A scored generation batch, and its log-probabilities and advantages known so far.
+    """A scored generation batch, with the log-probabilities and advantages computed so far.
 
-    It is plain data: each ``with_...`` method returns a new rollout.
+    It is immutable: each ``with_...`` method returns a new rollout.
     """
 
     sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
     scores: torch.Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
-    # `(B,)` bool: rows whose advantage can be other than 0; the others get no pass
+    # `(B,)` bool: True for rows whose advantage can differ from 0; the other rows get no pass
     learnable: torch.Tensor
-    # `(B, T)` bool, True on sampled tokens; nowhere on a masked (truncated) row
+    # `(B, T)` bool: True on sampled tokens; all False in a masked (truncated) row
     completion_mask: torch.Tensor
-    # `(B, T)` float32 of the policy that sampled; filled when a pass has been run
+    # `(B, T)` float32 under the policy that sampled; 0 until a pass has computed them
     old_log_probs: torch.Tensor
-    # `(B, T)` float32 of the reference; filled where `learnable` when beta is not 0
+    # `(B, T)` float32 under the reference; computed for `learnable` rows if beta is not 0
     reference_log_probs: torch.Tensor
     advantages: torch.Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
-    settled: torch.Tensor  # (P,) bool: groups whose advantages are final
+    settled: torch.Tensor  # (P,) bool: True for groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None if it does not report them
     sampler_log_probs: torch.Tensor | None = None
-    # `(B, T)` bool: tokens of an earlier policy, whose old log-probabilities are the sampler's;
-    # None if there are none, or if `rollout_correction` weights them
+    # `(B, T)` bool: True on tokens that an earlier policy sampled; their old log-probabilities are
+    # those that the sampler reported. None if there are no such tokens, or if `rollout_correction`
+    # weights them
     from_earlier: torch.Tensor | None = None
-    on_policy: bool = True  # False from the second optimizer step that learns from it
+    on_policy: bool = True  # False from the second optimizer step that trains on this rollout
 
     @classmethod
     def scored(
@@ -165,15 +179,18 @@ class Rollout:
         shaping: Shaping,
         moments: RunningMoments | None = None,
     ) -> Self:
-        """Return a rollout whose scores have the missing-EOS penalty, the clip and normalisation.
+        """Return a rollout of a scored batch.
 
-        At beta 0 its advantages are final. Otherwise they need the log-probabilities.
+        Its scores are the batch's scores after the missing-EOS penalty, clipping and
+        normalisation. If beta is 0, its advantages are final. Otherwise the log-probabilities must
+        be added before the advantages can be computed.
 
         Args:
             sampled: The scored batch.
-            num_generations: G, completions of a group.
-            shaping: Settings of the steps above.
-            moments: Updated and used if ``normalize_reward`` is ``moving``.
+            num_generations: G, the number of completions of a group.
+            shaping: Settings of the penalty, the clipping, the normalisation and the advantages.
+            moments: Running mean and variance, updated and used if ``normalize_reward`` is
+                ``moving``; None normalises over this batch.
         """
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping, num_generations)
@@ -215,7 +232,7 @@ class Rollout:
         return rollout.with_advantages() if shaping.beta == 0 else rollout
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as dicts, lists and tensors, for a checkpoint."""
+        """Return all fields as nested dicts, lists and tensors, for a checkpoint."""
         tokens = self.sampled.tokens
         ids = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
         sampled = vars(self.sampled) | {"tokens": ids}
@@ -223,7 +240,7 @@ class Rollout:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> Self:
-        """Return the rollout of a ``state_dict``, with its tensors on a device."""
+        """Return the rollout that ``state_dict`` saved, with its tensors on ``device``."""
         sampled = state["sampled"] | {"tokens": TokenRows(**state["sampled"]["tokens"])}
         parts = {
             "sampled": ScoredBatch(**_on_device(sampled, device)),
@@ -238,30 +255,36 @@ class Rollout:
 
     @property
     def learnable_rows(self) -> list[int]:
-        """The rows that get a training pass."""
+        """Numbers of the rows that get a training pass."""
         return self.learnable.nonzero().flatten().tolist()
 
     @property
     def comparable(self) -> torch.Tensor:
-        """``(B,)`` bool: scorable rows with at least one scorable sibling."""
+        """``(B,)`` bool mask of scorable rows whose group has another scorable row."""
         baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
         return ~baselines.isnan().view(-1)
 
     @property
     def score_advantages(self) -> torch.Tensor:
-        """``(B,)`` advantages before the KL, over the baseline of ``shaping.baseline``."""
+        """``(B,)`` scores minus the baseline that ``shaping.baseline`` names, without the KL."""
         over_baseline = BASELINES[self.shaping.baseline]
         return over_baseline(self.scores.view(-1, self.num_generations)).view(-1)
 
     @property
     def pull(self) -> torch.Tensor:
-        """``(B,)`` ``score_advantages`` minus leave-one-out advantages; 0 with that baseline."""
+        """``(B,)`` difference of ``score_advantages`` from the leave-one-out advantages.
+
+        It is 0 if ``shaping.baseline`` is ``leave_one_out``.
+        """
         grouped = self.scores.view(-1, self.num_generations)  # (P, G)
         return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
 
     @property
     def token_kl(self) -> torch.Tensor:
-        """``(B, T)`` estimated KL of every token, nats; 0 in rows that are not learnable."""
+        """``(B, T)`` estimated KL divergence of every token, in nats.
+
+        It is 0 if beta is 0, in rows that are not learnable, and on masked tokens.
+        """
         if not self.shaping.beta:
             return torch.zeros_like(self.old_log_probs)
         kl = token_kl(self.old_log_probs, self.reference_log_probs, self.shaping.kl_estimator)
@@ -269,12 +292,12 @@ class Rollout:
 
     @property
     def kl(self) -> torch.Tensor:
-        """``(B,)`` estimated KL of whole completions, nats."""
+        """``(B,)`` estimated KL divergence of whole completions, in nats."""
         return self.token_kl.sum(1)
 
     @property
     def row_advantages(self) -> torch.Tensor:
-        """``(B,)`` one advantage per row; at token level the mean over its tokens."""
+        """``(B,)`` advantage of each row; with the token-level KL, the mean over its tokens."""
         if not is_token_level(self.shaping):
             return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
@@ -283,17 +306,19 @@ class Rollout:
     # --- the next rollout ------------------------------------------------------------------------
 
     def with_reference(self, log_probs: torch.Tensor) -> Self:
-        """Return the rollout with ``(B, T)`` log-probabilities of the reference."""
+        """Return the rollout with the reference's ``(B, T)`` log-probabilities added."""
         return replace(self, reference_log_probs=log_probs)
 
     def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:
-        """Return the rollout with log-probabilities of the policy that sampled, for some rows.
+        """Return the rollout with the old log-probabilities of some rows added.
 
-        Tokens of an earlier policy keep those that its sampler reported.
+        Tokens that an earlier policy sampled keep the log-probabilities that the engine reported
+        when it sampled them.
 
         Args:
             rows: ``(N,)`` row numbers.
-            log_probs: ``(N, C)`` of their first C completion tokens.
+            log_probs: ``(N, C)`` log-probabilities, under the policy that sampled, of the first C
+                completion tokens of each row.
         """
         old = self.old_log_probs.clone()
         width = log_probs.size(1)
@@ -304,12 +329,12 @@ class Rollout:
         return replace(self, old_log_probs=old)
 
     def with_advantages(self, groups: list[int] | None = None) -> Self:
-        """Return the rollout with the advantages of groups whose log-probabilities are known.
+        """Return the rollout with final advantages for groups whose log-probabilities are known.
 
-        At sequence level the KL is subtracted from the scores, before the leave-one-out baseline.
-        With another ``shaping.baseline`` the KL still has the leave-one-out baseline and only the
-        scores have the other one, so that a group does not need the KL of other groups. At token
-        level the KL is subtracted after the baseline.
+        The sequence-level KL is subtracted from the scores before the leave-one-out baseline is.
+        If ``shaping.baseline`` names another baseline, it is used for the scores only, and the KL
+        keeps the leave-one-out baseline, so that a group does not need the KL of other groups. The
+        token-level KL is subtracted after the baseline.
 
         Args:
             groups: Numbers of the groups whose log-probabilities are known; None for all.
@@ -326,7 +351,7 @@ class Rollout:
             advantages = leave_one_out_advantages(rewards).view(-1, 1) + self.pull.unsqueeze(1)
         else:
             advantages = self.score_advantages.unsqueeze(1)
-        if shaping.normalize_advantages:  # over their spread among comparable rows or tokens
+        if shaping.normalize_advantages:  # by mean and deviation over comparable rows or tokens
             known = advantages.masked_fill(~counts, torch.nan)
             advantages = normalise(known).nan_to_num(nan=0.0)
         advantages = advantages * (counts & self.learnable.unsqueeze(1))  # (B, 1) or (B, T)
@@ -339,16 +364,17 @@ class Rollout:
 
 
 def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
-    """Return the rows whose old log-probabilities need a separate pass.
+    """Return the numbers of the rows whose old log-probabilities need a separate pass.
 
-    The forward pass of the first optimizer step gives those of the rows that it trains. So at
-    beta 0 only learnable rows outside of that step need the separate pass. With beta above 0 an
-    advantage also needs the KL of other rows. Then no row needs the separate pass if that step
-    trains the whole rollout and advantages are not normalised, and otherwise all learnable rows do.
+    The forward pass of the first optimizer step also computes the old log-probabilities of the rows
+    that it trains. So at beta 0 only the learnable rows that this step does not train need the
+    separate pass. With beta above 0 a row's advantage also needs the KL of other rows. Then no row
+    needs the separate pass if the first step trains the whole rollout and advantages are not
+    normalised. Otherwise all learnable rows need it.
 
     Args:
         rollout: The rollout.
-        first_step: Rows that are trained in its first optimizer step.
+        first_step: Numbers of the rows that the first optimizer step on this rollout trains.
     """
     rows = rollout.learnable_rows
     if not rollout.shaping.beta:
@@ -359,12 +385,12 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
 
 
 def is_token_level(shaping: Shaping) -> bool:
-    """Return whether each token has an advantage of its own."""
+    """Return True if each token has its own advantage, which needs the token-level KL and beta."""
     return shaping.token_level_kl and shaping.beta != 0
 
 
 def _padded(rows: list[list[Any]], device: torch.device) -> torch.Tensor:
-    """Return B rows of numbers as ``(B, T)``, 0 after the last of a row."""
+    """Return B lists of numbers as a ``(B, T)`` tensor, padded with 0 on the right."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
 
 

@@ -1,27 +1,27 @@
 """One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-This module calls the whole algorithm, up to the gradient; transformers then applies the gradient.
-The package ``training`` makes the parts of the step for a model; a test makes them for a tabular
-policy.
+``Step`` calls the whole algorithm, up to the gradient; transformers then applies the gradient. The
+package ``training`` builds the parts of ``Step`` for a language model. A test builds them for a
+tabular policy.
 
-Other parts of the algorithm:
+These parts of the algorithm are in other modules:
 
-- ``rloo.advantages`` subtracts the baseline: ``Rollout.scored`` calls the function that
-  ``BASELINES`` has under the setting ``baseline``, a field of ``shaping``.
-- A loss is a function in ``LOSSES`` of ``rloo.objective``; ``Learner`` calls it.
-- ``training.dynamic_sampling`` is ``after_scoring``. It replaces groups without signal by
-  completions of other prompts, if that is asked for.
-- ``training.partial_rollouts`` is ``in_flight``. It carries unfinished completions over to the next
-  step, if that is asked for.
+- ``rloo.advantages`` subtracts the baseline. The setting ``baseline`` names a function in its table
+  ``BASELINES``, and ``Rollout`` calls this function.
+- ``rloo.objective`` computes the loss. ``Learner`` calls a function of its table ``LOSSES``.
+- ``training.dynamic_sampling`` is the hook ``after_scoring``. If the setting ``dynamic_sampling``
+  is on, it replaces groups whose scores are all equal with completions of other prompts.
+- ``training.partial_rollouts`` is the hook ``in_flight``. It is used if the setting
+  ``partial_rollouts`` is on, and carries unfinished completions over to the next step.
 - ``Sampler.draw`` of ``training.sampler`` puts vLLM to sleep after a batch; the next ``sample``
   wakes it. Until then rewards, the reference pass, the learner's passes and the optimizer can use
-  the memory that it freed.
-- ``LeaveOneOutTrainer.state_dict`` puts ``Step.state_dict`` and the order of prompts of dynamic
-  sampling into a checkpoint. ``checkpoints.resume`` adds weights, optimizer, schedule, gradient
-  scaler, random states, callbacks and rewards.
+  the memory that vLLM freed.
+- ``LeaveOneOutTrainer.state_dict`` puts ``Step.state_dict`` and dynamic sampling's order of prompts
+  into a checkpoint. ``checkpoints.resume`` adds weights, optimizer, learning-rate schedule,
+  gradient scaler, random states, callbacks and rewards.
 
-Shapes: P prompts, G generations per prompt, B = P*G completions, N some of their rows, T the
-longest completion. A row is one completion; the G rows of a prompt are neighbours.
+Shapes: P prompts, G generations per prompt, B = P*G completions, N selected rows, T the length of
+the longest completion. A row is one completion; the G rows of a prompt are adjacent.
 """
 
 import math
@@ -46,47 +46,48 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Pending(Generic[Result]):
-    """Rewards that are being computed."""
+    """Handle of rewards whose computation has been started; ``result`` waits for them."""
 
-    in_background: bool  # True if async rewards run already; the others run in `result`
-    result: Callable[[], Result]  # waits for all rewards
+    # True if async rewards already run in the background; other rewards run when `result` is called
+    in_background: bool
+    result: Callable[[], Result]  # waits for all rewards and returns them
 
 
 class Log(Protocol):
     """Receiver of a step's metrics."""
 
     def note(self, name: str, value: float) -> None:
-        """Add a value to a metric."""
+        """Record one value of the metric ``name``; the log averages the recorded values."""
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Log a new rollout with final advantages, in the step of that number."""
+        """Log a new rollout whose advantages are final; ``number`` is the optimizer step."""
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Log the counts of a step, its time, and the number of steps skipped so far."""
+        """Log a step's counts and duration, and the number of steps skipped so far."""
 
 
 def all_rows(rows: list[Row]) -> list[Row]:
-    """Return the rows as they are."""
+    """Return all rows unchanged; the default of ``Step.which_prompts``."""
     return rows
 
 
 @dataclass(kw_only=True, eq=False)
 class Step:
-    """Computes the gradient of one optimizer step after another.
+    """The RLOO algorithm: each call of ``run`` computes the gradient of one optimizer step.
 
-    The rows of a rollout are cut into ``num_slices`` slices of equal size, in random order. Each
-    slice is trained ``num_iterations`` times. By default a step uses all slices of one rollout. It
-    uses some of them if TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``,
-    and those of several rollouts if it is above.
+    The rows of a rollout are shuffled and cut into ``num_slices`` slices of equal size. Each slice
+    is trained ``num_iterations`` times. By default an optimizer step uses all slices of one
+    rollout. If TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``, a step uses
+    only some slices of a rollout. If it is above, a step uses the slices of several rollouts.
     """
 
     # the parts
-    sample: Callable[[list[Row]], Completions]  # one completion of each row
+    sample: Callable[[list[Row]], Completions]  # samples one completion of each row
     score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
-    # `(B, T)` log-probabilities of some rows under the reference; None if beta is 0
+    # returns `(B, T)` log-probabilities of the given rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
-    # Returns the same learner each time. The first call makes it, since the free memory of that
-    # moment sets its token budget
+    # Returns the same learner each time. The first call creates it and sets its token budget from
+    # the memory that is free at that moment
     learner: Callable[[], Learner]
     guard: StepGuard
     log: Log
@@ -94,29 +95,30 @@ class Step:
     num_generations: int
     num_slices: int = 1
     num_iterations: int = 1
-    # returns so many completions, and their rows (`partial_rollouts`); None: `sample` does
+    # with `partial_rollouts`, returns the given number of completions and their rows; None if
+    # `sample` makes the completions
     in_flight: Callable[[int], tuple[list[Row], Completions]] | None = None
-    # hooks for optional features (docs/how-to/change_the_step.md); groups stay whole
+    # hooks for optional features (docs/how-to/change_the_step.md); they must keep groups whole
     which_prompts: Callable[[list[Row]], list[Row]] = all_rows
     after_scoring: Callable[[ScoredBatch, Callable[[list[Row]], ScoredBatch]], ScoredBatch] = (
         lambda batch, sample_and_score: batch
     )
-    # may set `learnable` to False
+    # may set entries of `Rollout.learnable` to False, so that these rows do not train
     rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout
-    # True if the reference pass may run during async rewards; False if `after_scoring` can replace
-    # rows, since the pass would belong to the old ones
+    # True if the reference pass may run while async rewards are computed; False if `after_scoring`
+    # can replace rows, because the pass would then have used the replaced rows
     overlap: bool = True
     # the state
     moments: RunningMoments = field(default_factory=RunningMoments)  # `normalize_reward: moving`
-    rollout: Rollout | None = None  # the newest
+    rollout: Rollout | None = None  # the newest rollout
     waiting: list[torch.Tensor] = field(default_factory=list)  # slices of `rollout` yet to train
 
     def run(self, batches: Sequence[list[Row]], number: int) -> torch.Tensor:
-        """Leave the gradient of a step in the parameters; return its loss.
+        """Compute the gradient of a step into the parameters' ``grad``; return the step's loss.
 
         Args:
-            batches: One list for each slice of the step, each with the B rows of a whole rollout. A
-                list is read only if its slice is the first of a new rollout.
+            batches: One list for each slice of the step. Each list has the B rows of a whole
+                rollout, but it is used only if its slice begins a new rollout.
             number: The number of the step, from 1.
 
         Raises:
@@ -149,12 +151,14 @@ class Step:
     def next_slice(
         self, batch: list[Row], number: int, slices_left: int
     ) -> tuple[Rollout, torch.Tensor]:
-        """Return a rollout and ``(N,)`` of its rows; make a new rollout if no slice waits.
+        """Return the current rollout and the ``(N,)`` row numbers of its next slice.
+
+        If all slices have been trained, sample and score a new rollout first.
 
         Args:
-            batch: The B rows of a new rollout.
-            number: The number of the step.
-            slices_left: How many slices the step still needs, this one included.
+            batch: The B training-set rows for a new rollout.
+            number: The number of the optimizer step.
+            slices_left: How many slices the step still needs, including this one.
         """
         if not self.waiting or self.rollout is None:
             rollout = self.make_rollout(batch, number)
@@ -173,12 +177,12 @@ class Step:
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
         """Return a rollout with scores and, if beta is not 0, reference log-probabilities.
 
-        With beta 0 its advantages are final. Otherwise they need the KL, and so the old
-        log-probabilities. ``next_slice`` computes them if it runs a pass for these; if not,
-        ``Learner.learn`` does.
+        With beta 0 the advantages are final. Otherwise they need the KL and therefore the old
+        log-probabilities, so they are computed later: in ``next_slice`` if it runs a separate pass
+        for the old log-probabilities, and in ``Learner.learn`` if not.
 
         Raises:
-            DivergedError: Weights are NaN or Inf after the step before.
+            DivergedError: The weights contain NaN or Inf after the previous step.
         """
         check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
@@ -200,11 +204,11 @@ class Step:
         return self.rows_to_learn(rollout)
 
     def sample_and_score(self, rows: list[Row]) -> ScoredBatch:
-        """Sample and score further rows."""
+        """Sample and score completions of more rows, and wait for the scores."""
         return self.score(rows, self.sample(rows)).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs."""
+        """Return the state that a checkpoint needs to resume the run."""
         batch = None
         if self.waiting and self.rollout is not None:
             batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
@@ -215,7 +219,7 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned; slices may have another size now."""
+        """Load a state that ``state_dict`` returned; ``num_slices`` may have changed since then."""
         self.moments = RunningMoments(**state["moments"])
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
         self.rollout = None

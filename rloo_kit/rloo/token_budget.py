@@ -1,4 +1,4 @@
-"""The size of a training pass, by memory and by time; torch is not imported."""
+"""The size of a training pass, estimated from memory and time, without importing torch."""
 
 GIB = 1024**3
 # A pass without gradient keeps no activations, so its micro-batches may be this much larger
@@ -15,22 +15,24 @@ def default_token_budget(  # noqa: PLR0913
     checkpointing: bool,
     on_cpu: bool,
 ) -> int:
-    """Return how many positions a training pass may have: between 512 and 16,384.
+    """Return the maximum number of positions of a training pass, between 512 and 16,384.
 
-    Half of the free memory (bytes, after the model is loaded) is for activations. On a CPU it is at
-    most 4 GiB: enough for a group to train in one bundle, and larger passes are not faster there.
+    Activations may use half of the free memory, which is given in bytes and measured after the
+    model is loaded. On a CPU they may use at most 4 GiB. This is enough to train a group in one
+    bundle, and larger passes are not faster on a CPU.
     """
-    # values that a layer keeps per position: inputs of its matrices, norms, attention, gated MLP
+    # number of values that a layer keeps for the backward pass, per position: inputs of its
+    # matrices, norms, attention, gated MLP
     layer = 12 * hidden_size + 5 * intermediate_size
-    # with gradient checkpointing one layer at a time keeps these, and each layer keeps its input
+    # with gradient checkpointing only one layer at a time keeps these, and every layer its input
     values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
     room = min(free_memory // 2, 4 * GIB) if on_cpu else free_memory // 2
     return max(512, min(room // (values * bytes_per_value), 16_384))
 
 
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
-    """Return the fixed cost of a training pass, in positions."""
-    # Seconds to start a layer's operations, and operations per second; a position needs about 4 per
-    # parameter. These are constants, so that the same run is always cut in the same way.
+    """Return the fixed cost of a training pass, as the number of positions that cost as much."""
+    # Seconds to start a layer's operations, and operations per second; a position needs about 4
+    # operations per parameter. These are constants, so that a run is always cut in the same way.
     seconds, operations = (5e-3, 1.5e11) if on_cpu else (1.5e-3, 3e13)
     return round(num_layers * seconds * operations / (4 * num_parameters))

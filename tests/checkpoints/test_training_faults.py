@@ -250,7 +250,7 @@ def test_the_fp16_scaler_searches_its_scale_uncounted():
     with pytest.warns(RuntimeWarning, match="is skipped"):
         assert not step(1.0, loss=math.nan), "a loss that is none is no matter of scale"
     assert parameter.tolist() == [1.0] * 3
-    with pytest.raises(DivergedError, match="number 2 in a row"):
+    with pytest.raises(DivergedError, match="2 optimizer steps in a row"):
         step(math.inf)
     guard = StepGuard(limit=2)
     assert step(1.0)
