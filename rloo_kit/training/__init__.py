@@ -1,7 +1,7 @@
 """The leave-one-out trainer over TRL, its settings and its dry run.
 
-Public: ``LeaveOneOutTrainer``, ``LeaveOneOutConfig``. ``step_trainer`` makes the parts of
-``rloo.step.Step`` from TRL's trainer: ``policy`` (passes), ``sampler`` (sampling and rewards),
-``dynamic_sampling`` and ``step_log``. The package must not know run folders, reports or the
-command line.
+Public names: ``LeaveOneOutTrainer`` and ``LeaveOneOutConfig``. The module ``step_trainer`` builds
+the parts of ``rloo.step.Step`` from TRL's trainer. These parts are in ``policy`` (forward passes),
+``sampler`` (sampling and rewards), ``dynamic_sampling`` and ``step_log``. The package must not
+depend on run folders, reports or the command line.
 """

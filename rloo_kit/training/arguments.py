@@ -25,7 +25,7 @@ _TRL_FIELDS = {field.name: field for field in dataclasses.fields(RLOOConfig) if 
 
 
 class _OtherFlag(argparse.Action):
-    """Action that collects the flags of another trainer under their names."""
+    """Command-line action that collects the flags of other trainers in one dict, by name."""
 
     def __call__(
         self,
@@ -34,33 +34,37 @@ class _OtherFlag(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Add one flag."""
+        """Add a flag and its value to the dict."""
         found = getattr(namespace, self.dest) or {}
         setattr(namespace, self.dest, found | {str(option_string)[2:]: read_value(values)})
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(KitSettings, RLOOConfig):
-    """Every field of TRL's ``RLOOConfig`` under TRL's name, and the kit's own (``KitSettings``).
+    """Trainer settings: all fields of TRL's ``RLOOConfig``, and the kit's own of ``KitSettings``.
 
-    Names of other trainers (``config.other_names``) are translated or rejected. Defaults that
-    differ from TRL's, for one consumer GPU and a LoRA adapter: ``num_generations`` 4,
-    ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, ``num_completions_to_print`` 0
-    (``log_completions`` fills the tables of ``report_to``), ``bf16``/``fp16`` by the device,
-    ``gradient_checkpointing`` on a GPU only. Defaults that Unsloth's patched class changes are
-    TRL's again, so that a file means the same with and without Unsloth. ``TrlParser`` and
-    ``HfArgumentParser`` accept the class like TRL's.
+    Settings may also have the names that other trainers use (``config.other_names``); these names
+    are translated or rejected.
+
+    Some defaults differ from TRL's, to suit one consumer GPU and a LoRA adapter:
+    ``num_generations`` is 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, and
+    ``num_completions_to_print`` 0 (``log_completions`` only fills the tables of ``report_to``).
+    ``bf16`` and ``fp16`` depend on the device. ``gradient_checkpointing`` is on only on a GPU.
+
+    Unsloth's patched class changes some defaults. They are reset to TRL's, so that a run file means
+    the same with and without Unsloth. ``TrlParser`` and ``HfArgumentParser`` accept this class in
+    the same way as TRL's.
 
     Raises:
-        ConfigError: An unknown name (with the nearest one), another trainer's name that has no
-            meaning here or is given with the present one, a value out of range, or a batch that
-            does not hold whole groups.
+        ConfigError: A name is unknown (the message has the nearest known name). Another trainer's
+            name has no meaning here, or is given together with the current name. A value is out of
+            range. Or the batch does not consist of whole groups.
     """
 
     other_names: str | None = dataclasses.field(
         default=None,
         metadata={
-            "help": "Settings of TRL before 0.22, of its GRPO and of Unsloth.",
+            "help": "Settings named as in TRL before 0.22, in TRL's GRPO trainer or in Unsloth.",
             "aliases": sorted(f"--{name}" for name in OTHER_NAMES - OF_SCRIPTS - {*_TRL_FIELDS}),
             "action": _OtherFlag,
             "nargs": "?",
@@ -68,7 +72,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         },
     )
 
-    if TYPE_CHECKING:  # TRL fills these in where they are None
+    if TYPE_CHECKING:  # TRL replaces None by a value in these fields
         num_generations: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
         max_completion_length: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
         generation_batch_size: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -76,7 +80,10 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         steps_per_generation: int = 0  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings without secrets, for trackers and checkpoints."""
+        """Return the settings as a dict, for experiment trackers and checkpoints.
+
+        Secrets are left out.
+        """
         return redact_tree(super().to_dict())
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
@@ -86,7 +93,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
                 del arguments[name]  # a parser also gives defaults
         arguments |= others
         arguments = {n: v for n, v in arguments.items() if v is not None or n not in BY_DEVICE}
-        if isinstance(arguments.get("normalize_reward"), str):  # of a command line, perhaps "true"
+        if isinstance(arguments.get("normalize_reward"), str):  # from a command line, maybe "true"
             arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
         of_unsloth = {
             name: arguments.pop(name)
@@ -104,7 +111,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             values.setdefault("fp16", hardware.mixed_precision == "fp16")
         if on_cpu and any(mark in str(values.get("optim", "")) for mark in ("8bit", "paged")):
             warnings.warn(
-                f"optim={values['optim']!r} needs a GPU: adamw_torch is used",
+                f"optim={values['optim']!r} needs a GPU, so adamw_torch is used instead",
                 UserWarning,
                 stacklevel=2,
             )
@@ -137,23 +144,26 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         """Warn about a requested precision that Unsloth turns off on a CPU."""
         for name in ("bf16", "fp16", "tf32"):
             if arguments.get(name) and not getattr(self, name):
-                text = f"{name}=True is slow or unknown on this CPU: Unsloth turns it off"
+                text = f"{name}=True is slow or not supported on this CPU, so Unsloth turns it off"
                 warnings.warn(text, UserWarning, stacklevel=3)
 
     @property
     def n_gpu(self) -> int:
-        """Number of GPUs: at most 1, since transformers would divide batches among several."""
+        """Number of GPUs; at most 1, because transformers would split batches among several."""
         return min(1, super().n_gpu)
 
     @property
     def device(self) -> torch.device:
-        """The device that trains; a CPU has no index, since torch.load cannot map to one."""
+        """The device for training.
+
+        A CPU has no index, because torch.load cannot map tensors to a CPU with one.
+        """
         found = super().device
         return torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def shaping(self) -> Shaping:
-        """Settings that turn scores into advantages."""
+        """The settings that define how scores become advantages."""
         mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
         names = [field.name for field in dataclasses.fields(Shaping)]
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -166,12 +176,12 @@ _OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
 
 
 def _show_parsers_the_defaults() -> None:
-    """Give command-line parsers the kit's defaults and help, and one type for each setting."""
+    """Set the kit's defaults, help texts and types in the class, so that parsers show them."""
     parsed = LeaveOneOutConfig.__dataclass_fields__
     for name, default in {**dict.fromkeys(BY_DEVICE), **TRL_DEFAULTS}.items():
         parsed[name] = copy.copy(parsed[name])  # TRL's own class stays as it is
         parsed[name].default = default
-    for field in OWN_FIELDS:  # argparse takes the metadata as its keywords
+    for field in OWN_FIELDS:  # argparse uses the metadata as keyword arguments
         parsed[field.name] = copy.copy(field)
         parsed[field.name].metadata = {"help": field.metadata["rule"].help}
     LeaveOneOutConfig.__annotations__["normalize_reward"] = str | None
@@ -181,22 +191,23 @@ _show_parsers_the_defaults()
 
 
 def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
-    """Return a trainer's ``args`` as a ``LeaveOneOutConfig``.
+    """Return a trainer's ``args`` as a ``LeaveOneOutConfig``; None gives the default settings.
 
-    An ``RLOOConfig`` does not know which of its values were set, so all of them are used, those of
-    Unsloth's patched class too, and the kit's own settings keep their defaults. Settings that TRL's
-    defaults leave to the machine (``BY_DEVICE``) depend on the machine here too.
+    An ``RLOOConfig`` does not record which of its values the user set. So all its values are used,
+    including those that Unsloth's patched class adds, and the kit's own settings get their
+    defaults. If a setting in ``BY_DEVICE`` still has TRL's default, its value depends on the
+    machine.
 
     Raises:
         ConfigError: ``args`` is the configuration of another trainer.
     """
     if args is None or isinstance(args, LeaveOneOutConfig):
         return args or LeaveOneOutConfig()
-    # by name, since Unsloth replaces TRL's class by its own
+    # compared by name, because Unsloth replaces TRL's class by its own
     if not any(kind.__name__ == "RLOOConfig" for kind in type(args).__mro__):
         raise ConfigError(
             f"args is of type {type(args).__name__}, must be a LeaveOneOutConfig or TRL's "
-            f"RLOOConfig: give its settings to LeaveOneOutConfig"
+            f"RLOOConfig: pass its settings to LeaveOneOutConfig"
         )
     values = {name: getattr(args, name) for name in _TRL_FIELDS if hasattr(args, name)}
     del values["generation_batch_size"]  # TRL has filled it in from steps_per_generation

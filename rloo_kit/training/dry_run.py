@@ -1,8 +1,8 @@
-"""Worst-case dry run: one learning step at full length, so that a run without memory fails early.
+"""Worst-case dry run: one learning step at full length, to find memory problems before training.
 
-It makes the largest passes that the run can have, and then restores weights, random states and
-metrics. It does not sample, since sampling halves its rows by itself if memory runs out.
-docs/how-to/plan.md explains which passes are made, and why.
+The dry run makes the largest forward and backward passes that the run can have, and then restores
+weights, random states and metrics. It does not sample, because sampling halves its batch by itself
+if memory runs out. docs/how-to/plan.md explains which passes are made, and why.
 """
 
 import contextlib
@@ -30,27 +30,27 @@ from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
 
-# Optimizers that make no step here, by parts of their names: the first keep their states in main
-# memory and never free them, the others hook into the backward pass
+# Parts of the names of optimizers that make no step in the dry run. Paged optimizers keep their
+# states in main memory and never free them; the others hook into the backward pass
 NOT_STEPPED = ("paged", "layerwise", "lomo")
 REMEDY = (
-    "set model.load_in_4bit and trainer.gradient_checkpointing, lower lora.r, or last lower "
-    "trainer.max_completion_length"
+    "set model.load_in_4bit and trainer.gradient_checkpointing, lower lora.r, or, if that is not "
+    "enough, lower trainer.max_completion_length"
 )
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Memory and time of one step in the worst case."""
+    """Result of a dry run: memory and time of one learning step in the worst case."""
 
-    # peak memory: on a GPU of tensors and of everything outside of torch's allocator (CUDA context,
-    # an engine), on a CPU the process's resident memory
+    # peak memory: on a GPU of all tensors and of everything outside of torch's allocator (CUDA
+    # context, an engine); on a CPU the resident memory of the process
     peak_bytes: int
-    device_bytes: int  # of the card, or of the machine
-    seconds: float
+    device_bytes: int  # total memory of the GPU; on a CPU, of the machine
+    seconds: float  # duration of the dry run
     rows: int  # completions of a generation batch
-    tokens: int  # of each completion with its prompt
-    budget: int  # `tokens_per_micro_batch` from here on
+    tokens: int  # tokens of each completion with its prompt
+    budget: int  # `tokens_per_micro_batch` after the dry run
     lowered: bool  # True if memory ran out and the budget was lowered
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class DryRun:
             f"{self.seconds:.0f} s"
         )
         if self.lowered:
-            text += f"; memory ran out: tokens_per_micro_batch is now {self.budget}"
+            text += f"; memory ran out, so tokens_per_micro_batch is now {self.budget}"
         return text
 
 
 @dataclass(kw_only=True, eq=False)
 class WorstCase:
-    """Largest step of a training that has not begun."""
+    """The largest learning step that a training can have, run before the training begins."""
 
     args: LeaveOneOutConfig
     model: Model
@@ -77,9 +77,10 @@ class WorstCase:
     make_optimizer: Callable[[], Any] | None  # None if the run has its optimizer already
 
     def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
-        """Return whether ``args.dry_run`` asks for a dry run.
+        """Return True if the settings ask for a dry run.
 
-        If it is None, the answer is yes on a GPU, provided that the length of prompts is bounded.
+        ``args.dry_run`` decides. If it is None, a dry run is wanted on a GPU if the length of the
+        prompts has an upper bound.
 
         Args:
             max_prompt_tokens: As for ``run``.
@@ -96,14 +97,16 @@ class WorstCase:
         max_prompt_tokens: int | None = None,
         remedy: Callable[[], str] | None = None,
     ) -> DryRun:
-        """Run one learning step in the worst case, and free its memory.
+        """Run one learning step in the worst case, free its memory, and return what it needed.
 
-        Only the learner's token budget may change: it is halved if memory runs out.
+        The step changes nothing but the learner's token budget, which is halved if memory runs out.
 
         Args:
-            max_prompt_tokens: Longest prompt of a stream, whose prompts are not known; None uses
-                the rest of the model's ``max_seq_length``.
-            remedy: Called when memory ran out; returns what to change, as a clause.
+            max_prompt_tokens: Tokens of the longest prompt, for a stream, whose prompts are not
+                known in advance. None assumes that the longest prompt and completion together fill
+                the model's context length.
+            remedy: Called if memory runs out; returns advice for the error message, such as "lower
+                lora.r". None gives general advice.
 
         Raises:
             MemoryRanOutError: Not even a single completion of the worst case fits.
@@ -132,7 +135,7 @@ class WorstCase:
         finally:
             learner.may_share = shares
             return_to_system()
-            take_peak()  # what training reports as its own peak begins here
+            take_peak()  # the peak that the training reports is measured from here on
         return DryRun(
             peak_bytes,
             total,
@@ -144,7 +147,7 @@ class WorstCase:
         )
 
     def _longest_prompt(self, max_prompt_tokens: int | None) -> list[int]:
-        """Return the ids of the longest prompt; for a stream, ids of the greatest length."""
+        """Return the token ids of the longest prompt; for a stream, made-up ids of that length."""
         if hasattr(self.dataset, "__len__"):
             settings = cast(dict[str, Any] | None, self.args.chat_template_kwargs)
             return longest_prompt(self.dataset, self.tokenizer, settings)
@@ -155,7 +158,13 @@ class WorstCase:
         return self.tokenizer("1").input_ids[:1] * min(max_prompt_tokens or left, left)
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
-        """Run the largest passes of a step; repeat them if the budget had to be lowered."""
+        """Run the largest passes of a step, again after each time that the budget was lowered.
+
+        Args:
+            ids: Token ids of the longest prompt.
+            rows: Completions of a generation batch.
+            width: Tokens of the longest completion with its prompt.
+        """
         args = self.args
         learner = self.learner
         budget = None
@@ -170,7 +179,7 @@ class WorstCase:
                         self.policy.reference_log_probs(learner, tokens, numbers)
                     else:
                         learner.log_probs(tokens, numbers, self.policy.forward)
-            # a step of several rollouts learns from one after another
+            # a step that uses several rollouts learns from one at a time
             for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)
                 weights = torch.zeros(len(rollout), device=learner.device)  # (B,)
@@ -181,7 +190,13 @@ class WorstCase:
                 learner.learn(rollout, weights)
 
     def _rollout(self, ids: list[int], rows: int, width: int) -> Rollout:
-        """Return a rollout of whole groups, with scores that differ so that every row trains."""
+        """Return a made-up rollout of whole groups, whose scores differ so that every row trains.
+
+        Args:
+            ids: Token ids that the rows repeat.
+            rows: The number of rows, which is rounded up to whole groups.
+            width: Tokens of each row, prompt and completion together.
+        """
         group = self.args.num_generations
         rows = -(-rows // group) * group
         row = (ids * (width // len(ids) + 1))[:width]
@@ -200,7 +215,10 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
-        """Hold an optimizer like the run's after one step; restore the weights."""
+        """Keep the states of an optimizer like the run's in memory during the body.
+
+        The optimizer makes one step to allocate its states; the weights are then restored.
+        """
         parameters = self.learner.parameters
         name = OptimizerNames(self.args.optim).value
         if self.make_optimizer is None or any(mark in name for mark in NOT_STEPPED):
@@ -223,7 +241,7 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Set the model up as transformers' loop does; undo what the passes change."""
+        """Prepare the model for training as transformers does, and undo all changes afterwards."""
         args = self.args
         model = self.model
         states = random_states()
@@ -233,7 +251,8 @@ class WorstCase:
             enable_checkpointing(model, args)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="memory ran out")  # the result says it
+                # the result of the dry run reports this
+                warnings.filterwarnings("ignore", message="memory ran out")
                 model.train()
                 yield
         finally:
@@ -247,15 +266,16 @@ class WorstCase:
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:
-    """Return (rows, width) of the one or two micro-batches that need the most memory.
+    """Return the sizes (rows, width) of the one or two micro-batches that need the most memory.
 
-    The first one has as many rows of the longest length as fit into the budget, at least one. If
-    they do not fill the budget, the second one has one row more, and shorter rows that fill it.
+    The first has as many rows of the longest length as fit into the budget, but at least one. If
+    this leaves a part of the budget unused, there is a second micro-batch, which has one more row
+    and whose rows are short enough to fit.
 
     Args:
-        at_most: Most rows of a micro-batch.
+        at_most: Maximum number of rows of a micro-batch.
         longest: Tokens of the longest row.
-        budget: Most positions of a micro-batch, which is rows times width.
+        budget: Maximum number of positions of a micro-batch, which is rows times width.
 
     >>> largest_passes(64, 9000, 16_384)
     [(1, 9000), (2, 8192)]

@@ -1,4 +1,4 @@
-"""Dynamic sampling: further prompts in place of those whose completions have equal scores."""
+"""Dynamic sampling: replaces prompts whose completions all have equal scores by other prompts."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,22 +15,29 @@ from rloo_kit.training.step_log import StepLog
 
 @dataclass(kw_only=True, eq=False)
 class DynamicSampling:
-    """Counts groups without signal after scoring; replaces them if ``dynamic_sampling`` is on."""
+    """Hook after scoring that counts groups without signal, and may replace them.
+
+    A group has no signal if its scores are all equal. Such groups are replaced only if the setting
+    ``dynamic_sampling`` is on.
+    """
 
     args: LeaveOneOutConfig
-    dataset: Callable[[], Any]  # rows with `prompt`
+    dataset: Callable[[], Any]  # returns the training set, whose rows have `prompt`
     log: StepLog
-    order: deque[int] = field(default_factory=deque)  # rows of the dataset that come next
-    num_orders: int = 0  # begun so far
+    order: deque[int] = field(default_factory=deque)  # row numbers of the next prompts to draw
+    num_orders: int = 0  # number of random orders begun so far
 
     def after_scoring(
         self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
     ) -> ScoredBatch:
-        """Return the batch, with groups without signal replaced by groups of further prompts.
+        """Replace groups without signal by groups of newly drawn prompts, in one or more rounds.
 
         Args:
             batch: A scored generation batch.
-            complete: Samples and scores rows.
+            complete: Samples and scores completions of rows; each row occurs G times.
+
+        Returns:
+            The new batch; the old one if ``dynamic_sampling`` is off.
         """
         shaping = self.args.shaping
         size = self.args.num_generations
@@ -51,7 +58,7 @@ class DynamicSampling:
         return batch
 
     def _next_row(self) -> Row:
-        """Return the next row of a random order of the training set, not the order of the run."""
+        """Return the next row of a random order that is independent of the run's own order."""
         dataset = self.dataset()
         if not self.order:
             generator = torch.Generator().manual_seed(self.args.seed + self.num_orders)
@@ -60,7 +67,7 @@ class DynamicSampling:
         return dataset[self.order.popleft()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state that is kept from batch to batch."""
+        """Return a copy of the order of prompts, for a checkpoint."""
         return {"prompt_order": list(self.order), "prompt_orders": self.num_orders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Partial rollouts: a step samples until enough groups are complete, and the others wait.
+"""Partial rollouts: sampling stops when enough groups are complete; later steps continue the rest.
 
-A step would otherwise wait for its longest completion, while most of its rows have ended. Here more
-groups are in flight than a step trains. The unfinished ones keep their tokens, and the policy after
-the optimizer step continues them. Each token keeps the log-probability under the policy that
-sampled it. Every prompt that was begun is trained once.
+Without partial rollouts a step waits for its longest completion although most of its completions
+have ended. With them, more groups are sampled at once than a step trains. Unfinished groups keep
+their tokens, and the policy continues them after the optimizer step. Each token keeps its
+log-probability under the policy that sampled it. Each prompt that was begun is trained exactly
+once.
 
 Sources: Kimi k1.5 (arXiv 2501.12599, section 2.6.2, partial rollouts); APRIL (arXiv 2509.18521).
 
@@ -27,50 +28,54 @@ from rloo_kit.training.sampler import TrainingCompleter
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """A completion so far."""
+    """The tokens sampled so far of a completion that may still be unfinished."""
 
     ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # one for each token
     batches: list[int] = field(default_factory=list)  # number of the batch that sampled each token
     has_ended: bool = False
 
 
 @dataclass(eq=False)
 class Group:
-    """The G completions of a prompt that has begun."""
+    """A prompt whose sampling has begun, with its G completions."""
 
-    number: int  # in the order of prompts of the whole training
+    number: int  # position of the prompt in the order of the whole training
     begun: int  # number of the batch in which it began
-    row: Row
+    row: Row  # the row of the training set
     prompt_ids: list[int]
     completions: list[PartialCompletion]
 
 
 @dataclass(kw_only=True, eq=False)
 class InFlight:
-    """The groups that have begun and are not trained yet; it is ``in_flight`` of a ``Step``."""
+    """The groups in flight: begun, but not trained yet. It is the hook ``Step.in_flight``."""
 
     completer: TrainingCompleter
-    grow: Callable[[Begun], Generations]
-    has_ended: Callable[[list[int], list[int]], bool]  # a completion, by prompt and its ids
-    order: Callable[[], Iterator[int]]  # rows of the dataset, epoch after epoch
-    dataset: Callable[[], Any]  # rows with `prompt`
+    grow: Callable[[Begun], Generations]  # continues completions
+    # returns True if a completion, given by its prompt's ids and its own, has ended
+    has_ended: Callable[[list[int], list[int]], bool]
+    order: Callable[[], Iterator[int]]  # returns row numbers of the dataset, epoch after epoch
+    dataset: Callable[[], Any]  # returns the training set, whose rows have `prompt`
     num_generations: int  # G
-    num_groups: int  # most groups in flight
-    max_age: int  # most batches that a group waits
-    num_wanted: Callable[[], int]  # groups that the whole training needs
-    pieces: Pieces
+    num_groups: int  # maximum number of groups in flight
+    max_age: int  # maximum number of batches that a group waits
+    num_wanted: Callable[[], int]  # returns the number of groups that the whole training needs
+    pieces: Pieces  # number of completions sampled at once, halved if memory runs out
     # the state
     groups: list[Group] = field(default_factory=list)  # oldest first
-    num_begun: int = 0  # groups so far
+    num_begun: int = 0  # number of groups begun so far
     batch: int = 0  # number of batches so far
-    coming: Iterator[int] | None = None  # rows of the dataset that begin next
+    coming: Iterator[int] | None = None  # row numbers of the next prompts to begin
 
     def __call__(self, num_rows: int) -> tuple[list[Row], Completions]:
-        """Return completions of whole groups, and their rows.
+        """Sample until ``num_rows`` completions in whole groups are complete.
+
+        Returns:
+            The training-set row of each completion, and the completions.
 
         Raises:
-            StalePolicyError: The engine sampled from another policy.
+            StalePolicyError: The engine did not sample from the current policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         started = time.perf_counter()
@@ -90,7 +95,7 @@ class InFlight:
         return rows, completions
 
     def _sample(self, num: int) -> list[Group]:
-        """Sample until ``num`` groups are complete; return them."""
+        """Sample until ``num`` groups can be taken as the next batch; return these groups."""
         self._begin(num)
         rows: list[tuple[Group, int]] = []
 
@@ -104,7 +109,7 @@ class InFlight:
         return self._choose(num) or []
 
     def _begin(self, num: int) -> None:
-        """Begin groups, at least until ``num`` are in flight."""
+        """Begin new groups: up to ``num_groups`` in flight, and at least ``num``."""
         if self.coming is None:
             self.coming = self.order()
         room = min(self.num_groups - len(self.groups), self.num_wanted() - self.num_begun)
@@ -118,7 +123,7 @@ class InFlight:
         self.groups.append(group)
 
     def _growing(self) -> list[tuple[Group, int]]:
-        """Return the completions that have not ended, by group and place."""
+        """Return the unfinished completions, each as a group and its index in the group."""
         return [
             (group, place)
             for group in self.groups
@@ -127,16 +132,19 @@ class InFlight:
         ]
 
     def _choose(self, num: int, ended: Collection[tuple[Group, int]] = ()) -> list[Group] | None:
-        """Return the ``num`` oldest complete groups; None if more must be complete.
+        """Return the ``num`` oldest complete groups; None if sampling must go on.
+
+        Sampling must go on if fewer than ``num`` groups are complete, or if one of the groups left
+        over would become older than ``max_age`` before it is trained.
 
         Args:
-            num: Groups of a batch.
-            ended: Completions that have ended since.
+            num: The number of groups of a batch.
+            ended: Completions that have ended but are still listed as unfinished.
         """
         open_groups = {group for group, place in self._growing() if (group, place) not in ended}
         taken = [group for group in self.groups if group not in open_groups][:num]
         left = [group for group in self.groups if group not in taken]
-        # the group at a place of the line trains after at least place // num further batches
+        # the group at index `place` of the queue waits for at least place // num more batches
         is_late = any(
             self.batch + 1 + place // num - group.begun > self.max_age
             for place, group in enumerate(left)
@@ -144,7 +152,12 @@ class InFlight:
         return None if len(taken) < num or (is_late and open_groups) else taken
 
     def _grow(self, rows: list[tuple[Group, int]], num: int) -> None:
-        """Sample some completions until enough groups are complete."""
+        """Continue the given completions until ``num`` groups can be taken as a batch.
+
+        Args:
+            rows: The completions, each as a group and its index in the group.
+            num: The number of groups of a batch.
+        """
         begun = Begun(
             [group.prompt_ids for group, _ in rows],
             [group.completions[place].ids for group, place in rows],
@@ -164,13 +177,13 @@ class InFlight:
             )
 
     def restart(self) -> None:
-        """Forget all groups, for a training that begins."""
+        """Forget all groups, at the beginning of a training."""
         self.groups = []
         self.coming = None
         self.num_begun = self.batch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state that is kept from batch to batch."""
+        """Return a copy of the groups in flight, for a checkpoint."""
         groups = [
             {
                 "number": group.number,

@@ -1,4 +1,4 @@
-"""Forward passes of the policy and of its reference over micro-batches."""
+"""Forward passes of the policy and of the reference model over micro-batches."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,30 +19,35 @@ from rloo_kit.types import Model
 
 @dataclass(eq=False)
 class Policy:
-    """Forward passes over micro-batches, under the policy and under its reference."""
+    """Runner of forward passes over micro-batches, with the policy or the reference model."""
 
     model: Any  # the policy, with or without an adapter
-    # A separate reference model; None if it is the adapter `ref`, or the model without adapter
+    # A separate reference model; None if the reference is the adapter `ref` of the policy's model,
+    # or that model without adapter
     ref_model: Any
-    accelerator: Accelerator  # casts and unwraps
+    accelerator: Accelerator  # for autocast and unwrapping
     args: LeaveOneOutConfig
 
     def forward(self, batch: MicroBatch) -> PassOutput:
-        """Return log-probabilities under the policy, and entropies if gradients are enabled."""
+        """Run the policy on a micro-batch; compute entropies too if gradients are enabled."""
         return self.run(batch, entropies=torch.is_grad_enabled())
 
     def run(self, batch: MicroBatch, *, entropies: bool, model: Any = None) -> PassOutput:
-        """Return ``(N, C)`` log-probabilities of a micro-batch's completions, and entropies.
+        """Run a model on a micro-batch.
 
         Args:
-            batch: The rows.
-            entropies: Return ``(N, C)`` entropies too, detached.
-            model: The model that computes; None for the policy.
+            batch: The micro-batch.
+            entropies: True to compute entropies too.
+            model: The model to run; None for the policy.
+
+        Returns:
+            ``(N, C)`` log-probabilities of the completion tokens, and their detached ``(N, C)``
+            entropies or None. Both are 0 on masked tokens.
         """
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         with self.accelerator.autocast():
-            # No attention mask, since rows are padded on the right only. (Unsloth's kernels may
-            # drop it while they train; left-padded prompts would then attend to their padding.)
+            # No attention mask is needed, because rows are padded on the right only. (Unsloth's
+            # kernels may drop a mask in training; left-padded rows would then attend to padding.)
             after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch.labels)
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
@@ -56,20 +61,29 @@ class Policy:
         return PassOutput(log_probs, of_completions(output.entropy.detach()) if entropies else None)
 
     def may_share(self) -> bool:
-        """Return whether a prompt may run once for its group; not with gradient checkpointing."""
+        """Return True if a prompt can run once for several completions.
+
+        The model must support this, and gradient checkpointing must not be in use.
+        """
         checkpoints = self.args.gradient_checkpointing or self.model.is_gradient_checkpointing
         return not (checkpoints and torch.is_grad_enabled()) and continues_prompts(self.model)
 
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
-        """Run passes without gradient, and without gradient checkpointing."""
+        """Disable gradients and gradient checkpointing in the body."""
         with torch.no_grad(), without_checkpointing(self.model, self.args):
             yield
 
     def reference_log_probs(
         self, learner: Learner, tokens: TokenRows, rows: list[int]
     ) -> torch.Tensor:
-        """Return ``(B, T)`` log-probabilities under the reference, 0 in other rows."""
+        """Return ``(B, T)`` log-probabilities of some rows under the reference model.
+
+        Args:
+            learner: Runs the passes, and counts them.
+            tokens: The tokens of all B rows.
+            rows: Numbers of the rows to compute; the other rows of the result are 0.
+        """
 
         def forward(batch: MicroBatch) -> PassOutput:
             return self.run(batch, entropies=False, model=self.ref_model)
@@ -84,9 +98,9 @@ class Policy:
 
 
 def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
-    """Turn gradient checkpointing on as transformers' loop does."""
+    """Turn gradient checkpointing on in the same way as transformers' training loop."""
     kwargs = {**cast(dict[str, Any], args.gradient_checkpointing_kwargs or {})}
-    # two arguments of transformers; the others are for torch
+    # these two are arguments of transformers; the others are passed on to torch
     own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
     # by name: Unsloth's replacement for Gemma 3n and 4 accepts no positional arguments
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
@@ -94,7 +108,7 @@ def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
 
 @contextlib.contextmanager
 def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[None]:
-    """Turn gradient checkpointing off for the body."""
+    """Turn gradient checkpointing off in the body, and on again after it if it was on."""
     was_enabled = model.is_gradient_checkpointing
     if was_enabled:
         model.gradient_checkpointing_disable()
@@ -106,9 +120,19 @@ def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[Non
 
 
 def _run_prompts(model: Model, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:
-    """Run each prompt once; return the arguments with which ``(N, W)`` rows continue them.
+    """Run each shared prompt once.
 
-    The cache is part of the graph: the gradient of a prompt is the sum over its rows.
+    The key-value cache is part of the autograd graph, so the gradient of a prompt is the sum over
+    the rows that continue it.
+
+    Args:
+        model: The model.
+        shared: The distinct prompts of a micro-batch.
+        rows: ``(N, W)``, a tensor of the shape of the micro-batch's rows.
+
+    Returns:
+        Keyword arguments for the model's pass over the rows, so that each row continues its prompt:
+        cache, attention mask and positions.
     """
     cache = DynamicCache(config=model.config.get_text_config())
     model.get_decoder()(input_ids=shared.input_ids, past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""Sampler of completions from the policy that trains, and the weighted sum of their rewards.
+"""Sampling of completions from the current policy, and the weighted sum of their rewards.
 
 Shapes: B completions, F reward functions.
 """
@@ -40,7 +40,7 @@ from rloo_kit.training.policy import Policy, without_checkpointing
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Score
 
-# For a single completion that does not fit into memory
+# Advice in the error message if a single completion does not fit into memory
 SAMPLING_REMEDY = (
     "lower trainer.max_completion_length, use a smaller model, or set model.load_in_4bit"
 )
@@ -48,31 +48,36 @@ SAMPLING_REMEDY = (
 
 @dataclass(kw_only=True, eq=False)
 class Sampler:
-    """Samples completions of tokenized prompts from the current policy."""
+    """Sampler of completions of tokenized prompts, from the current policy."""
 
     model: Any
     accelerator: Accelerator
     args: LeaveOneOutConfig
-    policy: Policy  # its passes check the engine
+    policy: Policy  # its forward passes are compared with the engine's log-probabilities
     log: StepLog
     pad_token_id: int
     eos_token_ids: list[int]
-    thought: ThoughtLimit | None
+    thought: ThoughtLimit | None  # None if the length of thoughts is not limited
     engine: Engine | None  # None if the model itself samples
-    generation_config: Any  # of transformers, if the model samples; and the same as a dict
-    generation_kwargs: dict[str, Any]
-    trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # continuous batching
-    canary: Canary | None = None
+    generation_config: Any  # transformers' settings of sampling, used if the model itself samples
+    generation_kwargs: dict[str, Any]  # the same settings as a dict
+    trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # samples by continuous batching
+    canary: Canary | None = None  # checks that the engine samples from the current policy
     is_synced: bool = False  # True if the engine has the current weights
-    # turns of a batch whose check waits until the engine sleeps; None: each draw is a batch
+    # draws inside `turns`, which are checked after the engine has freed its memory; None outside of
+    # `turns`, where each draw is checked at once
     unchecked: list[tuple[list[list[int]], Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
     def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return completion ids, and their log-probabilities if an engine reports them.
+        """Sample one completion of each prompt.
+
+        Returns:
+            The token ids of the completions, and the log-probabilities of these tokens. The
+            log-probabilities are None if the model itself samples and ``partial_rollouts`` is off.
 
         Raises:
-            StalePolicyError: The engine sampled from another policy.
+            StalePolicyError: The engine did not sample from the current policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         engine = self.engine
@@ -92,16 +97,16 @@ class Sampler:
         return [ids for ids, _ in found], [known for _, known in found]
 
     def grow(self, begun: Begun) -> Generations:
-        """Continue begun completions until enough have ended; return their new tokens.
+        """Continue unfinished completions until enough have ended; return their new tokens.
 
         Raises:
-            StalePolicyError: The engine sampled from another policy.
-            Exception: Memory ran out (``is_out_of_memory``).
+            StalePolicyError: The engine did not sample from the current policy.
+            Exception: Memory ran out; ``is_out_of_memory`` recognises the error.
         """
         engine = self.engine
         if engine is None:
             return self._grow_here(begun)
-        assert isinstance(engine, PartialEngine)  # `check_partial` has refused others
+        assert isinstance(engine, PartialEngine)  # `check_partial` has rejected other engines
         return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
 
     def _draw_by(
@@ -110,9 +115,18 @@ class Sampler:
         prompt_ids: list[list[int]],
         draw: Callable[[Sampling, int], Generations],
     ) -> Generations:
-        """Let an engine sample with the current weights, and check that it did."""
+        """Call ``draw`` after syncing the weights, and check that the engine used them.
+
+        Args:
+            engine: The engine that samples.
+            prompt_ids: The prompts; for continued completions, prompts with the tokens so far.
+            draw: Samples with given settings and seed.
+
+        Raises:
+            StalePolicyError: The engine did not sample from the current policy.
+        """
         self._sync(engine, prompt_ids)
-        seed = int(torch.randint(2**31, ()))  # of the run's own random state
+        seed = int(torch.randint(2**31, ()))  # drawn from the run's random state
         sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
         drawn = draw(sampling, seed)
         self.log.note_used()
@@ -125,10 +139,12 @@ class Sampler:
 
     @contextlib.contextmanager
     def turns(self) -> Iterator[None]:
-        """Draw several turns of a batch; until the last one the engine keeps its cache.
+        """Keep the engine awake during the body, so that all turns of a batch use its cache.
+
+        The draws of the body are checked at its end, after the engine has freed its memory.
 
         Raises:
-            StalePolicyError: The engine sampled a turn from another policy.
+            StalePolicyError: In one of the draws the engine did not sample from the current policy.
         """
         engine = self.engine
         if engine is None:
@@ -145,9 +161,13 @@ class Sampler:
             self._check(engine, *pair)
 
     def _check(self, engine: Engine, prompt_ids: list[list[int]], drawn: Generations) -> None:
-        """Check that the engine sampled from the policy that trains."""
+        """Check that the engine sampled from the current policy, if there is a canary.
+
+        Raises:
+            StalePolicyError: It did not.
+        """
         if self.canary is not None and self.model.training:
-            # a row that waited for a place in the engine may have no new token
+            # a row that waited for a free slot of the engine may have no new token
             rows = [row for row, ids in enumerate(drawn.completion_ids) if ids]
             tokens = TokenRows(
                 [prompt_ids[row] for row in rows], [drawn.completion_ids[row] for row in rows]
@@ -156,7 +176,7 @@ class Sampler:
             self.log.note_all(self.canary.check(tokens, known, engine.name))
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
-        """Return one completion of each prompt, sampled by the model itself without an engine."""
+        """Sample one completion of each prompt with the model itself; return the token ids."""
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
@@ -173,7 +193,7 @@ class Sampler:
             )
 
     def _grow_here(self, begun: Begun) -> Generations:
-        """Continue begun completions with the model itself."""
+        """Continue unfinished completions with the model itself; return their new tokens."""
         with self._samples(), self._unwrapped() as model, torch.no_grad():
             return grow(
                 model,
@@ -186,7 +206,7 @@ class Sampler:
             )
 
     def _unwrapped(self) -> AbstractContextManager[Any]:
-        # Unsloth puts its own function there
+        # Unsloth replaces this function with its own
         return rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             self.model,
             self.accelerator,
@@ -195,7 +215,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def _samples(self) -> Iterator[None]:
-        """Set the model up to sample during the body; explain the errors of sampling."""
+        """Prepare the model for sampling in the body, and add advice to sampling errors."""
         # TRL turns checkpointing off to sample, and does not turn it on again after an error.
         off = without_checkpointing(self.model, self.args)
         training = self.model.training
@@ -206,9 +226,14 @@ class Sampler:
                 self.model.train(training)
 
     def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
-        """Send the weights to the engine if they have changed; at first, prove that they arrive.
+        """Send the weights to the engine if they have changed.
 
-        The proof shifts the adapter, so a model without one gets none.
+        Before the first batch of a training, also test that the engine receives them, if the
+        setting ``canary`` is on. The test changes the adapter for a moment, so it is left out for a
+        model without an adapter.
+
+        Raises:
+            StalePolicyError: The test showed that the engine does not use the sent adapter.
         """
         wanted = self.args.canary and hasattr(self.model, "peft_config")
         prove = wanted and self.model.training and self.canary is None
@@ -238,7 +263,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
-    """Prevent TRL's continuous batching from casting the model that trains and its adapter."""
+    """Prevent TRL's continuous batching from casting the policy and its adapter, in the body."""
     given = args.bf16, args.fp16
     args.bf16 = args.fp16 = False
     try:
@@ -252,16 +277,16 @@ def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False)
 class TrainingCompleter(Completer):
-    """A completer that logs, and sums rewards with their current weights."""
+    """Completer for training: it also logs, and sums the rewards with their current weights."""
 
     log: StepLog
-    rewards: list[LoadedReward]  # F, with names and weights
-    weights: torch.Tensor  # (F,) their current weights
-    progress: Callable[[], float]  # finished share of the training
+    rewards: list[LoadedReward]  # the F rewards, with names and weights
+    weights: torch.Tensor  # (F,) current weights of the rewards
+    progress: Callable[[], float]  # returns the finished fraction of the training
     device: torch.device
 
     def sample(self, rows: Sequence[Row]) -> Completions:
-        """Sample one completion of each row like ``Completer``, and log them."""
+        """Sample one completion of each row, and log lengths and speed."""
         started = time.perf_counter()
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
@@ -270,7 +295,7 @@ class TrainingCompleter(Completer):
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
-        """Start the rewards of completions; async rewards run in the background."""
+        """Start to compute the rewards of completions; async rewards run in the background."""
         pending = super().score(rows, completions)
         return Pending(pending.in_background, lambda: self._batch(pending.result, completions))
 
@@ -292,13 +317,13 @@ class TrainingCompleter(Completer):
 def follow_schedules(
     weights: torch.Tensor, rewards: Sequence[LoadedReward], progress: float, log: StepLog
 ) -> None:
-    """Set the current weights of rewards that have a schedule, and log these weights.
+    """Update and log the weights of the rewards whose weight has a schedule.
 
     Args:
-        weights: ``(F,)``, changed in place.
-        rewards: F rewards.
-        progress: Finished share of the training, in [0, 1].
-        log: The log.
+        weights: ``(F,)`` weights of the rewards, changed in place.
+        rewards: The F rewards.
+        progress: Finished fraction of the training, in [0, 1].
+        log: Records the new weights.
     """
     for place, reward in enumerate(rewards):
         if isinstance(reward.weight, WeightSchedule):

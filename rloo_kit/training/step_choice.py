@@ -1,4 +1,4 @@
-"""The choice between the kit's training step and TRL's own step."""
+"""The choice between the kit's own training step and TRL's training step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ TRL_METHODS = {
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The step that trains, the kit's or TRL's own, and the reason for TRL's."""
+    """The choice of the training step: the kit's step, or TRL's step and the reason for it."""
 
-    by_trl: bool = False
-    reason: str = ""
+    by_trl: bool = False  # True if TRL's step is used
+    reason: str = ""  # why TRL's step is used; empty for the kit's
 
     def __str__(self) -> str:
         return f"TRL's own step trains: {self.reason}" if self.by_trl else "the kit's step trains"
@@ -38,17 +38,19 @@ def choose_step(
     router_loss: float = 0.0,
     overridden: Collection[str] = (),
 ) -> StepChoice:
-    """Return the step that trains.
+    """Choose the kit's training step, or TRL's if the kit's cannot run this training.
+
+    The setting ``step`` can require one of the two.
 
     Args:
         args: Settings of the training.
         images: True if the prompts have images.
         router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0 for none.
-        overridden: Methods that a subclass of the trainer overrides.
+        overridden: Names of methods that a subclass of the trainer overrides.
 
     Raises:
-        ConfigError: ``step: kit`` cannot run this training, or a setting has no effect on the step
-            that trains.
+        ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
+            has no effect on the chosen step.
     """
     names = sorted(TRL_METHODS & set(overridden))
     reasons = {
@@ -63,8 +65,8 @@ def choose_step(
     reason = next((text for text, holds in reasons.items() if holds), "")
     if args.step == "kit" and reason:
         raise ConfigError(
-            f"trainer.step is 'kit', and the kit's own step cannot train here, because {reason}: "
-            f"set trainer.step to auto, which uses TRL's"
+            f"trainer.step is 'kit', but the kit's own step cannot run this training because "
+            f"{reason}: set trainer.step to auto, which uses TRL's step"
         )
     if args.step != "trl" and not reason:
         _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
@@ -75,31 +77,38 @@ def choose_step(
 
 
 def check_tools(choice: StepChoice) -> None:
-    """Check that the kit's step trains, since TRL's runs no tools.
+    """Check that the kit's step was chosen, because TRL's step cannot run tools.
 
     Raises:
-        ConfigError: TRL's step trains.
+        ConfigError: TRL's step was chosen.
     """
     if choice.by_trl:
         raise ConfigError(
-            f"tools need the kit's own step, and TRL's trains because {choice.reason}: leave the "
-            "tools out, or change that"
+            f"tools need the kit's own step, but TRL's step is used because {choice.reason}: "
+            "remove the tools, or change this setting"
         )
 
 
 def _check_fsdp(args: LeaveOneOutConfig) -> None:
-    """Reject FSDP if accelerate would ignore it silently."""
+    """Reject FSDP if accelerate would ignore it without a warning.
+
+    Raises:
+        ConfigError: FSDP is requested, but the training has only one process or runs on CPUs.
+    """
     asked = args.fsdp or uses_fsdp()
     state = args.distributed_state
     if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
         raise ConfigError(
-            "FSDP divides a model among the GPUs of several processes, and here it would do "
-            "nothing: leave it out, or divide by DeepSpeed (examples/accelerate/zero3.yaml)"
+            "FSDP divides a model among the GPUs of several processes, so it has no effect in this "
+            "run: remove it, or use DeepSpeed instead (examples/accelerate/zero3.yaml)"
         )
 
 
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Set TRL's vLLM arguments as ``generation`` says; turn vLLM off in TRL if the kit samples."""
+    """Set TRL's vLLM settings to match the setting ``generation`` if TRL's step samples.
+
+    If the kit's step samples, turn vLLM off in TRL. ``args`` is changed in place.
+    """
     if choice.by_trl and args.generation in ("vllm", "server"):
         args.use_vllm = True
         args.vllm_mode = "server" if args.generation == "server" else "colocate"
@@ -110,14 +119,13 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
 def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     """Return the coefficient of the load-balancing loss of a mixture of experts.
 
-    The coefficient is ``args.router_aux_loss_coef`` or, if that is unset, the model's own; 0 if
-    neither exists. For a mixture of experts whose router does not train, an unset coefficient
-    becomes 0 in ``args``, because the loss would only change the hidden states that the frozen
-    router reads.
+    The coefficient is ``args.router_aux_loss_coef``. If that is unset, it is the one of the model's
+    config, or 0 if the config has none. If the router is frozen, an unset coefficient is set to 0
+    in ``args``, because the loss could only change the hidden states that the router reads.
 
     Args:
-        args: Settings of the training.
-        model: The policy, or its path, in which case all its weights train.
+        args: Settings of the training, changed in place.
+        model: The policy, or its name or path; then all its weights will be trained.
     """
     whole = isinstance(model, str)
     remote = args.trust_remote_code
@@ -131,28 +139,35 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     if args.router_aux_loss_coef is None and not trains_router:
         args.router_aux_loss_coef = 0.0
     given = args.router_aux_loss_coef
-    # TRL turns the loss on in its training passes; in other passes and in sampling it would fail
+    # TRL turns the loss on for its training passes; it would fail in other passes and in sampling
     config.output_router_logits = False
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
 def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Reject settings that have no effect on TRL's step."""
-    why = f"only the kit's step obeys, and TRL's trains because {choice.reason}:"
+    """Raise ConfigError for settings that have no effect on TRL's step or do not work with it."""
+    why = f"only the kit's step obeys, and TRL's step is used because {choice.reason}:"
     _check_defaults(args, OF_KIT_STEP, why)
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
         raise ConfigError(
-            f"TRL's step trains because {choice.reason}, and on a CPU vLLM cannot take the weights "
-            "that TRL's step sends: set trainer.generation to transformers"
+            f"TRL's step is used because {choice.reason}, but on a CPU vLLM cannot load the "
+            "weights that TRL's step sends: set trainer.generation to transformers"
         )
     if args.stop_on and args.world_size > 1:
         raise ConfigError(
-            f"trainer.stop_on is for one process, and {args.world_size} train: leave it out"
+            f"trainer.stop_on works only with one process, but {args.world_size} processes train: "
+            "leave it out"
         )
 
 
 def _check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
-    """Reject a value other than the default for settings that have no effect."""
+    """Raise ConfigError if a setting that has no effect does not have its default value.
+
+    Args:
+        args: Settings of the training.
+        names: Names of the settings that have no effect.
+        why: The reason, as the end of a clause that begins with "which".
+    """
     for name in names:
         if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:
             value = format_value(getattr(args, name))

@@ -1,4 +1,4 @@
-"""The log of a training: TRL's metrics and tables, and a record of every completion."""
+"""The log of a training: metrics, TRL's table of completions, and a record of every completion."""
 
 import math
 import time
@@ -24,13 +24,13 @@ Values: TypeAlias = defaultdict[str, list[Any]]
 
 @dataclass(eq=False)
 class StepLog:
-    """Collects metrics and completions until TRL writes its next line.
+    """Collector of metrics and completions until TRL writes the next line of its log.
 
     Args:
-        names: Names of the rewards.
-        tokenizer: The tokenizer, whose marks divide thoughts from answers.
-        tables: Columns of TRL's table of completions (``log_completions``).
-        state: Returns transformers' state of the training, which counts tokens.
+        names: Names of the reward functions.
+        tokenizer: The tokenizer; its special marks separate thoughts from answers.
+        tables: Columns of TRL's table of completions (``log_completions``); rows are appended.
+        state: Returns transformers' ``TrainerState``, whose token count is updated.
         tell: Called once for each rollout, with a record of every completion and the rollout.
     """
 
@@ -39,33 +39,39 @@ class StepLog:
     tables: dict[str, Any]
     state: Callable[[], TrainerState]
     tell: Callable[[list[dict[str, Any]], Rollout], None]
-    # since the last line
+    # values since the last line of the log
     metrics: Values = field(default_factory=lambda: defaultdict(list), init=False)
-    # from rewards, until the next rollout: columns of the table, and their own metrics
+    # what reward functions reported since the last rollout: columns of the table, and metrics
     extra: Values = field(default_factory=lambda: defaultdict(list), init=False)
     of_rewards: Values = field(default_factory=lambda: defaultdict(list), init=False)
     loss_sum: float = 0.0  # over all optimizer steps with a finite loss
     episodes: int = 0  # completions so far
-    elsewhere: float = 0.0  # seconds of the optimizer step in progress outside of learning
-    groups_of_step: tuple[int, int] = (0, 0)  # a step, and the groups it has learned from so far
-    first_started: float | None = None
-    used: int = 0  # bytes of the GPU at the end of the step's sampling; 0 without a GPU
+    elsewhere: float = 0.0  # seconds that the current optimizer step spent outside of learning
+    groups_of_step: tuple[int, int] = (0, 0)  # a step, and the number of its groups logged so far
+    first_started: float | None = None  # when the first step started; None before it
+    used: int = 0  # most bytes of GPU memory measured in the current step; 0 without a GPU
 
     def note(self, name: str, value: float) -> None:
-        """Add a value of a metric; the next line of the log shows the mean of its values."""
+        """Record a value of a metric; the next line of the log shows the mean of its values."""
         self.metrics[name].append(value)
 
     def note_all(self, values: dict[str, float]) -> None:
-        """Add one value to each of several metrics."""
+        """Record one value for each of several metrics, given by name."""
         for name, value in values.items():
             self.note(name, value)
 
     def note_used(self) -> None:
-        """Measure the GPU memory in use; called when a phase ends and before an engine sleeps."""
+        """Measure the GPU memory in use, and keep the maximum of the current optimizer step.
+
+        It must be called at the end of each phase of a step, and before an engine frees its memory.
+        """
         self.used = max(self.used, used_on_gpu())
 
     def take_means(self) -> dict[str, float | None]:
-        """Return the mean of each metric since the last call, without NaN; None if all are NaN."""
+        """Return the mean of each metric's recorded values, and discard these values.
+
+        NaN values are left out; the mean is None if all values are NaN.
+        """
         known = {n: [v for v in all if not math.isnan(v)] for n, all in self.metrics.items()}
         self.metrics.clear()
         return {name: sum(v) / len(v) if v else None for name, v in known.items()}
@@ -73,17 +79,22 @@ class StepLog:
     # --- TRL's two functions for rewards: log_extra, log_metric ----------------------------------
 
     def note_extra(self, column: str, values: list[Any]) -> None:
-        """Add a column of values, one per completion, to the table of completions."""
+        """Add values, one per completion, to a column of the table of completions."""
         self.extra[column].extend(values)
 
     def note_of_reward(self, name: str, value: float) -> None:
-        """Add a value of a reward's own metric."""
+        """Record a value of a metric that a reward function reports."""
         self.of_rewards[name].append(value)
 
     # --- reports of a step -----------------------------------------------------------------------
 
     def note_sampled(self, completions: Completions, seconds: float) -> None:
-        """Log the lengths and the number of sampled tokens, as TRL does."""
+        """Log the lengths of sampled completions, the token count and the sampling speed.
+
+        Args:
+            completions: The completions of a batch.
+            seconds: How long sampling took.
+        """
         lengths = [len(ids) for ids in completions.tokens.sampled_ids]
         state = self.state()
         state.num_input_tokens_seen += sum(completions.tokens.lengths)
@@ -93,7 +104,12 @@ class StepLog:
         self.elsewhere += seconds
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Log a rollout with final advantages, in the optimizer step of that number."""
+        """Log the metrics and completions of a rollout, and pass its records to ``tell``.
+
+        Args:
+            rollout: A rollout with final advantages.
+            number: The number of the optimizer step that trains on it.
+        """
         self.episodes += len(rollout)
         self.note_all(rollout_metrics(rollout, self.names))
         of_step, first = self.groups_of_step
@@ -122,7 +138,7 @@ class StepLog:
         for place, name in enumerate(self.names):
             tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
         for column, values in self.extra.items():
-            # Dynamic sampling scores more rows than it trains, so that values have no row then
+            # Dynamic sampling scores more rows than are trained; values then belong to no row
             of_rows = values if len(values) == len(rollout) else [None] * len(rollout)
             tables["extra"][redact(column)].extend(redact_tree(of_rows))
         self.extra.clear()
@@ -132,12 +148,12 @@ class StepLog:
         self.tell(records, rollout)
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Log an optimizer step.
+        """Log the metrics of an optimizer step.
 
         Args:
-            tally: Its counts.
-            seconds: Its duration.
-            skipped: Steps that were skipped in the whole training so far.
+            tally: The counts of the step.
+            seconds: The duration of the step.
+            skipped: The number of steps that were skipped in the whole training so far.
         """
         if self.first_started is None:
             self.first_started = time.perf_counter() - seconds
@@ -153,12 +169,12 @@ class StepLog:
         if skipped:
             self.metrics["step/skipped"] = [skipped]
         elapsed = time.perf_counter() - self.first_started
-        # counts so far, not means of counts
+        # totals so far, which must not be averaged
         self.metrics |= {"episode": [self.episodes], "eps": [self.episodes / elapsed]}
         self.elsewhere = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state that is kept from step to step."""
+        """Return a copy of the log's state, for a checkpoint."""
         started = self.first_started
         return {
             "episodes": self.episodes,

@@ -1,6 +1,6 @@
-"""TRL's trainer around the kit's step: makes the parts of a step from TRL's trainer.
+"""TRL's trainer with the kit's training step: builds the parts of ``rloo.step.Step``.
 
-If ``step_choice`` decides for TRL's own step, that step trains, and the kit's hooks do nothing.
+If ``step_choice`` selects TRL's own step, TRL trains, and the overridden methods call TRL's.
 """
 
 import copy
@@ -50,12 +50,18 @@ from rloo_kit.types import Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
-    """TRL's ``RLOOTrainer`` whose optimizer step is ``rloo.step.Step``, or TRL's own."""
+    """TRL's ``RLOOTrainer``, with ``rloo.step.Step`` or TRL's own step as the training step."""
 
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
     def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
-        """Make the parts of the step."""
+        """Create the log and, unless TRL's step trains, all parts of the kit's step.
+
+        Args:
+            rewards: The loaded rewards.
+            engine: The engine that samples; None if the model itself samples or the engine is
+                started later.
+        """
         route_trl_lm_head()
         args = self.args
         longest = notes_of(self.model).max_seq_length  # Unsloth would cut longer prompts
@@ -65,8 +71,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.dry_run_done = False
         self.collected: list[list[Row]] = []  # the rows of the optimizer step in progress
         self.is_first_batch = True
-        self.warned_of_rows = False  # that no reward scores
-        self.fault: RewardContractError | None = None  # stopped the training
+        self.warned_of_rows = False  # True after the warning about rows that no reward scores
+        self.fault: RewardContractError | None = None  # the error that stopped the training
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
@@ -100,7 +106,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
-        """Warn about rows and rewards without scores; pass the batch to the callbacks."""
+        """Warn about rows and reward functions without scores; pass the batch to the callbacks.
+
+        If no reward function scored any completion of the first batch, stop the training.
+        """
         missing = rollout.sampled.rewards.isnan()  # (B, F)
         rows = missing.all(dim=1).tolist()
         silent = missing.all(dim=0).tolist()
@@ -109,14 +118,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
             prompt = format_value(text_of(records[rows.index(True)]["prompt"]))
             logging.getLogger(__name__).warning(  # begins with TRL's words
                 "All reward functions returned None for the following kwargs: "
-                f"prompt={prompt}. {sum(rows)} of {len(rows)} rows of this batch train nothing: "
-                "let a reward return a number for such rows, or leave their prompts out"
+                f"prompt={prompt}. {sum(rows)} of {len(rows)} rows of this batch are not trained: "
+                "let a reward return a number for such rows, or remove their prompts"
             )
         if self.is_first_batch and any(silent):
             names = ", ".join(itertools.compress(self.reward_func_names, silent))
             text = (
                 f"reward {names} returned None for every completion of the first batch: let it "
-                "return a number for rows that it can judge (rloo-kit rewards check tries it)"
+                "return a number for rows that it can judge (test it with rloo-kit rewards check)"
             )
             if all(silent):
                 self.fault = RewardContractError(text)
@@ -172,7 +181,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         thought = self.sampler.thought
 
         def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
-            if not ids:  # it waited for a place in the engine
+            if not ids:  # it is still waiting for a free slot of the engine
                 return False
             is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
             return is_over or (thought is not None and thought.exceeds(prompt_ids, ids))
@@ -208,10 +217,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     @functools.cached_property
     def learner(self) -> Learner:
-        """The learner; its first use sets the token budget from the free memory."""
+        """The learner, created at the first use, when the free memory sets its token budget."""
         args = self.args
         if self.engine is not None:
-            self.engine.sleep()  # so that its memory counts as free for the budget
+            self.engine.sleep()  # frees its memory, so that the budget can use it
         level = args.rollout_correction
         cap = args.rollout_correction_cap
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
@@ -234,23 +243,23 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     @property
     def by_trl(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True if TRL's own step trains."""
+        """True if TRL's own training step is used."""
         return self.step_choice.by_trl
 
     @property
     def tools(self) -> list[Any]:
-        """All tools of the training, those of environments included, as in TRL's GRPO."""
+        """All tools of the training, including those of environments, as in TRL's GRPO trainer."""
         return [] if self.tool_loop is None else self.tool_loop.tools
 
     @property
     def environments(self) -> list[Any] | None:
-        """The environments of the newest batch, one for each completion; None without any."""
+        """The environments of the newest batch, one for each completion; None if there are none."""
         own = None if self.tool_loop is None else self.tool_loop.environments
         return None if own is None else own.current
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that samples; None if the model itself or TRL samples."""
+        """The engine that samples; None if the model itself or TRL's step samples."""
         return None if self.by_trl else self.sampler.engine
 
     @engine.setter
@@ -258,9 +267,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.sampler.engine = engine
 
     def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
-        """Write the trained adapter to a folder, as ``models.save_adapter`` does.
+        """Write the trained adapter to a folder, with ``models.save_adapter``.
 
-        Every process must call it, since the tensors are gathered; the first process writes.
+        Every process must call this method, because the tensors are gathered from all processes.
+        Only the first process writes files.
         """
         state = None
         if num_processes() > 1 or divided_by_launcher():
@@ -270,14 +280,17 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.accelerator.wait_for_everyone()
 
     def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
-        """Make the dry run if ``args.dry_run`` asks for it, and print its result.
+        """Make the dry run if the settings ask for it, and report its result.
 
         Args:
-            say: Called with the result as a line.
+            say: Called with one line that describes the result.
             **how: Arguments of ``WorstCase.run``.
 
+        Returns:
+            The result; None if there was no dry run.
+
         Raises:
-            MemoryRanOutError: The worst case does not fit.
+            MemoryRanOutError: The worst case does not fit into memory.
         """
         if self.by_trl or not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
             return None
@@ -286,10 +299,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return found
 
     def dry_run(self, **how: Any) -> DryRun:
-        """Run one learning step in the worst case, with the arguments of ``WorstCase.run``.
+        """Run one learning step in the worst case, and return the memory and time that it needed.
+
+        Args:
+            **how: Arguments of ``WorstCase.run``.
 
         Raises:
-            MemoryRanOutError: The worst case does not fit.
+            MemoryRanOutError: The worst case does not fit into memory.
         """
         found = self._worst_case().run(**how)
         self.dry_run_done = True
@@ -307,7 +323,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         )
 
     def _new_optimizer(self) -> Any:
-        """Return a new optimizer, which the trainer does not keep."""
+        """Return a new optimizer without storing it in the trainer."""
         optimizer = self.create_optimizer()
         self.optimizer = None
         return optimizer
@@ -315,7 +331,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: object, multimodal_fields: object
     ) -> list[list[int]]:
-        """Sample for TRL's own evaluation; if TRL's step trains, TRL samples."""
+        """Sample completions when TRL's code asks for them, as in its evaluation.
+
+        If TRL's step trains, this calls TRL's method. Otherwise the kit's sampler samples.
+        """
         if self.by_trl:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
         return self.sampler.draw(prompt_ids)[0]
@@ -323,10 +342,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
-        """Collect the rows of a slice; after the last slice of an optimizer step, run the step.
+        """Collect the rows of a slice; at the last slice of an optimizer step, run the kit's step.
+
+        Returns:
+            The loss of the optimizer step at its last slice, and 0 before.
 
         Raises:
-            ConfigError: ``which_prompts`` is set, and ``partial_rollouts`` begins prompts earlier.
+            ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on.
         """
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -341,8 +363,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
         if self.in_flight is not None and self.rloo.which_prompts is not all_rows:
             raise ConfigError(
-                "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, which "
-                "begins prompts ahead of their step: leave one of them out"
+                "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, because "
+                "prompts then begin before the step that trains them: leave one of the two out"
             )
         loss = self.rloo.run(batches, self.state.global_step + 1)
         steps = self.args.torch_empty_cache_steps
@@ -353,10 +375,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return loss
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the metrics of the steps since the last line of the log.
+        """Add the kit's metrics since the last line of the log, and write the line.
 
-        ``loss`` and ``train_loss`` are the kit's own means, because transformers forgets earlier
-        losses when a training resumes.
+        ``loss`` and ``train_loss`` are means that the kit computes, because transformers forgets
+        earlier losses when a training is resumed.
         """
         if self.model.training:
             logs.update(self.step_log.take_means())
@@ -371,7 +393,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
 
 def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
-    """Return the token budget and the overhead of a pass for this model and machine."""
+    """Return the token budget and the overhead of a training pass on this machine, in positions.
+
+    Args:
+        args: Settings of the training.
+        config: The model's text config.
+    """
     hardware = detect_hardware()
     on_cpu = hardware.device == "cpu"
     hidden = config.hidden_size
@@ -386,5 +413,6 @@ def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
         checkpointing=args.gradient_checkpointing,
         on_cpu=on_cpu,
     )
-    weights = layers * hidden * (4 * hidden + 3 * inner)  # numel() counts 4-bit weights packed
+    # estimated from the config, because numel() of packed 4-bit weights is too small
+    weights = layers * hidden * (4 * hidden + 3 * inner)
     return budget, pass_overhead(layers, weights, on_cpu=on_cpu)

@@ -1,6 +1,6 @@
-"""Supervised training by TRL's trainers: settings for the device, a line every few steps.
+"""Supervised training with TRL's trainers: settings for this device, and short progress lines.
 
-Imported after ``setup()``.
+This module must be imported after ``setup()``.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from rloo_kit.models.adapters import adapter_values, trained_parameters
 from rloo_kit.training.trl_step import route_trl_lm_head
 
 PROGRESS_LINES = 10
-# Arguments that the kit sets; also `use_cpu`
+# Arguments that the kit sets and the user cannot; `use_cpu` is another one
 FIXED = {
     "save_strategy": "no",
     "report_to": "none",
-    # A notebook's bar as well.
+    # Also turns off the progress bar of a notebook.
     "disable_tqdm": True,
 }
 
@@ -40,16 +40,16 @@ def make_arguments(
     fixed: dict[str, Any],
     settings: dict[str, Any],
 ) -> Any:
-    """Return TRL's settings of a training.
+    """Return the arguments of one of TRL's trainers, with defaults that suit this device.
 
     Args:
-        config_class: Such as TRL's ``SFTConfig``.
-        what: The training, for messages.
-        fixed: Settings of the kit, which the user cannot set.
-        settings: Settings of the user, which replace defaults.
+        config_class: The class of the arguments, such as TRL's ``SFTConfig``.
+        what: What is trained, for error messages.
+        fixed: Arguments that the caller sets and the user must not set.
+        settings: Arguments from the user, which replace the defaults.
 
     Raises:
-        ConfigError: TRL refuses the settings, or the user sets a fixed one.
+        ConfigError: TRL rejects an argument, or the user sets one that is fixed.
     """
     hardware = setup().hardware
     on_cpu = hardware.device == "cpu"
@@ -81,13 +81,13 @@ def make_arguments(
 def make_trainer(
     trainer_class: type[Trainer], say: Callable[[str], None], shown: Sequence[str], **parts: Any
 ) -> Any:
-    """Return TRL's trainer with the adapter in float32.
+    """Return one of TRL's trainers, with the adapter kept in float32.
 
     Args:
-        trainer_class: Such as TRL's ``SFTTrainer``.
-        say: Called with a line of metrics every few steps.
+        trainer_class: The class of the trainer, such as TRL's ``SFTTrainer``.
+        say: Called every few steps with a line that has the loss and metrics.
         shown: Names of the metrics in these lines.
-        **parts: Arguments of the trainer, ``model`` and ``args`` among them.
+        **parts: Arguments of the trainer, including ``model`` and ``args``.
     """
     route_trl_lm_head()
     adapter = adapter_values(parts["model"])
@@ -102,7 +102,11 @@ def make_trainer(
 
 @contextlib.contextmanager
 def memory_errors(what: str, remedy: str) -> Iterator[None]:
-    """Translate an out-of-memory error of the body into one with a remedy.
+    """Replace an out-of-memory error of the body by an error that says what to change.
+
+    Args:
+        what: What is trained, for the message.
+        remedy: What to change.
 
     Raises:
         MemoryRanOutError: Memory ran out while the body trained ``what``.
@@ -116,7 +120,7 @@ def memory_errors(what: str, remedy: str) -> Iterator[None]:
 
 
 class _Lines(TrainerCallback):
-    """Callback that prints the loss every few steps."""
+    """Callback that reports the loss and some metrics every few steps, in one line."""
 
     def __init__(self, say: Callable[[str], None], shown: Sequence[str]) -> None:
         self.say = say
@@ -130,7 +134,7 @@ class _Lines(TrainerCallback):
         logs: dict[str, Any],
         **_: Any,
     ) -> None:
-        """Print a line if it is time."""
+        """Report a line about ten times during the training, and after the last step."""
         step = state.global_step
         total = state.max_steps
         if "loss" in logs and (step % max(1, total // PROGRESS_LINES) == 0 or step == total):

@@ -1,4 +1,4 @@
-"""The loop of tools for the settings of a training."""
+"""Tool calling in a training: creates the tool loop, and the prompts of environments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,19 @@ def make_tool_loop(
     args: LeaveOneOutConfig,
     max_length: int,
 ) -> ToolLoop | None:
-    """Return the loop for tools and environments of a training; None if there are none.
+    """Return the loop that runs tools and environments; None if there are none.
 
     Args:
-        tools: Functions.
-        environments: A class, or a table of classes by name.
-        tokenizer: The policy's.
-        args: A ``LeaveOneOutConfig``; the schemas of the tools are added to its
-            ``chat_template_kwargs``, so that prompts are counted with them.
-        max_length: Most tokens of prompt and completion.
+        tools: Functions that the model may call.
+        environments: A class whose public methods are tools, or a dict of such classes by name.
+        tokenizer: The policy's tokenizer.
+        args: Settings of the training. The schemas of the tools are added to
+            ``chat_template_kwargs``, so that the lengths of prompts include them.
+        max_length: Maximum number of tokens of prompt and completion together.
 
     Raises:
-        ConfigError: A setting has no effect, or does not work with tools; or as ``ToolLoop``.
+        ConfigError: A setting has no effect without tools or does not work with them, or
+            ``ToolLoop`` rejects the tools.
     """
     if not tools and environments is None:
         for name in ("max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error"):
@@ -39,7 +40,7 @@ def make_tool_loop(
         return None
     if args.partial_rollouts:
         raise ConfigError(
-            "trainer.partial_rollouts does not carry over completions that call tools: leave it out"
+            "trainer.partial_rollouts does not work together with tools: leave one of the two out"
         )
     settings = {**(args.chat_template_kwargs or {})}
     shown = settings.pop("tools", None)
@@ -52,9 +53,10 @@ def make_tool_loop(
     )
     loop = ToolLoop(tools or (), environments, tokenizer, settings, limits, run_tool_loop)
     longest = max(loop.schemas.values(), key=lambda schemas: len(str(schemas)))
-    if shown not in (None, longest):  # those of an earlier loop for the same run are the same
+    if shown not in (None, longest):  # an earlier loop of the same run has added equal schemas
         raise ConfigError(
-            "trainer.chat_template_kwargs names tools, which the kit shows itself: leave them out"
+            "trainer.chat_template_kwargs contains tools, but the kit adds the tools to the prompt "
+            "itself: remove them"
         )
     args.chat_template_kwargs = settings | {"tools": longest}
     return loop
@@ -65,19 +67,22 @@ def with_prompts(
     environments: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None,
     args: LeaveOneOutConfig,
 ) -> Any:
-    """Return the training set of environments whose ``reset`` returns the whole prompt.
+    """Return the training set with a column ``prompt``, which is optional with environments.
 
-    A set without prompts gets empty ones. Without a set each prompt of the training is a row with
-    its own ``seed`` (0, 1, ...), by which ``reset`` can begin the same game for all completions of
-    the prompt; in TRL's GRPO each completion begins its own.
+    The method ``reset`` of an environment can return the whole prompt. So a dataset without prompts
+    gets empty ones. If there is no dataset, one is made with an empty prompt for each group of the
+    training, and a column ``seed`` (0, 1, ...). With the seed ``reset`` can start the same game for
+    all completions of a group. In TRL's GRPO each completion starts a different game.
 
     Args:
-        dataset: A set, a stream or None. A stream needs prompts.
-        environments: A class, or a table of classes by name, or None.
+        dataset: A dataset, a stream or None. A stream must have prompts.
+        environments: A class, a dict of classes by name, or None. If it is None, the dataset is
+            returned unchanged.
         args: Settings of the training.
 
     Raises:
-        ConfigError: There is no set, and the environments are a table or ``max_steps`` is not set.
+        ConfigError: There is no dataset, and ``environments`` is a dict or ``max_steps`` is not
+            set.
     """
     empty = [{"role": "user", "content": ""}]
     if environments is None or not isinstance(dataset, Dataset | None):
@@ -88,12 +93,12 @@ def with_prompts(
         return dataset.add_column("prompt", [empty] * len(dataset))
     if isinstance(environments, Mapping):
         raise ConfigError(
-            "a table of environments requires a `train_dataset` whose column environment names "
-            "the class of each row"
+            "a table of environments requires a `train_dataset` with a column `environment`, which "
+            "names the class of each row"
         )
     if args.max_steps < 1:
         raise ConfigError(
-            "without a train_dataset max_steps gives the length of the training: set it"
+            "without a train_dataset only max_steps limits the length of the training: set it"
         )
     per_step = math.ceil(args.gradient_accumulation_steps / args.steps_per_generation)
     count = args.max_steps * per_step * args.generation_batch_size // args.num_generations

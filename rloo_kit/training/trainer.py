@@ -1,8 +1,9 @@
-"""The leave-one-out trainer: TRL's RLOO with the same gradient in fewer passes.
+"""The leave-one-out trainer: TRL's RLOO trainer with the same gradient in fewer passes.
 
-The lazy public names import this module after ``setup()``, so that ``trl.RLOOTrainer`` is Unsloth's
-patched class if Unsloth is there. The module holds the hooks of TRL and transformers;
-docs/explanation/trainer.md explains which passes they save, and why the gradient is exact.
+This module must be imported after ``setup()``, so that ``trl.RLOOTrainer`` is Unsloth's patched
+class if Unsloth is installed. The kit's public names are imported lazily for this reason. The
+module overrides the hooks of TRL's and transformers' trainers. docs/explanation/trainer.md explains
+which passes are saved, and why the gradient is exact.
 """
 
 import copy
@@ -65,36 +66,39 @@ RENAMED_PARTS = {
 
 
 class LeaveOneOutTrainer(StepTrainer):
-    """TRL's ``RLOOTrainer``: same gradient, fewer passes, checked scores, more metrics.
+    """TRL's ``RLOOTrainer`` with the same gradient, fewer passes, checked scores and more metrics.
 
     Args:
         model: The policy, from ``attach_lora`` or in any form that TRL accepts.
-        reward_funcs: One or several of: a built-in name, ``file.py:function``,
-            ``package.module:function`` (each may have ``:weight``), a table, a function, an
-            object with ``get_rewards(prompts, completions)``, a sequence-classification model, its
-            folder, or its name on the hub (``org/name``).
+        reward_funcs: One reward or a list of rewards. A reward is a built-in name,
+            ``file.py:function``, ``package.module:function`` (each of these may end with
+            ``:weight``), a dict as in a run file, a function, an object with
+            ``get_rewards(prompts, completions)``, a sequence-classification model, the folder of
+            such a model, or its name on the hub (``org/name``).
         args: A ``LeaveOneOutConfig``, or TRL's ``RLOOConfig``, all values of which are used.
-        train_dataset: Rows with ``prompt``; rewards receive other columns by name.
-        processing_class: The tokenizer; TRL pads prompts on the left whatever its setting.
-        callbacks: Added to the kit's own progress.
-        tools: Functions with type hints and docstrings that the model may call, plain or async.
-        environment_factory: A class, or a table of classes by name, whose public methods are tools;
-            as in TRL's ``GRPOTrainer``. It has ``reset(**row)`` and perhaps ``get_reward()``.
-        engine: An engine of ``start_engine`` for this model; None starts the one that
+        train_dataset: Rows with a column ``prompt``. Rewards receive the other columns by name.
+        processing_class: The tokenizer. TRL pads prompts on the left even if the tokenizer is set
+            to pad on the right.
+        callbacks: Callbacks in addition to the kit's progress display.
+        tools: Functions that the model may call, plain or async, with type hints and docstrings.
+        environment_factory: A class, or a dict of classes by name, whose public methods are tools,
+            as in TRL's ``GRPOTrainer``. A class needs ``reset(**row)`` and may have
+            ``get_reward()``.
+        engine: An engine that ``start_engine`` returned for this model. None starts the engine that
             ``args.generation`` names.
-        **others: TRL's other arguments, and some of its older ones, each with a warning:
-            ``reward_model``, ``config``, ``policy``, ``tokenizer`` and ``ref_policy`` (a separate
-            model as the reference).
+        **others: TRL's other arguments, and some older names of TRL's arguments, which cause a
+            warning: ``reward_model``, ``config``, ``policy``, ``tokenizer`` and ``ref_policy`` (a
+            separate model as the reference).
 
     Raises:
-        ConfigError: An argument is missing, unknown or given twice; or ``args.step`` is ``kit``,
-            and the kit's step cannot run this training.
-        DataError: The dataset has no rows, or no column ``prompt``.
+        ConfigError: An argument is missing, unknown or given twice. Or ``args.step`` is ``kit``,
+            but the kit's step cannot run this training.
+        DataError: The dataset has no rows or no column ``prompt``.
         RewardError: A reward cannot be loaded, or does not return scores.
-        GenerationError: An engine was requested by name and cannot sample.
+        GenerationError: An engine was requested by name but cannot sample.
     """
 
-    # the doctor's rules on this training; None if `args.doctor` is off
+    # applies the doctor's rules to this training; None if `args.doctor` is off
     watch: RunWatch | None = None
 
     def __init__(  # noqa: PLR0913
@@ -169,14 +173,19 @@ class LeaveOneOutTrainer(StepTrainer):
         tools: Any,
         environments: Any,
     ) -> ToolLoop | None:
-        """Return the loop of the tools, or None without any."""
+        """Return the loop that runs the tools, or None if there are no tools.
+
+        Raises:
+            ConfigError: A setting or an ``eval_dataset`` does not work with tools, or TRL's step
+                was chosen.
+        """
         if not tools and environments is None:
             return make_tool_loop(tools, environments, None, args, sys.maxsize)
         check_tools(self.step_choice)
         if others.get("eval_dataset") is not None:
             raise ConfigError(
-                "TRL's evaluation of an eval_dataset runs no tools: leave it out, and score "
-                "held-out prompts by a run file (data.held_out)"
+                "TRL's evaluation of an eval_dataset cannot run tools: remove eval_dataset, and "
+                "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
         is_name = isinstance(model, str)  # TRL loads it later, with these arguments
@@ -199,16 +208,16 @@ class LeaveOneOutTrainer(StepTrainer):
         return loop
 
     def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
-        """Start the engine that is asked for, if the caller gave none."""
+        """Start the engine that the settings ask for, unless the caller passed an engine."""
         if engine is None:
             self.sampler.engine, choice = start_engine(self.model, asked)
             if choice.reason and not asked.use_cpu:
-                warnings.warn(f"vLLM does not sample: {choice.reason}", UserWarning, stacklevel=3)
+                warnings.warn(f"vLLM is not used: {choice.reason}", UserWarning, stacklevel=3)
         if asked.partial_rollouts:
             check_partial(self.engine, self.model)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
-        """Choose the kit's step or TRL's; an unset coefficient of a frozen router becomes 0."""
+        """Return the choice of the kit's step or TRL's, and adapt ``args`` to it."""
         kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
         images = has_images(parts["train_dataset"])
         if images:
@@ -225,15 +234,21 @@ class LeaveOneOutTrainer(StepTrainer):
         return choice
 
     def _choose_reference(self, reference: Any, at_base: bool) -> None:
-        """Use the caller's own model, TRL's copy of the adapter, or the base as the reference."""
+        """Set the reference of the KL penalty.
+
+        Args:
+            reference: The caller's reference model. If it is None, the reference is the base model
+                or TRL's frozen copy of the adapter.
+            at_base: True if the new adapter still equals the base model.
+        """
         if not self.args.beta or at_base or reference is not None:
-            drop_old_reference(self.model)  # to switch the adapter off is the same, and cheaper
-        if reference is not None:  # as TRL prepares one that it has loaded
+            drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
+        if reference is not None:  # prepare it like a reference that TRL has loaded
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
     def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
-        """Return the callbacks that show the training, in the first process only."""
+        """Return the callbacks that show and diagnose the training; none except in process 0."""
         if args.process_index:
             return []
         if not args.doctor:
@@ -250,8 +265,8 @@ class LeaveOneOutTrainer(StepTrainer):
     # --- memory ----------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Free the memory of models, rewards, engine and optimizer; may be called twice."""
-        # Weights that vLLM shares are freed before the engine: see VllmEngine.close.
+        """Free the memory of models, rewards, engine and optimizer; a second call does nothing."""
+        # Weights shared with vLLM must be freed before the engine: see VllmEngine.close.
         for model in (self.model, self.ref_model):
             if model is not None:
                 release_model(model)
@@ -296,14 +311,15 @@ class LeaveOneOutTrainer(StepTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, or resume a training.
+        """Train, or resume a training from a checkpoint.
 
-        A new training begins with a dry run, unless ``args.dry_run`` rules it out or one was made
-        already; a resumed training has none. At the end, also after an error, every callback that
-        has a method ``close`` is closed.
+        A new training begins with a dry run, unless the settings do not ask for one or it was made
+        already. A resumed training has no dry run. At the end, also after an error, the trainer
+        calls ``close`` of every callback that has this method.
 
         Args:
-            resume_from_checkpoint: A checkpoint, the folder of a run, or True for ``output_dir``.
+            resume_from_checkpoint: A checkpoint, the folder of a run, or True for the newest
+                checkpoint in ``output_dir``. None starts a new training.
             trial: As in transformers.
             ignore_keys_for_eval: As in transformers.
 
@@ -330,7 +346,7 @@ class LeaveOneOutTrainer(StepTrainer):
                     close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state that this trainer keeps from step to step."""
+        """Return a copy of the trainer's state, for a checkpoint."""
         if self.by_trl:
             return super().state_dict() | {"trainer": self.step_log.state_dict()}
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
@@ -357,7 +373,7 @@ class LeaveOneOutTrainer(StepTrainer):
 
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
-    """Return the settings of a trainer without a run file as a run file would have them."""
+    """Return the ``RunConfig`` of a run file with the same settings as a trainer's ``args``."""
     names = {*DEFAULTS, "steps_per_generation", "max_steps"}
     path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
     longest = 4 * args.max_completion_length
@@ -368,7 +384,10 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
 
 
 def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOutConfig) -> Any:
-    """Return the rewards with those of environments that have ``get_reward``, of weight 1.
+    """Add the rewards of environments that have ``get_reward``, with weight 1.
+
+    Returns:
+        The rewards in ``specs`` and those of the environments.
 
     Raises:
         ConfigError: There is no reward at all.
@@ -381,7 +400,7 @@ def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOut
     more = [one for one in own if one.__name__ not in names]
     if not listed + more:
         raise ConfigError(
-            "there is no reward: give reward_funcs, or the environment a method get_reward"
+            "there is no reward: pass reward_funcs, or add a method get_reward to the environment"
         )
     if args.reward_weights is not None:
         args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
@@ -389,7 +408,11 @@ def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOut
 
 
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:
-    """Load the rewards and put their weights into ``args``."""
+    """Load and return the rewards, and write their weights into ``args.reward_weights``.
+
+    Raises:
+        ConfigError: Weights are given both with the rewards and in ``args``.
+    """
     listed = specs if isinstance(specs, list | tuple) else [specs]
     rewards = load_rewards(
         listed, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
@@ -397,15 +420,17 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):
-        raise ConfigError("reward weights are given both by name and as reward_weights: keep one")
+        raise ConfigError(
+            "weights are given both in reward_funcs and in reward_weights: keep one of the two"
+        )
     return rewards
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check the rows and columns of the training set.
+    """Check that the training set has enough rows and the columns that the settings need.
 
     Raises:
-        DataError: The training set has too few rows or no column ``prompt``, or it is a stream and
+        DataError: The training set has too few rows or no column ``prompt``. Or it is a stream, but
             a setting needs random access to its rows.
     """
     columns = getattr(dataset, "column_names", None)
@@ -420,8 +445,8 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     num = args.generation_batch_size // args.num_generations
     if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
-            f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more, "
-            f"or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
+            f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more "
+            f"prompts, or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
     for name in ("dynamic_sampling", "partial_rollouts"):
         if not has_rows and getattr(args, name):
@@ -434,7 +459,16 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
 def _translate_parts(
     parts: dict[str, Any], others: dict[str, Any], has_environments: bool = False
 ) -> None:
-    """Move arguments under older names into ``parts``; raise ConfigError for missing ones."""
+    """Rename arguments that are given under older names, with a warning.
+
+    Args:
+        parts: Arguments under their current names; renamed arguments are added.
+        others: Other arguments; those under older names are removed.
+        has_environments: True if there are environments, which make ``train_dataset`` optional.
+
+    Raises:
+        ConfigError: A required argument is missing, or one is given under both names.
+    """
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
         if value is None:
@@ -453,10 +487,11 @@ def _translate_parts(
 def _own_reference(
     ref_policy: object, model: Model, args: LeaveOneOutConfig
 ) -> torch.nn.Module | None:
-    """Return the caller's reference; None if it is the model as it is before the training.
+    """Return the caller's reference model; None if the reference is the policy before training.
 
     Raises:
-        ConfigError: It is not a model, or would have no effect.
+        ConfigError: ``ref_policy`` is not a model or would have no effect, or TRL could not load
+            the reference that ``beta`` needs.
     """
     if ref_policy is None:
         is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
@@ -469,13 +504,15 @@ def _own_reference(
     if not isinstance(ref_policy, torch.nn.Module):
         raise ConfigError(f"ref_policy is a {type(ref_policy).__name__}, must be a loaded model")
     if not args.beta or args.sync_ref_model:
-        raise ConfigError("ref_policy needs beta above 0 and no sync_ref_model: leave it out")
+        raise ConfigError(
+            "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
+        )
     trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
     is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
     if is_model:
-        text = "ref_policy is the model that trains: the reference is that model as it is now"
+        text = "ref_policy is the policy itself, so the reference is the policy before training"
     else:
-        text = "ref_policy needs memory of its own: leave it out if it equals the model's base"
+        text = "ref_policy needs memory of its own: leave it out if it equals the base model"
     warnings.warn(text, FutureWarning, stacklevel=3)
     return None if is_model else ref_policy
 
@@ -486,15 +523,17 @@ def follow_model(
     tokenizer: Any,
     peft_config: object = None,
 ) -> None:
-    """Adapt settings, model and tokenizer to each other.
+    """Make the settings, the model and the tokenizer consistent with each other.
 
-    An unset ``gradient_checkpointing`` gets the choice of ``attach_lora``; False turns it off.
+    This concerns padding and gradient checkpointing. If ``gradient_checkpointing`` is unset, it
+    gets the value that was chosen in ``attach_lora``. If it is False, it is turned off in the
+    model.
 
     Args:
-        args: Settings of the training; changed in place.
-        model: The policy, or its name, which TRL loads.
-        tokenizer: The tokenizer or processor; None if TRL loads it.
-        peft_config: TRL's argument of that name.
+        args: Settings of the training, changed in place.
+        model: The policy, or its name if TRL will load it.
+        tokenizer: The tokenizer or processor; None if TRL will load it.
+        peft_config: TRL's argument of this name.
 
     Raises:
         ConfigError: ``sync_ref_model`` is set for a model with an adapter.
@@ -518,9 +557,10 @@ def follow_model(
 
 
 def _scale_loss(accelerator: Accelerator) -> None:
-    """Scale the loss of float16 passes on a CPU too, which accelerate does not.
+    """Add a gradient scaler to an fp16 training, also on a CPU, where accelerate adds none.
 
-    An overflow of the scale wastes a whole sampled batch, so it starts at 2^10, not torch's 2^16.
+    The scale starts at 2^10 instead of torch's 2^16, because a step skipped after an overflow
+    wastes a whole sampled batch.
     """
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)

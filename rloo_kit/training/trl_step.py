@@ -1,7 +1,7 @@
-"""TRL's own training step, recorded like the kit's step.
+"""TRL's own training step, with the same log as the kit's step.
 
 TRL samples, scores and learns with its own code. Its batch is gathered from all processes into a
-``Rollout``, so that metrics and records are the same as in the kit's own step.
+``Rollout``, so that the metrics and the records of completions are the same as with the kit's step.
 
 Shapes: B completions on this process, T the longest one, F reward functions.
 """
@@ -30,14 +30,17 @@ from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, Tokenizer
 
-# TRL's methods for a generation batch: completions, rewards, passes of policy and reference
+# TRL's methods that sample completions, compute rewards, and run the policy and the reference
 GENERATE = "_generate"
 REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
 
 
 def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
-    """Return a method that also appends its results and its seconds to ``returned``."""
+    """Wrap a method so that each call appends its result and its duration to ``returned``.
+
+    The duration is in seconds.
+    """
 
     def call(*args: Any, **keywords: Any) -> Any:
         started = time.perf_counter()
@@ -49,7 +52,7 @@ def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., A
 
 
 def with_images(rows: list[Any]) -> list[Any]:
-    """Return the prompts of rows, with their images in the messages as in TRL."""
+    """Return the prompts of rows, with the rows' images put into the messages as TRL does."""
     images = [
         row["images"] if "images" in row else [row["image"]] if row.get("image") else []
         for row in rows
@@ -61,7 +64,7 @@ def with_images(rows: list[Any]) -> list[Any]:
 
 
 class TrlStep(RLOOTrainer):
-    """TRL's ``RLOOTrainer``, whose own step reports to the kit's log."""
+    """TRL's ``RLOOTrainer``, whose training step also reports to the kit's log."""
 
     # TRL and transformers leave these untyped, or type them too widely
     args: LeaveOneOutConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -81,7 +84,7 @@ class TrlStep(RLOOTrainer):
 
     @property
     def tokenizer(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The tokenizer, also if ``processing_class`` is a processor."""
+        """The tokenizer; if ``processing_class`` is a processor, the tokenizer of the processor."""
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
@@ -90,7 +93,11 @@ class TrlStep(RLOOTrainer):
         return self._logs
 
     def _generate(self, prompts: Any) -> Any:
-        """Return TRL's columns, with the marks of thoughts in the text as in the kit's step."""
+        """Sample with TRL, and keep the marks of thoughts in the completions' texts.
+
+        Returns:
+            What TRL's method returns, with the texts decoded as in the kit's step.
+        """
         prompt_ids, ids, _, *others = super()._generate(prompts)
         completions = as_completions(prompts, completion_texts(self.tokenizer, ids))
         return (prompt_ids, ids, completions, *others)
@@ -108,7 +115,14 @@ class TrlStep(RLOOTrainer):
 
     @contextlib.contextmanager
     def _kept(self, *names: str) -> Iterator[dict[str, list[Any]]]:
-        """Record the results and the seconds of some methods, also those of a subclass."""
+        """Record the results and durations of some methods during the body.
+
+        Args:
+            *names: Names of the methods. If a subclass overrides one, its version is recorded.
+
+        Yields:
+            For each name, a list to which each call adds its result and its seconds.
+        """
         returned: dict[str, list[Any]] = {name: [] for name in names}
         for name in names:
             setattr(self, name, _keeping(getattr(self, name), returned[name]))
@@ -119,7 +133,12 @@ class TrlStep(RLOOTrainer):
                 delattr(self, name)
 
     def _log_batch(self, prompts: list[Any], returned: dict[str, list[Any]]) -> None:
-        """Gather a generation batch from all processes, and log it as a rollout."""
+        """Gather a generation batch from all processes, and log it as a rollout.
+
+        Args:
+            prompts: The prompts of this process.
+            returned: The results that ``_kept`` recorded.
+        """
         ((sampled, seconds),) = returned[GENERATE]
         ((rewards, _),) = returned[REWARD]  # (all processes' B, F)
         prompt_ids, completion_ids, completions = (gather_object([*one]) for one in sampled)
@@ -149,16 +168,16 @@ class TrlStep(RLOOTrainer):
     # --- evaluation ------------------------------------------------------------------------------
 
     def sample_rows(self, rows: list[Any], seed: int) -> Completions:
-        """Sample one completion of each row with TRL, a share of the rows on every process.
+        """Sample one completion of each row with TRL; each process samples a part of the rows.
 
-        Random states do not change.
+        The random states of the training do not change.
 
         Args:
-            rows: N rows with ``prompt``; the same on all processes.
+            rows: N rows with ``prompt``; they must be the same on all processes.
             seed: Seed of the samples.
 
         Returns:
-            N completions in the order of the rows, on every process.
+            All N completions in the order of the rows, on every process.
         """
         world = self.accelerator.num_processes
         index = self.accelerator.process_index
@@ -180,7 +199,7 @@ class TrlStep(RLOOTrainer):
             self.model.train(was_training)
             self._metrics["eval"].clear()
         columns = (gather_object([*chain(*one)]) for one in zip(*parts, strict=True))
-        # gathered rows come process by process, and each process had every `world`-th row
+        # gathered rows are ordered by process, and each process sampled every `world`-th row
         order = [place % world * most + place // world for place in range(len(rows))]
         prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
         return Completions(
@@ -195,16 +214,23 @@ class TrlStep(RLOOTrainer):
         return [ids[-1] in ends for ids in completion_ids]
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``(B, T)`` values of all processes, in the order of the processes."""
+        """Return the ``(B, T)`` values of all processes, concatenated in the processes' order.
+
+        Rows are first padded to the longest one of all processes.
+        """
         padded: Any = self.accelerator.pad_across_processes(values, dim=1)
         return cast(torch.Tensor, self.accelerator.gather(padded))
 
 
 def route_trl_lm_head() -> bool:
-    """Make TRL's fused LM head usable without Triton; return True if that needed a change."""
+    """Replace TRL's fused LM head with one in plain torch if Triton is not available.
+
+    Returns:
+        True if the head was replaced now; False if TRL's head works or was replaced before.
+    """
     import trl.trainer.utils
 
-    utils: Any = trl.trainer.utils  # a private name of TRL 1.15 and 1.16; tests hold its signature
+    utils: Any = trl.trainer.utils  # a private name of TRL 1.15 and 1.16; tests check its signature
     kernel = utils._ChunkedLogProbFunction
     has_triton = kernel is not None and torch.cuda.is_available()
     if has_triton or kernel is PlainTorchLogProb or hasattr(kernel, "_unsloth_cpu_dispatch"):
@@ -214,11 +240,11 @@ def route_trl_lm_head() -> bool:
 
 
 def run_tool_loop(attributes: dict[str, Any], *arguments: Any) -> Any:
-    """Run the tool loop of TRL's ``GRPOTrainer``, ``_tool_call_loop``, and return its results.
+    """Call the tool loop of TRL's ``GRPOTrainer``, ``_tool_call_loop``, and return its results.
 
     Args:
-        attributes: Those that the loop reads of a trainer, by name.
-        *arguments: Of the loop.
+        attributes: By name, the attributes that the loop reads from a trainer.
+        *arguments: The arguments of the loop.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 

@@ -272,7 +272,7 @@ def test_an_environment_can_own_its_prompts(tmp_path, trainer_of):
     groups = [set(texts[at : at + 4]) for at in range(0, 48, 4)]
     assert [len(group) for group in groups] == [1] * 12
     assert len(set(texts)) == 12
-    with pytest.raises(ConfigError, match="max_steps gives the length"):
+    with pytest.raises(ConfigError, match="max_steps limits the length"):
         trainer_of(tmp_path, max_steps=-1, **how)
     with pytest.raises(ConfigError, match="a table of environments requires a `train_dataset`"):
         trainer_of(tmp_path, **how | {"environment_factory": {"a": Sum}})
@@ -290,7 +290,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, trainer_of):
         trainer_of(tmp_path, max_tool_calling_iterations=3)
     with pytest.raises(ConfigError, match="there is no reward"):
         trainer_of(tmp_path, reward_funcs=None, environment_factory=Silent)
-    with pytest.raises(ConfigError, match="names tools, which the kit shows itself"):
+    with pytest.raises(ConfigError, match="contains tools, but the kit adds the tools"):
         trainer_of(tmp_path, tools=[calculator], chat_template_kwargs={"tools": [{"a": 1}]})
     with pytest.raises(ConfigError, match="eval_dataset"):
         trainer_of(tmp_path, tools=[calculator], eval_dataset=rk.load_prompts("sums"))

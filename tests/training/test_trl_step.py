@@ -214,7 +214,7 @@ def test_a_row_without_a_score_is_warned_of_once(policy, tmp_path, caplog):
     assert trainer.state.global_step == 2
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("rloo_kit")]
     assert line.startswith("All reward functions returned None for the following kwargs: prompt='")
-    assert "1 of 8 rows of this batch train nothing: let a reward return a number" in line
+    assert "1 of 8 rows of this batch are not trained: let a reward return a number" in line
 
 
 # --- a mixture of experts ------------------------------------------------------------------------
