@@ -1,10 +1,14 @@
-"""Check, on every batch, that the policy that sampled is the policy that trains.
+"""The canary: a check on every batch that the engine sampled from the current policy.
 
-The sampler reports the log-probability of each token it drew. The trainer computes the same for the
-first tokens of a few completions, under its policy now, its policy one optimizer step ago, its base
-without adapter, and its policy now with hidden states disturbed as much as rounding disturbs them.
-No fixed threshold separates rounding from an adapter that never arrived: in 16 bit two correct
-kernels are 0.0005 nats apart for one model and 0.04 for another.
+The engine ("sampler") reports the log-probability of each token that it sampled. For the first
+tokens of a few completions, the trainer computes these log-probabilities in four ways: with its
+current policy, with its policy of one optimizer step ago, with the base model without adapter, and
+with its current policy after disturbing the hidden states as much as rounding does. The first three
+show which policy has sampled. The last one shows how much rounding explains.
+
+A fixed threshold could not separate rounding from an adapter that never reached the engine. In
+16 bit the results of two correct kernels differ by 0.0005 nats for one model and by 0.04 nats for
+another.
 """
 
 import contextlib
@@ -24,26 +28,27 @@ from rloo_kit.sampling.engine import Engine, Sampling
 from rloo_kit.types import Model
 
 # A probe: the first PROBE_TOKENS_PER_ROW tokens of completions spread over the batch, until
-# PROBE_TOKENS completion tokens or PROBE_POSITIONS positions (prompts included) are reached.
+# PROBE_TOKENS completion tokens or PROBE_POSITIONS positions (including prompts) are reached.
 PROBE_TOKENS = 512
 PROBE_TOKENS_PER_ROW = 64
 PROBE_POSITIONS = 2048
 PROBE_MIN_ROWS = 4
 
-# One batch proves that another policy sampled: this many standard errors nearer to it, and a mean
-# difference from it of at most this share of the difference from the policy that trains.
+# One batch proves that another policy sampled if the sampler is at least this many standard errors
+# nearer to that policy, and its mean difference from that policy is at most this fraction of its
+# mean difference from the current policy.
 SURE_ERRORS = 6.0
 SURE_FIT = 0.6
 # An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
 # and a single undecided token can inflate the standard error.
 EXACT_ERRORS = 3.0
 EXACT_FIT = 0.1
-# Where one step moves the policy less than rounding does, the evidence of many batches adds up.
+# If one step changes the policy less than rounding does, the evidence of many batches is summed.
 HISTORY = 20
 HISTORY_ERRORS = 8.0
-# A mean difference has another cause than rounding if it is this many times the noise, and larger
-# than the floor (nats). If nearly every token is certain, rounding changes nothing in most batches,
-# and one undecided token by a third of a nat in another.
+# A mean difference has another cause than rounding if it is more than this many times the noise,
+# and larger than the floor (nats). The floor is needed if nearly every token is certain: rounding
+# then changes nothing in most batches, but one uncertain token by a third of a nat in another.
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 0.01
 
@@ -54,46 +59,51 @@ BASE = "sampling/adapter_reached"
 PREVIOUS_STEP = "sampling/step_reached"
 MESSAGES = {
     BASE: (
-        "it is nearest to the base without adapter, so the adapter was not used; restart the "
-        "engine, or set trainer.generation: transformers"
+        "the samples are nearest to the base without adapter, so the adapter was not used; restart "
+        "the engine, or set trainer.generation: transformers"
     ),
     PREVIOUS_STEP: (
-        "it is nearest to the adapter of one optimizer step ago, so the last update did not "
-        "arrive; restart the engine, or set trainer.generation: transformers"
+        "the samples are nearest to the adapter of one optimizer step ago, so the last update did "
+        "not arrive; restart the engine, or set trainer.generation: transformers"
     ),
 }
 UNKNOWN = (
-    "neither base nor adapter explain it, so the engine computes with other weights, precision, "
-    "prompts or temperature; set trainer.generation: transformers, or accept it with "
-    "trainer.canary: false and rollout_correction"
+    "neither the base nor the adapter of the previous step explains this, so the engine uses other "
+    "weights, precision, prompts or temperature than the trainer; set trainer.generation: "
+    "transformers, or accept the difference with trainer.canary: false and rollout_correction"
 )
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of the sampler between another policy (0) and the one that trains (1)."""
+    """Position of the sampler on the line from another policy to the current policy.
 
-    evidence: float  # <sampler - middle, delta>, delta from the other to the one that trains
+    The policies are vectors of log-probabilities. Below, ``delta`` is the current policy minus the
+    other one, ``middle`` is their mean, and <a, b> is the scalar product.
+    """
+
+    evidence: float  # <sampler - middle, delta>
     size: float  # <delta, delta>
-    variance: float  # of the evidence, from rounding alone
-    fit: float = 1.0  # mean difference from the other over that from the one that trains
+    variance: float  # variance of the evidence that rounding alone causes
+    # mean difference of the sampler from the other policy, divided by that from the current one
+    fit: float = 1.0
 
     @property
     def share(self) -> float:
-        """1 if the sampler is the policy that trains, 0 if it is the other."""
+        """Position on the line: 1 at the current policy, 0 at the other policy."""
         return 0.5 + self.evidence / self.size
 
     @property
     def errors(self) -> float:
         """Distance of the sampler from the midpoint of the two policies, in standard errors.
 
-        Negative if the sampler is nearer to the other policy than to the one that trains.
+        It is negative if the sampler is nearer to the other policy than to the current one.
         """
         return self.evidence / math.sqrt(self.variance)
 
     @property
     def resolved(self) -> bool:
-        """True if the two policies are further apart than rounding."""
+        """True if the two policies differ by more than rounding can explain."""
         return self.size > 2 * SURE_ERRORS * math.sqrt(self.variance)
 
 
@@ -102,17 +112,17 @@ def position_between(
 ) -> Position | None:
     """Return the sampler's position on the line from ``other`` to ``now``; None if they are equal.
 
-    The share is the least squares estimate. Its distance from 1/2, divided by its standard error
-    under rounding, tells which of the two is nearer.
+    The position (``share``) is the least-squares estimate. Its distance from 1/2, divided by its
+    standard error under rounding, shows which of the two policies is nearer.
 
     Args:
-        sampler: ``(N,)`` log-probabilities as the engine reported them.
-        now: ``(N,)`` of the policy that trains.
-        other: ``(N,)`` of the other policy.
-        noise: ``(N,)`` standard deviations under rounding.
+        sampler: ``(N,)`` log-probabilities that the engine reported.
+        now: ``(N,)`` log-probabilities under the current policy.
+        other: ``(N,)`` log-probabilities under the other policy.
+        noise: ``(N,)`` standard deviations of the log-probabilities under rounding.
     """
     delta = now - other
-    if len(delta) >= 100:  # a few tokens that flip in rounding must not decide
+    if len(delta) >= 100:  # drop the largest: a few tokens that rounding flips must not decide
         kept = delta.abs().argsort()[: -max(3, len(delta) // 200)]
         sampler = sampler[kept]
         now = now[kept]
@@ -122,7 +132,7 @@ def position_between(
     size = float(delta.square().sum())
     if size == 0:
         return None
-    # A token that fits neither policy has another cause, and is not evidence for either
+    # A token that fits neither policy is not evidence for one of them, so it adds variance
     neither = torch.minimum((sampler - now).abs(), (sampler - other).abs())
     from_now, from_other = ((sampler - one).abs().mean() for one in (now, other))
     return Position(
@@ -134,7 +144,13 @@ def position_between(
 
 
 def is_other(positions: Sequence[Position]) -> bool:
-    """Return whether another policy sampled, by the last batch alone or by all batches together."""
+    """Return True if the other policy has sampled.
+
+    Either the last batch alone or the sum of all batches must prove this.
+
+    Args:
+        positions: The positions of the last batches, the newest one last.
+    """
     last = positions[-1]
     sure = last.errors < -SURE_ERRORS and last.fit < SURE_FIT
     exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
@@ -147,7 +163,12 @@ def is_other(positions: Sequence[Position]) -> bool:
 
 @contextlib.contextmanager
 def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
-    """Disturb the output of every decoder layer as much as one more rounding would."""
+    """Add noise to the output of every decoder layer in the body, as large as a rounding error.
+
+    Args:
+        model: The model.
+        dtype: The dtype whose rounding is imitated.
+    """
     # half a unit in the last place: the largest error of one rounding
     amplitude = torch.finfo(dtype).eps / 2
     generator = torch.Generator(model.device).manual_seed(0)
@@ -170,27 +191,31 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """The trainer's forward pass with other values in the adapter; the trained ones stay as is."""
+    """Log-probabilities under the trainer's model, also with other values of its adapter."""
 
-    run: Pass  # with the adapter that the model has at the moment
-    model: Model  # with an adapter of PEFT
+    run: Pass  # the forward pass, with the current values of the adapter
+    model: Model  # a model with a PEFT adapter
     pad_token_id: int
-    dtype: torch.dtype  # of the pass
+    dtype: torch.dtype  # dtype of the forward pass
 
     @cached_property
     def adapter(self) -> dict[str, torch.nn.Parameter]:
-        """Trained parameters, by name."""
+        """Trained parameters of the model, by name."""
         return trained_parameters(self.model)
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
-        """Return one log-probability per completion token, ``(N,)``, the rows one after another."""
+        """Return the ``(N,)`` log-probabilities of all completion tokens, row after row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
             return self.run(batch)[batch.completion_mask].float()  # (B, C) -> (N,)
 
     @contextlib.contextmanager
     def adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Give the adapter other values during the body; its own tensors do not change."""
+        """Replace the values of the adapter in the body, and put the trained values back after it.
+
+        Args:
+            values: The values of the trained parameters, by name.
+        """
         own = {name: parameter.data for name, parameter in self.adapter.items()}
         try:
             for name, parameter in self.adapter.items():
@@ -201,14 +226,21 @@ class Policies:
                 parameter.data = own[name]
 
     def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return copies of the adapter's values on the CPU; None for ``dtype`` keeps theirs."""
+        """Return copies of the adapter's values on the CPU, by name.
+
+        Args:
+            dtype: The dtype of the copies; None keeps the adapter's.
+        """
         return {n: p.detach().to("cpu", dtype, copy=True) for n, p in self.adapter.items()}
 
     def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
-        """Return values of the adapter with noise that moves log-probabilities by 0.3 to 3 nats.
+        """Return values of the adapter with noise that clearly changes the model's output.
+
+        The size of the noise is searched so that log-probabilities change by 0.3 to 3 nats on
+        average.
 
         Args:
-            tokens: Completions whose log-probabilities are compared; the mean difference counts.
+            tokens: The completions on which the change is measured.
             seed: Seed of the noise.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -235,30 +267,33 @@ class Policies:
 
 
 class Canary:
-    """Comparison of sampler and trainer, which stops the run if their policies differ."""
+    """Comparison of an engine's and the trainer's log-probabilities; raises if policies differ."""
 
     def __init__(self, policies: Policies, sampling: Sampling) -> None:
         self._policies = policies
         self._sampling = sampling
-        self._sent = deque[dict[str, torch.Tensor]](maxlen=2)  # adapters, the last one last
+        self._sent = deque[dict[str, torch.Tensor]](maxlen=2)  # sent adapters, the newest one last
         self._history = {name: deque[Position](maxlen=HISTORY) for name in MESSAGES}
         self._noises = deque[tuple[float, float]](maxlen=HISTORY)
 
     def sent(self, dtype: torch.dtype) -> None:
         """Keep a copy of the adapter that was just sent, rounded to ``dtype``."""
-        # that rounding can hide a small step, which does not make the sampler stale
+        # rounding can hide a small step, but that does not mean that the engine is out of date
         self._sent.append(self._policies.copy_adapter(dtype))
 
     def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
-        """Send an adapter that is shifted on purpose, and check that the sampler uses it.
+        """Test that the engine uses the adapter that it is sent.
+
+        The test adds large noise to the adapter, sends it, and checks that samples come from the
+        changed adapter. Afterwards it sends the trained adapter.
 
         Args:
             engine: The engine that samples.
             prompt_ids: Prompts, of which the first 8 are used.
-            seed: Seed of the shift and of the samples.
+            seed: Seed of the noise and of the samples.
 
         Raises:
-            StalePolicyError: The sampler did not use the shifted adapter.
+            StalePolicyError: The engine did not use the changed adapter.
         """
         prompts = prompt_ids[:8]
         short = Sampling(
@@ -266,7 +301,7 @@ class Canary:
             self._sampling.stop_token_ids,
             self._sampling.temperature or 1.0,
         )
-        # completions of the policy as it is, to measure how far a shift moves it
+        # completions of the unchanged policy, to measure how much the noise changes it
         drawn = engine.generate(prompts, short, seed)
         shifted = self._policies.shift(TokenRows(prompts, drawn.completion_ids), seed)
         with self._policies.adapter_set_to(shifted):
@@ -281,28 +316,31 @@ class Canary:
         position = position_between(sampler, within, outside, torch.ones_like(within))
         if position is not None and position.share < 0.5:
             raise StalePolicyError(
-                f"the adapter does not reach {engine.name} (it was shifted on purpose): restart "
-                f"the engine, or set trainer.generation: transformers"
+                f"the adapter does not reach {engine.name}, which ignored a test change of it: "
+                f"restart the engine, or set trainer.generation: transformers"
             )
 
     def check(
         self, tokens: TokenRows, log_probs: list[list[float]], engine_name: str
     ) -> dict[str, float]:
-        """Compare a batch with the policies that may have sampled it; return metrics.
+        """Check which policy has sampled a batch.
 
-        ``sent`` must be called after every sync.
-
-        ``sampling/adapter_reached`` and ``sampling/step_reached`` are 1 for the policy that trains,
-        0 for its base or for itself a step ago, and absent if rounding hides the difference.
-        ``sampling/probe_difference`` and ``sampling/rounding_noise`` are means in nats.
+        ``sent`` must be called after every sync of the engine.
 
         Args:
             tokens: The batch of B completions.
-            log_probs: Log-probabilities of their tokens, as the engine reported them.
+            log_probs: The log-probabilities of their tokens that the engine reported.
             engine_name: Name of the engine, for messages.
 
+        Returns:
+            Metrics by name. ``sampling/adapter_reached`` is 1 if the engine used the current policy
+            and 0 if it used the base model. ``sampling/step_reached`` is 1 for the current policy
+            and 0 for the policy of one step ago. Either is missing if rounding hides the
+            difference. ``sampling/probe_difference`` is the mean difference of engine and trainer
+            in nats; ``sampling/rounding_noise`` is how much of it rounding explains.
+
         Raises:
-            StalePolicyError: Another policy sampled; the message names the most likely one.
+            StalePolicyError: Another policy has sampled; the message names the most likely one.
             GenerationError: The engine reported NaN or Inf.
         """
         tokens, log_probs = _cut_probe(tokens, log_probs)
@@ -324,7 +362,7 @@ class Canary:
             "sampling/probe_difference": difference, "sampling/rounding_noise": noise_mean
         }  # fmt: skip
         if not self._sampling.whole_distribution:
-            # Truncation renormalises the rest, so the sampler's numbers are not the policy's
+            # Excluding tokens renormalises the others, so the engine's values are not the policy's
             return metrics
         with policies.model.disable_adapter():
             others = {BASE: policies.log_probs(tokens)}
@@ -342,22 +380,37 @@ class Canary:
             return metrics
         raise StalePolicyError(
             f"{engine_name} did not sample from the policy that trains (log-probabilities differ "
-            f"by {difference:.4f} nats a token, rounding explains {noise_mean:.4f}): "
+            f"by {difference:.4f} nats per token, of which rounding explains {noise_mean:.4f}): "
             f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
 
     def _nearest(self, positions: dict[str, Position]) -> str:
-        """Return the name of the other policy that sampled, or ""."""
+        """Add the positions to the history; return the name of the policy that has sampled.
+
+        Args:
+            positions: Positions of the newest batch, by the name of the other policy.
+
+        Returns:
+            The name of the other policy, or "" if none of them has sampled.
+        """
         for name, position in positions.items():
             self._history[name].append(position)
         found = [name for name in positions if is_other(self._history[name])]
         return min(found, key=lambda name: positions[name].fit, default="")
 
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Return each token's standard deviation under rounding, and the mean of the last batches.
+        """Estimate how much rounding changes log-probabilities.
 
-        Rounding is bursty: it changes nothing in many batches, and then one undecided token by a
-        tenth of a nat. So the mean square of the last batches is added to the token's own.
+        The effect of rounding is irregular: it changes nothing in many batches, and then one
+        uncertain token by a tenth of a nat. So the mean square over the last batches is added to
+        each token's own square.
+
+        Args:
+            moved: ``(N,)`` changes of log-probabilities by the simulated rounding.
+
+        Returns:
+            The ``(N,)`` standard deviation of each token, and the mean absolute change over the
+            last batches.
         """
         self._noises.append((float(moved.abs().mean()), float(moved.square().mean())))
         mean, square = (sum(values) / len(values) for values in zip(*self._noises, strict=True))
@@ -367,7 +420,7 @@ class Canary:
 def _cut_probe(
     tokens: TokenRows, log_probs: list[list[float]]
 ) -> tuple[TokenRows, list[list[float]]]:
-    """Return the first tokens of some completions, spread over the batch."""
+    """Return the first tokens and log-probabilities of some completions, spread over the batch."""
     # multiples of the golden ratio are spread evenly for any number of rows
     order = sorted(range(len(tokens)), key=lambda row: (row * 0.6180339887) % 1)
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Start the engine that samples for a model: vLLM in this process, its server, or none."""
+"""Choice and start of the engine that samples: vLLM in this process, a vLLM server, or none."""
 
 from typing import Any
 
@@ -36,11 +36,13 @@ def start_engine(
     Args:
         model: The policy, from ``attach_lora``.
         args: A ``LeaveOneOutConfig``.
-        why_not: A reason why vLLM cannot sample here, or None.
-        trains: True for a training, False for an evaluation, which samples with other settings.
+        why_not: The caller's reason why vLLM cannot sample here; None if there is none.
+        trains: True for a training. False for an evaluation, where settings that have no effect on
+            the engine are not rejected.
 
     Returns:
-        The engine, or None if transformers samples; and the choice, with its reason.
+        The engine, or None if transformers samples; and the choice, with the reason if a faster
+        engine cannot be used.
 
     Raises:
         GenerationError: The engine was requested by name and cannot be used, or does not start.
@@ -68,39 +70,44 @@ def start_engine(
 def _why_not_here(asked: str, model: Model) -> str | None:
     """Return the reason why vLLM cannot sample from this model in this process, or None."""
     reason = why_not_vllm() if asked in ("vllm", "auto") else None
-    if asked == "auto":  # if requested by name, vLLM gets a copy of its own
+    if asked == "auto":  # if requested by name, vLLM gets its own copy of the weights
         reason = reason or notes_of(model).why_not_shared
     return reason or why_no_hot_swap(model)
 
 
 def _check_vllm_table(model: Model, choice: Choice) -> None:
-    """Raise ConfigError if the run file's ``vllm:`` is set and another engine samples."""
+    """Raise ConfigError if the run file has settings under ``vllm:`` but another engine samples."""
     for name in notes_of(model).vllm:
         reason = f" ({choice.reason})" if choice.reason else ""
         raise ConfigError(
-            f"vllm.{name} is for vLLM in this process, and {ENGINES[choice.engine]} samples"
-            f"{reason}: leave it out, or set trainer.generation to vllm"
+            f"vllm.{name} applies only to vLLM in this process, but {ENGINES[choice.engine]} "
+            f"samples{reason}: leave it out, or set trainer.generation to vllm"
         )
 
 
 def _check_shared(args: Any, shared: EngineSettings) -> None:
-    """Raise ConfigError if settings differ from those of the engine that the model carries."""
+    """Raise ConfigError if settings differ from those of the engine that Unsloth started.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        shared: The settings of the engine, which shares its weights with the model.
+    """
     share = args.vllm_gpu_memory_utilization
     length = args.vllm_max_model_length
     if args.memory_share_given and share != shared.share:
         raise ConfigError(
-            f"trainer.vllm_gpu_memory_utilization is {share:g}, and vLLM started with the model: "
-            f"give it to load_model as gpu_memory_utilization"
+            f"trainer.vllm_gpu_memory_utilization is {share:g}, but vLLM was already started when "
+            f"the model was loaded: pass it to load_model as gpu_memory_utilization"
         )
     if length and length != shared.max_seq_length:
         raise ConfigError(
-            f"trainer.vllm_max_model_length is {length}, and vLLM started with the model for "
-            f"{shared.max_seq_length} tokens: set model.max_seq_length"
+            f"trainer.vllm_max_model_length is {length}, but vLLM was already started with the "
+            f"model, for {shared.max_seq_length} tokens: set model.max_seq_length"
         )
 
 
 def _put_to_sleep(model: Model) -> None:
-    """Put the engine that a model carries to sleep, since nothing samples with it."""
+    """Free the memory of the vLLM engine that Unsloth loaded with a model, because it is unused."""
     llm = getattr(model, "vllm_engine", None)
     if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
         return
@@ -128,7 +135,7 @@ def _in_process(model: Model, args: Any) -> Engine:
 
 
 def _max_length(model: Model, args: Any) -> int:
-    """Return the length of the longest row that the model was loaded for, in tokens."""
+    """Return the maximum length of prompt and completion together, in tokens."""
     return (
         args.vllm_max_model_length
         or notes_of(model).max_seq_length
@@ -149,7 +156,7 @@ def _on_server(model: Model, args: Any) -> Engine:
 
 
 def _check_server(args: Any, run: RunConfig) -> None:
-    """Raise GenerationError if the server cannot sample for a run."""
+    """Raise GenerationError if the vLLM server of a run cannot be reached or does not suit it."""
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
     name = find_model(run.model.name)
@@ -160,40 +167,41 @@ def _check_server(args: Any, run: RunConfig) -> None:
 
 
 def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:
-    """Check the engine of a run before a model is loaded.
+    """Check that the engine of a run can be used, before a model is loaded.
 
     Args:
         args: A ``LeaveOneOutConfig``.
-        run: The settings of the run, with absolute paths; a server must fit them.
+        run: The run file, with absolute paths, to check that a server can sample for it. None skips
+            this check.
         trains: True for a training, False for an evaluation.
 
     Raises:
         GenerationError: The engine was requested by name and is not installed, or its server cannot
             be reached or serves another model.
-        ConfigError: A setting has no effect on the engine.
+        ConfigError: A setting has no effect on the engine, or vLLM does not support a LoRA setting.
     """
     asked = requested_engine(args)
     on_gpu = detect_hardware().device != "cpu"
-    why_not = None if asked == "server" else why_not_vllm()  # a server has its own
+    why_not = None if asked == "server" else why_not_vllm()  # a server has its own vLLM
     choice = choose(asked, on_gpu=on_gpu, why_not=why_not)
     why = why_not_vllm_takes(run.lora.others) if run is not None and trains else None
     if why and asked in ("vllm", "server"):
         raise ConfigError(f"{why}: leave it out of lora, or set trainer.generation: transformers")
-    if trains:  # auto may still find that vLLM cannot sample from the model
+    if trains:  # with auto, it may still turn out that vLLM cannot sample from the model
         check_settings(args, asked if choice.engine != "transformers" else "transformers")
     if asked == "server" and run is not None:
         _check_server(args, run)
 
 
 def check_partial(engine: Engine | None, model: Model) -> None:
-    """Check that the sampler of a training with ``partial_rollouts`` can end early.
+    """Check that sampling can stop before all completions have ended, as partial rollouts need.
 
     Args:
         engine: The engine; None if the model itself samples.
         model: The policy.
 
     Raises:
-        ConfigError: The sampler cannot end early.
+        ConfigError: The engine or the model cannot do this.
     """
     from rloo_kit.sampling.decoding import can_grow
 
@@ -204,24 +212,28 @@ def check_partial(engine: Engine | None, model: Model) -> None:
         name = engine.name
     if name:
         raise ConfigError(
-            f"trainer.partial_rollouts is on, and {name} cannot end before all completions have "
+            f"trainer.partial_rollouts is on, but {name} cannot stop before all completions have "
             "ended: leave it out, or set trainer.generation to vllm"
         )
 
 
 def thought_limit(tokenizer: Tokenizer, tokens: int | None) -> ThoughtLimit | None:
-    """Return the limit that ``trainer.thinking_budget`` sets.
+    """Return the limit on the length of a thought that ``trainer.thinking_budget`` sets.
+
+    Args:
+        tokenizer: The tokenizer; its marks show where a thought begins and ends.
+        tokens: The value of ``trainer.thinking_budget``. If it is None, the result is None.
 
     Raises:
-        ConfigError: The tokenizer has no marks of a thought.
+        ConfigError: The tokenizer has no known marks of a thought.
     """
     if tokens is None:
         return None
     marks = thought_marks(tokenizer)
     if marks is None:
         raise ConfigError(
-            f"trainer.thinking_budget is {tokens}, and this model has no known marks of a thought: "
-            "leave it out, use a thinking model, or give thinking.start and thinking.end"
+            f"trainer.thinking_budget is {tokens}, but the marks around this model's thoughts are "
+            "not known: leave it out, use a thinking model, or set thinking.start and thinking.end"
         )
     return ThoughtLimit(tokens, marks)
 

@@ -1,4 +1,4 @@
-"""Completer, which samples completions of rows and calls the rewards, in all commands.
+"""Sampling of completions and calling of rewards, as all commands do it.
 
 Shapes: B completions, F reward functions.
 """
@@ -28,21 +28,21 @@ from rloo_kit.types import Score, Tokenizer
 
 @dataclass(kw_only=True, eq=False)
 class Completer:
-    """Samples a completion of each row and calls the rewards."""
+    """Sampler of one completion for each row, which also calls the rewards."""
 
-    draw: Draw
+    draw: Draw  # samples a completion of each tokenized prompt
     processing_class: Tokenizer  # the tokenizer, or a processor that has one
-    template_settings: dict[str, Any] | None  # of the chat template
-    ends: frozenset[int]  # tokens that end a completion
-    # F rewards: functions, async functions, or models
+    template_settings: dict[str, Any] | None  # arguments of the chat template
+    ends: frozenset[int]  # ids of tokens that end a completion
+    # returns the F rewards: functions, async functions, or models
     functions: Callable[[], Sequence[Any]] = list
-    tokenizers: Sequence[Any] = ()  # F, used if the reward is a model
-    # `trainer_state`, `log_extra` and `log_metric` for the rewards
+    tokenizers: Sequence[Any] = ()  # one for each of the F rewards, used if the reward is a model
+    # returns `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
-    # around the draws of a batch, of which there are several with tools
+    # context around all draws of a batch; with tools there are several, one for each turn
     turns: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    # runs async rewards, in a thread of its own; None runs them one after another
+    # event loop in its own thread that runs async rewards; None runs them one after another
     loop: asyncio.AbstractEventLoop | None = None
 
     def sample(self, rows: Sequence[Mapping[str, Any]]) -> Completions:
@@ -50,7 +50,7 @@ class Completer:
 
         Raises:
             DataError: The chat template cannot render a prompt, or the rows have images.
-            StalePolicyError: The engine sampled from another policy.
+            StalePolicyError: The engine did not sample from the current policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         if self.tool_loop is not None:
@@ -60,7 +60,7 @@ class Completer:
         return self.completions(rows, TokenRows(prompt_ids, ids), log_probs)
 
     def _with_tools(self, rows: Sequence[Mapping[str, Any]], tool_loop: ToolLoop) -> Completions:
-        """Sample one trajectory of each row."""
+        """Sample one completion of each row, and run the tools that it calls."""
         found = tool_loop.sample(rows, self.draw, self.turns)
         pairs = zip(found.tokens.completion_ids, found.open_calls, strict=True)
         return Completions(
@@ -79,8 +79,8 @@ class Completer:
         """
         if has_images(rows):
             raise DataError(
-                "the prompts have images, and only a training can sample from images: leave them "
-                "out, or train on these prompts (a training also scores its held-out prompts)"
+                "the prompts have images, but only a training can sample from images: remove the "
+                "images, or train on these prompts (a training also scores its held-out prompts)"
             )
         prompts = [row["prompt"] for row in rows]
         return tokenize_prompts(self.processing_class, prompts, self.template_settings)
@@ -91,7 +91,13 @@ class Completer:
         tokens: TokenRows,
         log_probs: list[list[float]] | None,
     ) -> Completions:
-        """Return B sampled completions with their texts."""
+        """Decode sampled tokens, and return them with their texts as ``Completions``.
+
+        Args:
+            rows: The B rows that were completed.
+            tokens: The tokens of prompts and completions.
+            log_probs: The engine's log-probabilities of the completion tokens, or None.
+        """
         prompts = [row["prompt"] for row in rows]
         texts = completion_texts(self.processing_class, tokens.completion_ids)
         return Completions(
@@ -103,12 +109,16 @@ class Completer:
         )
 
     def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending[Any]:
-        """Start the reward functions; the result is F lists of B scores.
+        """Start to compute the rewards of completions.
 
-        Async rewards begin now, others when the result is read.
+        Async rewards start now; the other rewards are called when the result is read.
+
+        Returns:
+            A handle whose ``result()`` returns F lists of B scores.
 
         Raises:
-            RewardContractError: A reward broke the contract, now or when the result is read.
+            RewardContractError: A reward raised an error or returned wrong values. This can also be
+                raised when the result is read.
         """
         with_tools = {}
         if self.tool_loop is not None:
@@ -133,7 +143,15 @@ class Completer:
     def _finish(
         self, columns: dict[str, Any], started: dict[int, Future[Any]]
     ) -> list[list[Score]]:
-        """Call the other rewards, and wait for the started ones."""
+        """Call the rewards that have not been started, and wait for those that have.
+
+        Args:
+            columns: Arguments of the reward functions.
+            started: Async rewards that run already, by the index of the reward.
+
+        Returns:
+            F lists of B scores.
+        """
         return [
             started[place].result()
             if place in started
@@ -146,7 +164,7 @@ class Completer:
     def _logits(
         self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]
     ) -> list[Score]:
-        """Return B logits of a sequence-classification model, with texts formatted as in TRL."""
+        """Return the B logits of a sequence-classification model; texts are formatted as in TRL."""
         from trl.data_utils import apply_chat_template
 
         pairs = zip(columns["prompts"], columns["completions"], strict=True)
@@ -167,7 +185,11 @@ class Completer:
 
 
 def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
-    """Return texts in the form for rewards: a list of one message if the prompt is a chat."""
+    """Return completions in the form that rewards expect.
+
+    A completion is a text if its prompt is a text. If the prompt is a conversation, it is a list
+    with one assistant message.
+    """
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)

@@ -1,10 +1,12 @@
 """Sampling with transformers: each prompt runs once, and finished rows are dropped from the batch.
 
-``generate`` runs a prompt again for each of its completions, and decodes every row until the
-longest has ended. ``sample_rows`` is a decoding method for its ``custom_generate`` argument. It has
-the same distribution, since it uses generate's logits processors, stopping criteria and masks.
+transformers' ``generate`` runs a prompt again for each of its completions, and decodes every row
+until the longest one has ended. ``sample_rows`` is a faster decoding method, which is passed to
+``generate`` as its argument ``custom_generate``. It samples from the same distribution, because it
+uses the logits processors, stopping criteria and masks of ``generate``.
 
-Shapes: B rows, U different prompts, L rows that still grow, W prompt tokens, C completion tokens.
+Shapes: B rows, U distinct prompts, L rows that are still in the batch, W prompt tokens, C
+completion tokens.
 """
 
 import contextlib
@@ -33,9 +35,10 @@ from rloo_kit.types import Model
 Row = TypeVar("Row")
 Found = TypeVar("Found")
 
-# Share of ended rows at which they are dropped; not each at once, since that copies the cache
+# Ended rows are dropped when they are this fraction of the batch. Dropping each row at once would
+# be slower, because each time the cache is copied
 LEAVING_SHARE = 1 / 8
-# Columns by which a cache grows at least
+# Minimum number of columns by which a cache grows
 GROWTH = 64
 
 
@@ -47,18 +50,19 @@ def complete(
     thought: ThoughtLimit | None = None,
     **how: Any,
 ) -> list[list[int]]:
-    """Return a completion of each of B prompts, up to and including the first of ``ends``.
+    """Sample one completion of each of B prompts; return its ids including the end token.
 
     Args:
-        model: A causal language model of transformers, also in PEFT's wrapper.
-        prompt_ids: B prompts; equal neighbours share their prefill.
-        pad_token_id: Pads prompts on the left.
+        model: A causal language model of transformers, with or without PEFT's wrapper.
+        prompt_ids: B prompts; adjacent equal prompts share their prefill.
+        pad_token_id: The id that pads prompts on the left.
         ends: Ids of the tokens that end a completion.
-        thought: Limit that ends a completion whose thought is too long, without an end token.
-        **how: Arguments of ``generate``.
+        thought: Limit that ends a completion whose thought is too long, without an end token. None
+            for no limit.
+        **how: Further arguments of ``generate``.
 
     Raises:
-        RuntimeError: The logits hold NaN or Inf; ``finite_logits`` translates it.
+        RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
     if thought is not None:
         width = max(map(len, prompt_ids))
@@ -80,19 +84,20 @@ def grow(
     temperature: float,
     **how: Any,
 ) -> Generations:
-    """Continue begun completions until enough of them have ended; return their new tokens.
+    """Continue unfinished completions until enough of them have ended; return their new tokens.
 
     Args:
-        model: A causal language model for which ``can_grow`` holds, also in PEFT's wrapper.
-        begun: B completions, whose ``is_enough`` decides when to stop.
-        pad_token_id: Pads prompts on the left.
-        thought: Limit that ends a completion whose thought is too long.
-        max_tokens: Most tokens of a whole completion.
-        temperature: The temperature of the log-probabilities.
-        **how: Arguments of ``generate``.
+        model: A causal language model for which ``can_grow`` is True, with or without PEFT's
+            wrapper.
+        begun: B completions; their ``is_enough`` decides when to stop.
+        pad_token_id: The id that pads prompts on the left.
+        thought: Limit that ends a completion whose thought is too long; None for no limit.
+        max_tokens: Maximum tokens of a whole completion.
+        temperature: The temperature at which log-probabilities are computed.
+        **how: Further arguments of ``generate``.
 
     Raises:
-        RuntimeError: The logits hold NaN or Inf; ``finite_logits`` translates it.
+        RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
     growth = _Growth(begun, thought, max_tokens, temperature, model.device)
     method = partial(sample_rows, growth=growth)
@@ -103,7 +108,7 @@ def grow(
 def _generate(
     model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any
 ) -> list[list[int]]:
-    """Return what ``generate`` adds to each of B prompts, padding included."""
+    """Return the ids that ``generate`` adds to each of B prompts, including padding."""
     width = max(map(len, prompt_ids))
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
@@ -119,7 +124,10 @@ def _generate(
 
 @contextlib.contextmanager
 def as_sampled(model: Any) -> Iterator[None]:
-    """Set the model up for sampling: base and adapter as one matrix, attention without copies."""
+    """Speed up sampling in the body, by merged linear layers and attention without copies.
+
+    If Unsloth has replaced the model's forward pass, nothing changes.
+    """
     if _decodes_itself(model):
         yield
         return
@@ -129,10 +137,11 @@ def as_sampled(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_attention(device: torch.device) -> Iterator[None]:
-    """Let the heads of a group read the same keys and values during the body, on a CPU.
+    """Avoid copies of keys and values in grouped-query attention in the body, on a CPU.
 
-    If there is a mask, transformers copies them for each head, as the fast kernels of a GPU need.
-    The kernel of a CPU takes them as they are: with 35 rows of 300 tokens it is five times faster.
+    If there is a mask, transformers copies keys and values for each query head, because the fast
+    kernels of a GPU need this. The kernel of a CPU does not. Without the copies it is five times
+    faster for 35 rows of 300 tokens.
     """
     repeats = sdpa_attention.use_gqa_in_sdpa
     if device.type == "cpu":
@@ -144,14 +153,14 @@ def _grouped_attention(device: torch.device) -> Iterator[None]:
 
 
 class _LongThought(StoppingCriteria):
-    """Stopping criterion for rows whose thought is open at the limit."""
+    """Stopping criterion that ends rows whose thought is still open at the limit."""
 
     def __init__(self, width: int, limit: ThoughtLimit) -> None:
         self.width = width + limit.tokens
         self.limit = limit
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: Any) -> Any:
-        """Return ``(L,)`` bool for ``(L, W + t)`` ids."""
+        """Return an ``(L,)`` bool mask of the rows to end, given the ``(L, W + t)`` ids so far."""
         is_open = [False] * len(input_ids)
         if input_ids.shape[1] == self.width:
             is_open = list(map(self.limit.marks.is_open, input_ids.tolist()))
@@ -159,13 +168,15 @@ class _LongThought(StoppingCriteria):
 
 
 class _Growth:
-    """The rows of ``sample_rows`` that continue begun completions.
+    """State of ``sample_rows`` when it continues unfinished completions.
+
+    It records lengths and log-probabilities of new tokens, and decides when to stop.
 
     Args:
-        begun: B completions.
-        thought: Limit that ends a completion whose thought is too long.
-        max_tokens: Most tokens of a whole completion.
-        temperature: The temperature of the log-probabilities.
+        begun: B completions to continue.
+        thought: Limit that ends a completion whose thought is too long; None for no limit.
+        max_tokens: Maximum tokens of a whole completion.
+        temperature: The temperature at which log-probabilities are computed.
         device: The model's device.
     """
 
@@ -182,21 +193,24 @@ class _Growth:
         self._max_tokens = max_tokens
         self._temperature = temperature
         lengths = [len(ids) for ids in begun.completion_ids]
-        self._lengths = torch.tensor(lengths, device=device)  # (B,) tokens of the completions
-        self._new = torch.zeros_like(self._lengths)  # (B,) those of them that are new
+        self._lengths = torch.tensor(lengths, device=device)  # (B,) tokens of each completion
+        self._new = torch.zeros_like(self._lengths)  # (B,) how many of these tokens are new
         self._columns: list[torch.Tensor] = []  # (B,) log-probabilities of each step
         self._ended: set[int] = set()
 
     def note(
         self, live: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, grows: torch.Tensor
     ) -> torch.Tensor:
-        """Note the newest tokens of some rows; return ``(L,)`` bool, those at a limit.
+        """Record the newest token of each row, and find the rows that have reached a limit.
 
         Args:
             live: ``(L,)`` row numbers.
-            ids: ``(L, W)`` prompts and completions.
-            logits: ``(L, vocabulary)`` from which the newest tokens were drawn.
-            grows: ``(L,)`` bool, rows that had not ended before.
+            ids: ``(L, W + t)`` prompts and completions so far.
+            logits: ``(L, vocabulary)`` logits from which the newest tokens were sampled.
+            grows: ``(L,)`` bool, True for rows that had not ended before.
+
+        Returns:
+            ``(L,)`` bool, True for rows at the limit of length or of the thought.
         """
         scaled = logits / self._temperature
         drawn = scaled.gather(1, ids[:, -1:]).squeeze(1) - scaled.logsumexp(1)  # (L,)
@@ -215,12 +229,12 @@ class _Growth:
         return at_limit
 
     def is_enough(self, rows: torch.Tensor) -> bool:
-        """Return whether enough completions have ended, with these rows among them."""
+        """Record that these rows have ended; return True if enough completions have ended."""
         self._ended.update(rows.tolist())
         return self._begun.is_enough(self._ended)
 
     def cut(self, drawn: list[list[int]]) -> Generations:
-        """Return the new tokens of B rows, without padding, and their log-probabilities."""
+        """Return the new tokens of B rows with their log-probabilities, after removing padding."""
         counts = self._new.tolist()
         log_probs = torch.stack(self._columns, 1).tolist()  # (B, C)
         return Generations(
@@ -230,7 +244,7 @@ class _Growth:
 
 
 def can_grow(model: Model) -> bool:
-    """Return whether sampling can end early and continue later, with other prompts."""
+    """Return True if ``grow`` works for the model: rows can be dropped before all have ended."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False
@@ -238,17 +252,17 @@ def can_grow(model: Model) -> bool:
 
 
 def _base(model: Model) -> Any:
-    """Return the model of transformers that PEFT may have wrapped."""
+    """Return the transformers model, without PEFT's wrapper if there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _decodes_itself(model: Model) -> bool:
-    """Return whether Unsloth has replaced the model's forward pass, as it does on a GPU."""
+    """Return True if Unsloth has replaced the model's forward pass, as it does on a GPU."""
     return "unsloth" in type(_base(model)).forward.__module__
 
 
 def continues_prompts(model: Model) -> bool:
-    """Return whether several completions can continue one pass of a prompt from its cache."""
+    """Return True if several completions can share one pass over their prompt through its cache."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False
@@ -257,18 +271,22 @@ def continues_prompts(model: Model) -> bool:
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the ids up to and including the first of ``ends``."""
+    """Return the ids up to and including the first id in ``ends``; all ids if there is none."""
     last = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: last + 1]
 
 
 class GrowingLayer(DynamicLayer):
-    """Dynamic layer with spare columns, so that keys are written in place and not concatenated."""
+    """Cache layer with spare columns, so that new keys and values are written in place."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values, both ``(L, heads, tokens, size)``; return all of them."""
+        """Append new keys and values, both ``(L, heads, tokens, size)``.
+
+        Returns:
+            All keys and all values.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._spare: dict[str, torch.Tensor] = {}
@@ -281,7 +299,7 @@ class GrowingLayer(DynamicLayer):
         spare = self._spare.get(name)
         start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
-        # After rows were selected the keys are a copy, and the spare columns belong to other rows
+        # After a selection of rows the keys are a copy, and the spare columns belong to old rows
         is_own = spare is not None and spare.data_ptr() == old.data_ptr()
         if spare is None or not is_own or spare.shape[-2] < end:
             num_rows, num_heads, _, size = new.shape
@@ -294,7 +312,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _lets_rows_leave(cache: object) -> bool:
-    """Return whether rows of this cache can be selected."""
+    """Return True if rows can be dropped from this cache."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return (
         isinstance(cache, Cache)
@@ -313,12 +331,24 @@ def sample_rows(
     growth: _Growth | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return ``(B, W + C)`` prompts and completions; for ``generate(custom_generate=...)``.
+    """Sample completions; a decoding method for ``generate(custom_generate=...)``.
 
-    With ``growth`` the loop ends as soon as enough rows have ended.
+    The decoding loop of transformers runs instead if rows cannot be dropped from the cache
+    (state-space layers, static and quantised caches), or if a logits processor has a state for each
+    row.
 
-    ``generate``'s own loop runs if the cache cannot select rows (state-space layers, static and
-    quantised caches), or if a logits processor holds a state for each row.
+    Args:
+        model: The model.
+        input_ids: ``(B, W)`` prompts, padded on the left.
+        logits_processor: As in ``generate``.
+        stopping_criteria: As in ``generate``.
+        generation_config: As in ``generate``.
+        growth: If completions are continued, their state, which can end the loop before all rows
+            have ended. None samples until all rows have ended.
+        **kwargs: Other arguments of the model's forward pass.
+
+    Returns:
+        ``(B, W + C)`` ids of prompts and completions.
     """
     cache: Any = kwargs.get("past_key_values")
     num_rows, width = input_ids.shape
@@ -336,7 +366,7 @@ def sample_rows(
     ended = torch.zeros_like(live, dtype=torch.bool)  # (L,)
     while True:
         scores = logits_processor(input_ids, logits)
-        # for all rows, so that samples do not depend on which rows were dropped
+        # drawn for all rows, so that samples do not depend on which rows were dropped
         chances = torch.rand(num_rows, dtype=torch.float64, device=input_ids.device)[live]
         tokens = _draw(scores, chances) if generation_config.do_sample else scores.argmax(-1)
         tokens = tokens.masked_fill(ended, pad)
@@ -359,7 +389,11 @@ def sample_rows(
 def _decode(
     model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run the last column of ``(L, W)`` ids; return ``(L, vocabulary)`` logits and arguments."""
+    """Run the model on the last column of ``(L, W + t)`` ids.
+
+    Returns:
+        ``(L, vocabulary)`` logits, and the model's arguments for the next step.
+    """
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
     outputs = model(**inputs, return_dict=True)
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
@@ -367,18 +401,33 @@ def _decode(
 
 
 def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Sample ``(L,)`` tokens from ``(L, vocabulary)`` scores with ``(L,)`` numbers in [0, 1)."""
+    """Sample one token for each row by inverting the cumulative distribution.
+
+    Args:
+        scores: ``(L, vocabulary)`` logits.
+        chances: ``(L,)`` random numbers in [0, 1).
+
+    Returns:
+        ``(L,)`` token ids.
+
+    Raises:
+        RuntimeError: The scores contain NaN or Inf.
+    """
     sums = scores.softmax(-1).double().cumsum(-1)
     if not sums[:, -1].isfinite().all():
         raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
-    # the first token with a greater sum, whose probability is thus above 0
+    # the first token whose cumulative sum is greater, so that its probability is above 0
     return torch.searchsorted(sums, (chances * sums[:, -1])[:, None], right=True).squeeze(1)
 
 
 def _shared_prefill(
     model: Model, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Run each different prompt once; return ``(B, vocabulary)`` logits, and arguments for B."""
+    """Run each distinct prompt once; only adjacent equal prompts count as one.
+
+    Returns:
+        ``(B, vocabulary)`` logits, and the model's arguments for the next step with all B rows.
+    """
     differs = (input_ids[1:] != input_ids[:-1]) | (
         kwargs["attention_mask"][1:] != kwargs["attention_mask"][:-1]
     )
@@ -391,7 +440,16 @@ def _shared_prefill(
 
 
 def _select(kwargs: dict[str, Any], rows: torch.Tensor, size: int) -> dict[str, Any]:
-    """Return a model's arguments for some rows of a batch of ``size``."""
+    """Select rows from a model's arguments.
+
+    Args:
+        kwargs: The arguments; the cache among them is changed in place.
+        rows: Numbers of the rows to keep.
+        size: Number of rows of the batch, which identifies tensors that have rows.
+
+    Returns:
+        The arguments for the selected rows.
+    """
     cache = kwargs["past_key_values"]
     if cache.get_seq_length():
         cache.batch_select_indices(rows)
@@ -404,7 +462,7 @@ def _select(kwargs: dict[str, Any], rows: torch.Tensor, size: int) -> dict[str, 
 
 
 def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
-    """Return whether a logits processor holds a state for each completion, as guidance does."""
+    """Return True if a logits processor has a state for each row, as guidance has."""
     values = [value for one in processors for value in vars(one).values()]
     return num_rows > 1 and any(
         isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
@@ -416,10 +474,10 @@ def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 @contextlib.contextmanager
 def finite_logits() -> Iterator[None]:
-    """Translate torch's error about NaN or Inf in probabilities into one with a remedy.
+    """Replace torch's error about NaN or Inf in probabilities by one that says what to change.
 
     Raises:
-        DivergedError: The logits that the body samples from hold NaN or Inf.
+        DivergedError: The logits that the body samples from contain NaN or Inf.
     """
     try:
         yield
@@ -434,23 +492,24 @@ def finite_logits() -> Iterator[None]:
 
 @dataclass
 class Pieces:
-    """Calls a function on many rows; if memory runs out, on fewer rows at a time."""
+    """Runner of a function over many rows, which uses fewer rows at a time if memory runs out."""
 
-    what: str  # the work, such as "sampling"
-    remedy: str
-    size: int | None = None  # rows of a piece; None if memory has not run out yet
+    what: str  # the work, for messages, such as "sampling"
+    remedy: str  # advice in the error message if a single row does not fit
+    size: int | None = None  # number of rows at a time; None if memory has not run out yet
 
     def run(
         self, call: Callable[[Sequence[Row]], list[Found]], rows: Sequence[Row], at_most: int
     ) -> list[Found]:
         """Return the results of ``call`` for all rows, in their order.
 
-        Out of memory halves the rows of a piece, here and in later runs; finished pieces are kept.
+        If memory runs out, the number of rows at a time is halved, also for later runs. Results
+        that have been computed are kept.
 
         Args:
-            call: Returns a list with one result for each of the rows it is called with.
+            call: Called with some rows; returns a list with one result for each of them.
             rows: All rows.
-            at_most: Largest number of rows of a piece.
+            at_most: Largest number of rows at a time.
 
         Raises:
             MemoryRanOutError: A single row does not fit into memory.
@@ -468,10 +527,14 @@ class Pieces:
         return found
 
     def halve(self, exc: Exception, tried: int) -> None:
-        """Halve the rows of a piece after ``tried`` rows at once raised the out-of-memory ``exc``.
+        """Halve the number of rows at a time after memory ran out, and warn the first time.
+
+        Args:
+            exc: The out-of-memory error.
+            tried: The number of rows at a time that raised it.
 
         Raises:
-            MemoryRanOutError: ``tried`` is 1.
+            MemoryRanOutError: ``tried`` is 1, so the number cannot be lowered.
         """
         if tried < 2:
             raise MemoryRanOutError(

@@ -1,9 +1,10 @@
-"""Base and adapter as one matrix, while the model samples.
+"""Temporary merge of base and adapter into one matrix per layer, while the model samples.
 
-LoRA layers add casts and two small products to every decoding step, and a 4-bit base is dequantised
-each time; together that is half of the step. So ordinary linear layers replace them while the model
-samples, and the LoRA layers return unchanged. In 16 bit the sums are rounded, which changes
-log-probabilities about as much as any 16-bit rounding (tests/sampling/test_dense.py).
+LoRA layers add casts and two small matrix products to every decoding step, and a 4-bit base is
+dequantised at each step. Together these take half of the step's time. So the LoRA layers are
+replaced by ordinary linear layers while the model samples, and put back unchanged afterwards. In
+16 bit the merged weights are rounded, which changes log-probabilities about as much as any other
+16-bit rounding (tests/sampling/test_dense.py).
 """
 
 import contextlib
@@ -16,13 +17,13 @@ from peft.utils.integrations import dequantize_module_weight
 
 from rloo_kit.machine.hardware import detect_hardware
 
-# Largest share of the free memory that the matrices may use
+# Largest fraction of the free memory that the merged matrices may use
 MEMORY_SHARE = 1 / 4
 
 
 @contextlib.contextmanager
 def dense_layers(model: torch.nn.Module) -> Iterator[None]:
-    """Replace each LoRA layer by one matrix during the body, if memory allows."""
+    """Replace each LoRA layer by a merged linear layer in the body, if there is enough memory."""
     dtype = getattr(model, "dtype", torch.float32)
     found: list[tuple[Any, str, Any]] = [
         (parent, name, layer)
@@ -43,7 +44,7 @@ def dense_layers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Return whether a layer is a linear layer with an ordinary LoRA adapter."""
+    """Return True if a layer is a linear layer with an ordinary LoRA adapter that can be merged."""
     if not isinstance(layer, LoraLayer) or layer.merged_adapters or layer.lora_variant:
         return False
     base = layer.get_base_layer()

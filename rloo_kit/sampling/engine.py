@@ -1,7 +1,8 @@
-"""The interface of engines that sample, adapter folders, and the choice of an engine.
+"""The interface of sampling engines, the folder for sent adapters, and the choice of an engine.
 
-The base model stays in the engine. Only the LoRA adapter is sent after every optimizer step, as a
-small folder in shared memory. Nothing is merged, so 4-bit weights are not rounded.
+The base model stays in the engine. After every optimizer step only the LoRA adapter is sent, as a
+small folder in shared memory. The adapter is not merged into the base, so 4-bit weights are not
+rounded again.
 """
 
 import os
@@ -29,14 +30,17 @@ class ThoughtLimit:
     """Limit that truncates a completion whose thought is still open after this many tokens."""
 
     tokens: int
-    marks: ThoughtMarks  # a thought is opened in the prompt or in the completion
+    marks: ThoughtMarks  # the marks around a thought, which may begin in the prompt
 
     def exceeds(self, prompt_ids: list[int], ids: list[int]) -> bool:
-        """Return whether the completion ``ids`` reaches the limit and its thought is open there."""
+        """Return True if the completion ``ids`` is still in its thought when it reaches the limit.
+
+        A completion shorter than the limit does not exceed it.
+        """
         return len(ids) >= self.tokens and self.marks.is_open(prompt_ids + ids[: self.tokens])
 
     def cut(self, prompt_ids: list[int], ids: list[int]) -> list[int]:
-        """Return a completion, truncated at the limit if its thought exceeds it."""
+        """Return the completion ``ids``, truncated at the limit if its thought exceeds it."""
         return ids[: self.tokens] if self.exceeds(prompt_ids, ids) else ids
 
 
@@ -44,24 +48,32 @@ class ThoughtLimit:
 class Sampling:
     """Sampling settings, with TRL's names and meanings."""
 
-    max_tokens: int  # of a completion
-    stop_token_ids: tuple[int, ...]  # each ends a completion
+    max_tokens: int  # maximum tokens of a completion
+    stop_token_ids: tuple[int, ...]  # each of them ends a completion
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 for all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    others: dict[str, Any] = field(default_factory=dict)  # of vLLM's `SamplingParams`, by name
-    thought: ThoughtLimit | None = None
+    # other arguments of vLLM's `SamplingParams`, by name
+    others: dict[str, Any] = field(default_factory=dict)
+    thought: ThoughtLimit | None = None  # None if the length of thoughts is not limited
 
     @property
     def whole_distribution(self) -> bool:
-        """True if every token can be sampled, with the probability that the policy gives it."""
+        """True if tokens are sampled from the policy's whole distribution.
+
+        It is False if a setting such as ``top_k`` excludes tokens or changes their probabilities in
+        another way than ``temperature``.
+        """
         top = (self.top_p, self.min_p, self.repetition_penalty) == (1.0, 0.0, 1.0)
         return top and self.top_k <= 0 and self.temperature > 0 and not self.others
 
     def as_vllm(self) -> dict[str, Any]:
-        """Return arguments of vLLM's ``SamplingParams``; they ask for log-probs of drawn tokens."""
+        """Return keyword arguments for vLLM's ``SamplingParams``.
+
+        They also request the log-probabilities of the sampled tokens.
+        """
         values = {
             **vars(self),
             "stop_token_ids": list(self.stop_token_ids),
@@ -75,70 +87,75 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Begun:
-    """B completions that have begun, some of them without any token yet."""
+    """B unfinished completions to continue; some of them may have no token yet."""
 
     prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]  # so far
-    # Called with the numbers of the rows that have ended; True ends the sampling of the others
+    completion_ids: list[list[int]]  # the tokens so far
+    # Called with the numbers of the rows that have ended; returns True to stop sampling the others
     is_enough: Callable[[Collection[int]], bool] = lambda ended: False
 
     @property
     def all_ids(self) -> list[list[int]]:
-        """Prompts and completions so far."""
+        """For each row, the ids of its prompt and of its completion so far, in one list."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [prompt + completion for prompt, completion in pairs]
 
     def is_thought_over(self, row: int, new: list[int], thought: ThoughtLimit) -> bool:
-        """Return whether a row's thought exceeds its limit after ``new`` tokens are added."""
+        """Return True if a row's thought exceeds the limit after the tokens ``new`` are added."""
         return thought.exceeds(self.prompt_ids[row], self.completion_ids[row] + new)
 
 
 @dataclass(frozen=True)
 class Generations:
-    """Completions of B prompts, in their order."""
+    """Sampled tokens of B completions, in the order of their prompts."""
 
-    completion_ids: list[list[int]]  # the stop token included; not empty but in ``grow``
-    log_probs: list[list[float]]  # nats, under the distribution that sampled
+    # including the stop token; a completion can only be empty in ``grow``
+    completion_ids: list[list[int]]
+    log_probs: list[list[float]]  # in nats, under the distribution that was sampled from
 
 
 class Engine(Protocol):
     """Interface of an engine that samples from the policy."""
 
-    name: str  # in messages, such as "vLLM in this process"
-    sync_seconds: float  # of the last sync
-    adapter_dtype: Any  # torch's dtype to which an adapter is rounded when it is sent
+    name: str  # name for messages, such as "vLLM in this process"
+    sync_seconds: float  # duration of the last sync
+    adapter_dtype: Any  # torch dtype to which an adapter is rounded when it is sent
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter of ``model``, or switch to the base if none is active."""
+        """Send the active adapter of ``model``, or switch to the base model if none is active."""
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete each of B prompts once; equal seed, prompts and adapter give equal results."""
+        """Sample one completion of each of B prompts.
+
+        The results are the same if the seed, the prompts and the adapter are the same.
+        """
         ...
 
     def sleep(self) -> None:
-        """Free memory for the learning step; ``generate`` wakes the engine up."""
+        """Free memory for the learning step; the next ``sync`` or ``generate`` wakes the engine."""
 
     def close(self) -> None:
-        """Free everything; may be called twice."""
+        """Shut the engine down and free its memory and files; a second call does nothing."""
 
 
 @runtime_checkable
 class PartialEngine(Engine, Protocol):
-    """Interface of an engine that can end early, and continue completions later."""
+    """Interface of an engine that can stop sampling early, and continue completions later."""
 
     def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
-        """Continue B completions until enough of them have ended; return their new tokens."""
+        """Continue B completions until ``begun.is_enough`` is True; return their new tokens."""
         ...
 
 
 def draw_from(
     engine: Engine, prompt_ids: list[list[int]], sampling: Sampling, seed: int
 ) -> Generations:
-    """Complete each of B prompts once, with thoughts no longer than ``sampling.thought``.
+    """Sample one completion of each of B prompts, and end it if its thought is too long.
 
-    An engine that limits a thought itself inserts the closing token, which the policy has not
-    sampled. So all completions are first sampled up to the limit. Those whose thought is closed by
-    then are continued; the others end there.
+    The limit of a thought is ``sampling.thought``. An engine's own limit of thoughts would insert
+    the closing token of the thought, which the policy has not sampled. So this function first
+    samples all completions up to the limit. It continues those whose thought is closed by then; the
+    others end at the limit.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:
@@ -171,21 +188,21 @@ def why_no_hot_swap(model: Any) -> str | None:
         return "the model has no LoRA adapter"
     for config in configs.values():
         if not isinstance(config, LoraConfig):
-            return f"the adapter is of the kind {config.peft_type}, and vLLM takes LoRA"
+            return f"the adapter is of type {config.peft_type}, but vLLM supports only LoRA"
         if why_not := why_not_vllm_takes(vars(config)):
             return why_not
         if config.r > LORA_RANKS[-1]:
-            return f"the adapter's rank is {config.r}, and vLLM takes at most {LORA_RANKS[-1]}"
+            return f"the adapter's rank is {config.r}, but vLLM supports at most {LORA_RANKS[-1]}"
     return None
 
 
 def reserved_rank_of(model: Model) -> int:
-    """Return the rank that vLLM must reserve for the adapters of the model."""
+    """Return the maximum LoRA rank with which vLLM must be started for the model's adapters."""
     return reserved_rank(max(config.r for config in model.peft_config.values()))
 
 
 def active_adapter(model: Model) -> str | None:
-    """Return the active adapter of a PEFT model; None if it computes with its base alone."""
+    """Return the name of the active adapter of a PEFT model; None if adapters are disabled."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layer = next(m for m in model.modules() if isinstance(m, BaseTunerLayer))
@@ -193,10 +210,11 @@ def active_adapter(model: Model) -> str | None:
 
 
 class AdapterFolder:
-    """Folder for the adapter that was sent last, and for other files that an engine reads.
+    """Temporary folder for the newest adapter, and for other files that an engine reads.
 
     Args:
-        parent: Folder that holds it; None for shared memory or the system's temporary folder.
+        parent: The folder in which it is created; None for shared memory or, if that is missing,
+            the system's temporary folder.
 
     Raises:
         GenerationError: ``parent`` is not a folder, or cannot be written to.
@@ -208,14 +226,18 @@ class AdapterFolder:
             _remove_leftovers(place)
         if parent and not os.access(place := Path(parent).resolve(), os.W_OK):
             raise GenerationError(
-                f"trainer.vllm_adapter_dir {parent!r} cannot be written to: give a folder that the "
-                f"server sees too"
+                f"trainer.vllm_adapter_dir {parent!r} cannot be written to: set it to a writable "
+                f"folder that the server can read too"
             )
         prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
         self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
 
     def write(self, model: Model, dtype: "torch.dtype | None") -> Path:
-        """Write the active adapter of a PEFT model in a dtype; return its folder.
+        """Write the active adapter of a PEFT model; return the folder of its files.
+
+        Args:
+            model: The PEFT model.
+            dtype: The dtype of the written tensors; None keeps theirs.
 
         Raises:
             GenerationError: The disk is full or cannot be written.
@@ -223,7 +245,7 @@ class AdapterFolder:
         from safetensors import SafetensorError
 
         folder = self.root / "adapter"
-        # not overwritten, because tensors that vLLM has read may be mapped from the old file
+        # the old file is removed and not overwritten, because vLLM may still map its tensors
         shutil.rmtree(folder, ignore_errors=True)
         try:
             write_adapter(model, active_adapter(model) or "default", folder, dtype)
@@ -235,17 +257,20 @@ class AdapterFolder:
         return folder
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Delete the folder and its files."""
         shutil.rmtree(self.root, ignore_errors=True)
 
 
 def _namespace() -> int:
-    """Return the id of this process's PID namespace, since containers may share their memory."""
+    """Return the id of this process's PID namespace; 0 if the system has no such namespaces.
+
+    It distinguishes containers that share their memory but number their processes separately.
+    """
     return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove the folders of killed runs from shared memory."""
+    """Delete the adapter folders that killed runs have left in ``parent``."""
     import psutil
 
     for folder in parent.glob(f"rloo-kit-{_namespace()}-*-*"):
@@ -256,22 +281,22 @@ def _remove_leftovers(parent: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine that samples, and the reason why a faster engine does not."""
+    """The engine that samples, and the reason why a faster engine cannot be used."""
 
     engine: str  # `vllm`, `server` or `transformers`
-    reason: str | None = None  # in one line, if `auto` fell back
+    reason: str | None = None  # one line, if `auto` fell back to transformers; None otherwise
 
 
 def choose(asked: str, *, on_gpu: bool, why_not: str | None) -> Choice:
-    """Return the engine for ``auto``, ``vllm``, ``server`` or ``transformers``.
+    """Choose the engine that samples.
 
     Args:
-        asked: One of these names.
+        asked: The requested engine: ``auto``, ``vllm``, ``server`` or ``transformers``.
         on_gpu: True if the model is on a GPU.
-        why_not: The reason why vLLM cannot sample here, or None.
+        why_not: The reason why vLLM cannot sample here; None if it can.
 
     Raises:
-        GenerationError: vLLM was requested by name and cannot sample from the model.
+        GenerationError: vLLM was requested by name but cannot sample from the model.
     """
     # on a CPU a small model is as fast without vLLM, which needs seconds to start
     if asked == "transformers" or (asked == "auto" and not on_gpu):

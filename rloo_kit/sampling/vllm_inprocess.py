@@ -1,7 +1,7 @@
-"""vLLM in this process: the base is loaded once, and the adapter is swapped while it runs.
+"""vLLM in this process: it loads the base model once, and the adapter is replaced while it runs.
 
-The engine is Unsloth's, which shares the base weights with the trainer (``load_model(...,
-fast_inference=True)`` on a GPU), or one of the kit's own.
+The engine is either started by Unsloth or by the kit. Unsloth's engine shares the base weights with
+the trainer (``load_model(..., fast_inference=True)`` on a GPU). The kit's engine has its own copy.
 """
 
 import contextlib
@@ -44,25 +44,28 @@ from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
 
 ADAPTER_NAME = "rloo-kit"
-# Offset of the kit's request ids on a shared engine: Unsloth counts its own from 1
+# Offset of the kit's adapter ids on a shared engine, because Unsloth numbers its adapters from 1
 LIVE_IDS = 1_000_000
 
 
 class VllmEngine:
-    """vLLM in this process, started by the kit, or by Unsloth if it came with the model.
+    """Engine that runs vLLM in this process.
+
+    If Unsloth started vLLM when it loaded the model, that engine is used. Otherwise a new one is
+    started.
 
     Args:
         model: The policy, with its LoRA adapter.
-        max_length: Longest prompt with completion, tokens.
-        num_sequences: Completions that are sampled at the same time.
-        sleeps: Free memory between ``sleep`` and the next ``generate``, on a GPU.
-        memory_share: Share of the GPU for an engine with its own copy of the weights; None
-            computes it (``engine_memory``).
+        max_length: Maximum tokens of prompt and completion together.
+        num_sequences: Number of completions that are sampled at the same time.
+        sleeps: True to free GPU memory from ``sleep`` until the engine is used again.
+        memory_share: Fraction of the GPU's memory for an engine with its own copy of the weights;
+            None computes it (``engine_memory``).
         seed: Seed of vLLM.
         extra: Further arguments of ``vllm.LLM``.
 
     Raises:
-        GenerationError: vLLM cannot start; the message has its reason in one line.
+        GenerationError: vLLM cannot start; the message has the reason in one line.
     """
 
     def __init__(  # noqa: PLR0913
@@ -79,7 +82,7 @@ class VllmEngine:
         self._llm: Any = getattr(model, "vllm_engine", None)
         self.shared = self._llm is not None
         self.name = "vLLM, weights shared by Unsloth" if self.shared else "vLLM in this process"
-        self.sync_seconds = 0.0  # of the last sync
+        self.sync_seconds = 0.0  # duration of the last sync
         self.adapter_dtype = compute_dtype(model)
         self._on_gpu = model.device.type != "cpu"
         self._sleeps = sleeps and self._on_gpu
@@ -91,9 +94,9 @@ class VllmEngine:
             self._sleeps &= config.enable_sleep_mode
             if config.max_model_len < max_length:  # Unsloth lowers it if its cache is too small
                 raise GenerationError(
-                    f"vLLM started with the model for {config.max_model_len} tokens, and the run "
-                    f"needs {max_length}: lower model.max_seq_length, or set trainer.generation: "
-                    f"transformers"
+                    f"vLLM was started with the model for at most {config.max_model_len} tokens, "
+                    f"but the run needs {max_length}: lower model.max_seq_length, or set "
+                    f"trainer.generation: transformers"
                 )
             return
         self._sleeps = self._sleeps and may_sleep()
@@ -154,7 +157,7 @@ class VllmEngine:
             if in_4bit:
                 arguments["quantization"] = "bitsandbytes"
         else:
-            # its CPU worker fails on a seeded prompt that is cut between two passes
+            # vLLM's CPU worker fails on a seeded prompt that is split between two passes
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
             if in_4bit:
@@ -167,7 +170,12 @@ class VllmEngine:
             return LLM(**arguments | extra)
 
     def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
-        """Return vLLM's memory settings for an engine with its own copy of the weights."""
+        """Return vLLM's memory settings for an engine with its own copy of the weights.
+
+        Args:
+            size: Memory that the engine needs.
+            share: The user's fraction of the GPU's memory; None computes it.
+        """
         hardware = detect_hardware()
         free = hardware.free_memory
         card = hardware.total_memory
@@ -176,14 +184,14 @@ class VllmEngine:
         found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
         if share is not None:
             return {"gpu_memory_utilization": share}
-        # vLLM compares the share with the free memory even if the size of the cache is set
+        # the share is set too, because vLLM checks it against the free memory in any case
         return {
             "kv_cache_memory_bytes": found.cache,
             "gpu_memory_utilization": found.share(card),
         }
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter, if there is one, and drop the previous one.
+        """Send the active adapter to vLLM, if there is one, and remove the previous adapter.
 
         Raises:
             GenerationError: vLLM rejects the adapter.
@@ -208,12 +216,12 @@ class VllmEngine:
         self.sync_seconds = time.perf_counter() - started
 
     def _requested(self, model: Model) -> Any:
-        """Return vLLM's request with the active adapter; None if no adapter is active."""
+        """Return a vLLM ``LoRARequest`` for the active adapter; None if no adapter is active."""
         active = active_adapter(model)
         if active is None:
             return None
         if self.shared and list(model.peft_config) == ["default"]:
-            # Unsloth writes the adapter's config there once, and sends tensors
+            # Unsloth writes the adapter's config to this folder once, and passes tensors
             return model.load_lora(str(self._folder.root / "config"), load_tensors=True)
         from vllm.lora.request import LoRARequest
 
@@ -230,11 +238,11 @@ class VllmEngine:
         return LoRARequest(f"{name}-live", self._number + LIVE_IDS, **tensors)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete each prompt once (see ``Engine``); every completion has a seed of its own.
+        """Sample one completion of each prompt, each with its own seed (see ``Engine``).
 
         Raises:
             MemoryRanOutError: The GPU has no memory left to wake vLLM.
-            BaseException: Whatever interrupts vLLM; its requests are aborted.
+            BaseException: Any error or interrupt of vLLM; its requests are aborted first.
         """
         from vllm import SamplingParams
 
@@ -265,21 +273,22 @@ class VllmEngine:
     def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
         """Continue completions until enough have ended (see ``PartialEngine``).
 
-        Prompts with their completions so far are the prompts of new requests; those that have not
-        ended are aborted.
+        Each row becomes a new request, whose prompt is the row's prompt and its completion so far.
+        Requests that have not ended when enough have ended are aborted.
 
         Raises:
-            GenerationError: Unsloth merges the adapter, which it can do for whole completions only.
+            GenerationError: Unsloth merges the adapter into the base to sample, which works only
+                for whole completions.
             MemoryRanOutError: The GPU has no memory left to wake vLLM.
-            BaseException: Whatever interrupts vLLM; its requests are aborted.
+            BaseException: Any error or interrupt of vLLM; its requests are aborted first.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if self._request is not None and not _is_lora_request(self._request):
             raise GenerationError(
-                "Unsloth merges the adapter into a 16-bit base while vLLM samples, and cannot end "
-                "early then: leave trainer.partial_rollouts out, or set model.load_in_4bit"
+                "Unsloth merges the adapter into a 16-bit base while vLLM samples, so sampling "
+                "cannot stop early: leave trainer.partial_rollouts out, or set model.load_in_4bit"
             )
         self._wake()
         engine = self._llm.llm_engine
@@ -313,9 +322,9 @@ class VllmEngine:
         return Generations([one.ids for one in found], [one.log_probs for one in found])
 
     def sleep(self) -> None:
-        """Drop keys and values and move the weights to the host's memory (level 1), on a GPU.
+        """Free GPU memory: discard the KV cache and move the weights to main memory (level 1).
 
-        Weights that Unsloth shares stay on the GPU, because the model learns with them.
+        Weights that are shared with the trainer stay on the GPU, because training needs them.
         """
         if self._sleeps and self._llm is not None and not self._llm.llm_engine.is_sleeping():
             self._llm.sleep(level=1)
@@ -334,9 +343,9 @@ class VllmEngine:
                 ) from exc
 
     def close(self) -> None:
-        """Shut the engine down, its process groups, threads, caches and files included."""
-        # `release` first releases a model that shares its weights with the engine, because vLLM
-        # frees the pool that holds them together with the engine
+        """Shut the engine down, including its process groups, threads, caches and files."""
+        # A model that shares its weights with the engine must be released before (`release` does
+        # this), because vLLM frees the memory pool of the weights together with the engine
         llm = self._llm
         self._llm = None
         self._request = None
@@ -349,14 +358,22 @@ class VllmEngine:
 
 @dataclass
 class _Grown:
-    """New tokens of a completion that had ``begun`` tokens before."""
+    """The new tokens of a completion that is being continued."""
 
-    begun: int
+    begun: int  # number of tokens that the completion had before
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
     def add(self, output: Any, limit: int | None) -> bool:
-        """Add tokens of vLLM; return whether the completion reaches ``limit`` tokens by them."""
+        """Add the tokens of an output of vLLM.
+
+        Args:
+            output: The output, with the tokens that are new since the last one.
+            limit: A number of tokens of the whole completion, or None.
+
+        Returns:
+            True if the completion reaches ``limit`` with these tokens; False if ``limit`` is None.
+        """
         before = self.begun + len(self.ids)
         ids = list(output.token_ids)
         self.ids += ids
@@ -365,17 +382,17 @@ class _Grown:
         return limit is not None and before < limit <= before + len(ids)
 
     def cut(self, tokens: int) -> None:
-        """Cut the completion to this many tokens."""
+        """Truncate the whole completion, including its earlier tokens, to ``tokens`` tokens."""
         del self.ids[tokens - self.begun :]
         del self.log_probs[tokens - self.begun :]
 
 
 @contextlib.contextmanager
 def _without_side_effects() -> Iterator[None]:
-    """Undo the changes that a start of vLLM makes in this process.
+    """Undo the changes that the start of vLLM in the body makes to this process.
 
-    Its CPU worker replaces ``torch.set_num_threads`` and the number of threads, and every start
-    leaves environment variables of torch.distributed behind.
+    vLLM's CPU worker replaces ``torch.set_num_threads`` and changes the number of threads. Every
+    start of vLLM also leaves environment variables of torch.distributed behind.
     """
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
@@ -393,17 +410,22 @@ def _without_side_effects() -> Iterator[None]:
 
 
 def _is_lora_request(request: object) -> bool:
-    """Return whether vLLM holds the adapter under an id."""
-    # For an unquantised base Unsloth returns a request that is merged into the shared weights while
-    # the engine generates (_MergedLoRARequest); only LLM.generate accepts it
+    """Return True if a request is an ordinary LoRA request, whose adapter vLLM keeps by an id."""
+    # For an unquantised base Unsloth returns a request whose adapter is merged into the shared
+    # weights while the engine samples (_MergedLoRARequest); only LLM.generate accepts it
     return hasattr(request, "lora_int_id")
 
 
 def write_dequantised(model: Model, dtype: torch.dtype, folder: Path) -> Path:
     """Write the dequantised base of a 4-bit PEFT model to a new folder; return the folder.
 
-    vLLM has no 4-bit kernels on a CPU, and the original 16-bit checkpoint would be another policy
-    than the 4-bit one that trains.
+    This is needed on a CPU, where vLLM has no 4-bit kernels. The original 16-bit checkpoint cannot
+    be used instead, because its weights differ from those of the 4-bit policy.
+
+    Args:
+        model: The PEFT model.
+        dtype: The dtype of the written weights.
+        folder: The folder, which must not exist.
     """
     from safetensors.torch import save_file
 
@@ -431,14 +453,18 @@ def _dequantised(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def is_4bit(model: Model) -> bool:
-    """Return whether the model has 4-bit layers of bitsandbytes."""
+    """Return True if the model has 4-bit layers of bitsandbytes."""
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
 def _vllm_modules(targets: list[Any]) -> list[str] | None:
-    """Return the layers that need LoRA, also under vLLM's names of joined layers; None for all.
+    """Return the names of the layers that vLLM must prepare for LoRA; None for all layers.
 
-    Without these names vLLM computes an empty adapter for the LM head too, for every token.
+    If vLLM fuses a layer with others, the name of the fused layer is included. Without this list
+    vLLM would also compute an empty adapter of the LM head for every token.
+
+    Args:
+        targets: The ``target_modules`` of each adapter; a string is a pattern.
     """
     if any(isinstance(names, str) for names in targets):  # a pattern
         return None
@@ -449,6 +475,6 @@ def _vllm_modules(targets: list[Any]) -> list[str] | None:
 
 
 def compute_dtype(model: Model) -> torch.dtype:
-    """Return the dtype in which the trainer computes the base."""
+    """Return the dtype in which the trainer runs the base model."""
     dtype = model.get_base_model().config.dtype
     return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16

@@ -1,8 +1,8 @@
-"""Client of vLLM's own server, on another card or machine: sends adapters, receives completions.
+"""Client of a vLLM server on another GPU or machine: sends adapters and receives completions.
 
-TRL's server mode sends weights over NCCL, which needs CUDA in the trainer, with the adapter merged
-into them. For a 4-bit layer it sends the packed bytes, without the scales that unpack them. Here
-the base stays as the server loaded it, and this process does not need vLLM.
+With this client the server keeps its base model unchanged, and the trainer does not need vLLM.
+TRL's server mode differs: it merges the adapter and sends all weights over NCCL, which needs CUDA
+in the trainer. For a 4-bit layer it would send packed bytes without the scales to unpack them.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements of a run on its server."""
+    """The requirements that a run has for its vLLM server."""
 
-    base: str  # hub name or folder of the base
-    max_length: int  # prompt plus completion, tokens
-    rank: int  # of the adapter
+    base: str  # hub name or folder of the base model
+    max_length: int  # maximum tokens of prompt and completion together
+    rank: int  # rank of the adapter
     in_4bit: bool
 
     @property
     def command(self) -> str:
-        """The command that starts such a server."""
+        """Shell command that starts a server with these requirements."""
         words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "vllm", "serve", self.base]
         words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(self.rank))]
         words += ["--max-model-len", str(self.max_length)]
@@ -53,31 +53,34 @@ class Needs:
         return shlex.join(words)
 
     def is_other(self, card: dict[str, Any]) -> bool:
-        """Return whether a server names a model other than ``base``; False if either is a folder.
+        """Return True if a server has another model than ``base``, judging by the names.
+
+        If one of the names is a folder, they cannot be compared, and the result is False.
 
         Args:
             card: The server's entry for its model, from ``/v1/models``.
         """
         if Path(self.base).exists() or card["root"].startswith("/"):
-            return False  # the canary finds out
-        # without owners, and without the suffixes of Unsloth's 4-bit copies
+            return False  # if the models differ, the canary detects it later
+        # compare names without owners and without the suffixes of Unsloth's 4-bit copies
         names = (self.base, card["id"], card["root"])
         ours, *served = [re.sub(r".*/|(-unsloth)?-bnb-4bit$", "", one.lower()) for one in names]
         return ours not in served
 
 
 class VllmServer:
-    """Engine on a server of vLLM (see ``Engine``).
+    """Engine that samples on a vLLM server (see ``Engine``).
 
     Args:
         args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
         needs: Requirements of the run.
-        adapter_dtype: Type to which an adapter is rounded. None if the model is not loaded yet;
-            then the server must name the base of ``needs``.
+        adapter_dtype: The dtype to which an adapter is rounded. None if the model is not loaded
+            yet; only then the server's model name is compared with the base of ``needs``.
 
     Raises:
-        GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not
-            vLLM, serves another model or shorter rows, or does not accept adapters at run time.
+        GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds or is
+            not vLLM. Or it serves another model, has a shorter context length, or does not accept
+            adapters at run time.
     """
 
     def __init__(self, args: Any, needs: Needs, adapter_dtype: "torch.dtype | None" = None) -> None:
@@ -85,35 +88,39 @@ class VllmServer:
         address = address or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         self.url = address.rstrip("/").removesuffix("/v1")
         self.name = f"vLLM's server at {self.url}"
-        self.sync_seconds = 0.0  # of the last sync
+        self.sync_seconds = 0.0  # duration of the last sync
         self.adapter_dtype = adapter_dtype
         self._needs = needs
         self._remedy = f"start it with {needs.command}"
         self._patience = args.vllm_server_timeout
-        self._adapter: str | None = None  # its name on the server; None for the base alone
+        self._adapter: str | None = None  # the adapter's name on the server; None without adapter
         self._base = self._check()
         self._folder = AdapterFolder(args.vllm_adapter_dir)
-        self._folder.root.chmod(0o755)  # the server may be another user's
+        self._folder.root.chmod(0o755)  # the server may run as another user
 
     def _check(self) -> str:
-        """Return the name of the base on the server."""
+        """Check that the server suits the run; return the server's name of the base model.
+
+        Raises:
+            GenerationError: The server cannot be reached or does not suit the run.
+        """
         (models,) = self._ask("/v1/models", None)
-        (adapters,) = self._ask("/v1/load_lora_adapter", {})  # 400 where there is such a path
+        (adapters,) = self._ask("/v1/load_lora_adapter", {})  # status 400 if the path exists
         card = self._read(models, lambda found: found["data"][0])
         longest = self._needs.max_length
         if adapters.status_code == httpx.codes.NOT_FOUND:
-            reason = "takes no adapters at run time"
+            reason = "does not accept adapters at run time"
         elif card["max_model_len"] < longest:
-            reason = f"takes rows of {card['max_model_len']} tokens, and the run needs {longest}"
+            reason = f"accepts {card['max_model_len']} tokens at most, but the run needs {longest}"
         elif self.adapter_dtype is None and self._needs.is_other(card):
-            reason = f"serves {card['root']!r}, and the run trains {self._needs.base!r}"
+            reason = f"serves {card['root']!r}, but the run trains {self._needs.base!r}"
         else:
             self.name += f" ({card['root']})"
             return card["id"]
         raise GenerationError(f"{self.name} {reason}: {self._remedy}")
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter, if there is one, and drop the previous one.
+        """Send the active adapter to the server, if there is one, and remove the previous adapter.
 
         Raises:
             GenerationError: The server cannot be reached or rejects the adapter.
@@ -123,11 +130,11 @@ class VllmServer:
         self._adapter = None
         if active_adapter(model) is not None:
             self._folder.write(model, self.adapter_dtype)
-            # A new name each time, because it is a key of vLLM's prefix cache. With `load_inplace`
-            # vLLM would read the file again in every pass, since its requests keep that flag
+            # A new name each time, because vLLM's prefix cache uses it as a key. With
+            # `load_inplace` vLLM would read the file again in every pass, as requests keep the flag
             self._adapter = f"rloo-kit-{uuid.uuid4().hex}"
             self._load()
-        if before is not None:  # unknown to a server that was restarted
+        if before is not None:  # errors are ignored: a restarted server does not know it
             self._ask("/v1/unload_lora_adapter", {"lora_name": before})
         self.sync_seconds = time.perf_counter() - started
 
@@ -137,10 +144,10 @@ class VllmServer:
         self._read(answer)
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
-        """Complete each prompt once (see ``Engine``); every completion has a seed of its own.
+        """Sample one completion of each prompt, each with its own seed (see ``Engine``).
 
         Raises:
-            GenerationError: The server cannot be reached, or does not answer with completions.
+            GenerationError: The server cannot be reached, or does not return completions.
         """
         same = {"model": self._adapter or self._base, "return_token_ids": True}
         same |= sampling.as_vllm()
@@ -154,17 +161,23 @@ class VllmServer:
         return Generations([ids for ids, _ in drawn], [log_probs for _, log_probs in drawn])
 
     def sleep(self) -> None:
-        """Do nothing, because the server has memory of its own."""
+        """Do nothing, because the server does not use the memory of the trainer."""
 
     def close(self) -> None:
-        """Remove the adapter's folder; the server keeps its copy until it needs the memory."""
+        """Delete the adapter's folder; the server may keep its loaded copy of the adapter."""
         self._folder.close()
 
     # --- HTTP ------------------------------------------------------------------------------------
 
     def _ask(self, path: str, *bodies: dict[str, Any] | None) -> list[httpx.Response]:
-        """POST all bodies at once (None: GET); return the answers in their order."""
-        # in a thread, because a notebook's thread has a loop already; Ctrl-C cancels the requests
+        """Send all requests at once; return the responses in their order.
+
+        Args:
+            path: The path on the server.
+            *bodies: For each request the JSON body of a POST; None sends a GET.
+        """
+        # in another thread, because a notebook's thread already runs an event loop; Ctrl-C cancels
+        # the requests
         with start_blocking_portal() as portal:
             return portal.call(self._ask_all, path, bodies)
 
@@ -183,7 +196,13 @@ class VllmServer:
     async def _request(
         self, client: httpx.AsyncClient, url: str, body: dict[str, Any] | None
     ) -> httpx.Response:
-        """Return the answer; wait for a server that is down as long as TRL's setting allows."""
+        """Send a request and return the response.
+
+        If the server is down, try again every second for up to ``vllm_server_timeout`` seconds.
+
+        Raises:
+            GenerationError: The server cannot be reached.
+        """
         deadline = time.monotonic() + self._patience
         while True:
             try:
@@ -191,14 +210,18 @@ class VllmServer:
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
                 is_down = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
                 if not is_down or time.monotonic() >= deadline:
-                    reason = f"{self.name} is away ({first_line(exc)})"
+                    reason = f"{self.name} cannot be reached ({first_line(exc)})"
                     raise GenerationError(f"{reason}: look at its log, or {self._remedy}") from exc
             wait = f"waiting up to {self._patience:g} s for {self.name}: {self._remedy}"
             warnings.warn(wait, UserWarning, stacklevel=2)
             await asyncio.sleep(1)
 
     def _read(self, answer: httpx.Response, read: Callable[[Any], Any] | None = None) -> Any:
-        """Return the result of ``read`` on the JSON of an answer; raise GenerationError."""
+        """Return what ``read`` extracts from the JSON of a response; None without ``read``.
+
+        Raises:
+            GenerationError: The response is an error, or ``read`` does not find what it needs.
+        """
         if answer.is_success:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 return read and read(answer.json())
@@ -206,16 +229,16 @@ class VllmServer:
             text = answer.json()["error"]["message"]
         except (ValueError, LookupError, TypeError):
             text = answer.text
-        remedy = f"look at its log, correct what it names, or {self._remedy}"
+        remedy = f"look at its log, fix the reported problem, or {self._remedy}"
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            remedy = "put its key into the environment variable VLLM_API_KEY"
+            remedy = "set the environment variable VLLM_API_KEY to the server's key"
         elif "No adapter found" in text:
-            remedy = "set trainer.vllm_adapter_dir to a folder that both machines see"
+            remedy = "set trainer.vllm_adapter_dir to a folder that both machines can access"
         what = f"{answer.status_code} ({first_line(Exception(text))})"
         raise GenerationError(f"{self.name} answers {what}: {remedy}")
 
 
 def _completion(found: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the token ids and log-probabilities of an answer of ``/v1/completions``."""
+    """Return the token ids and log-probabilities in the JSON response of ``/v1/completions``."""
     (choice,) = found["choices"]
     return list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])

@@ -76,7 +76,7 @@ QUICK = {"max_steps": 1, "max_completion_length": 16, "per_device_train_batch_si
 @pytest.mark.long
 def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys):
     text = refused(tmp_path, capsys, {"vllm": {"enforce_eager": True}, "trainer": QUICK})
-    assert "vllm.enforce_eager is for vLLM in this process, and transformers samples" in text
+    assert "vllm.enforce_eager applies only to vLLM in this process, but transformers" in text
     text = refused(tmp_path, capsys, {"unsloth": {"conservativeness": 0.5}, "trainer": QUICK})
     assert "unsloth.conservativeness is for weights that Unsloth shares with vLLM" in text
 

@@ -241,7 +241,7 @@ def test_an_engine_that_unsloth_started_too_short_is_refused(policy, share, engi
 
     model, _ = policy(four_bit=True)
     llm = share(model, four_bit=True, max_seq_length=64)
-    with pytest.raises(GenerationError, match=r"64 tokens, and the run needs 128: .*max_seq"):
+    with pytest.raises(GenerationError, match=r"64 tokens, but the run needs 128: .*max_seq"):
         engine_of(model)
     engine, choice = start_engine(model, rk.LeaveOneOutConfig(str(tmp_path)))
     assert engine is None

@@ -94,9 +94,9 @@ def error(status, message):
         ({"models": (503, "")}, r"answers 503 \(.*\): look at its log"),
         (
             {"models": (200, {"data": [CARD | {"max_model_len": 512}]})},
-            "takes rows of 512 tokens, and the run needs 2048: start .*--max-model-len 2048",
+            "accepts 512 tokens at most, but the run needs 2048: start .*--max-model-len 2048",
         ),
-        ({"load_lora_adapter": (404, {"detail": "Not Found"})}, "takes no adapters at run time"),
+        ({"load_lora_adapter": (404, {"detail": "Not Found"})}, "does not accept adapters at run"),
     ],
 )
 def test_a_server_that_cannot_sample_is_one_sentence(faults, words, serve):
@@ -112,7 +112,7 @@ def test_a_server_that_cannot_sample_is_one_sentence(faults, words, serve):
             "answers 200 .* start it with",
         ),
         ((500, "Internal Server Error"), r"answers 500 \(Internal Server Error\): look at its log"),
-        (error(400, "top_q\nmore"), r"400 \(top_q\): look at its log, correct what it names"),
+        (error(400, "top_q\nmore"), r"400 \(top_q\): look at its log, fix the reported problem"),
         (error(404, "no model"), r"answers 404 \(no model\)"),
     ],
 )
@@ -147,9 +147,9 @@ def test_a_server_that_is_away_is_one_sentence():
     with Answers() as server:
         url = server.url
         server.shutdown()
-    with pytest.raises(GenerationError, match=r"is away \(.*\): .*start it with VLLM_ALLOW"):
+    with pytest.raises(GenerationError, match=r"be reached \(.*\): .*start it with VLLM_ALLOW"):
         client(url)
-    with pytest.raises(GenerationError, match=r"^[^\n]*is away[^\n]*$"):
+    with pytest.raises(GenerationError, match=r"^[^\n]*cannot be reached[^\n]*$"):
         client("http://[not-an-address")
 
 
@@ -160,7 +160,7 @@ def test_a_run_needs_no_vllm_of_its_own(serve, monkeypatch, tmp_path, capsys):
     url = serve(models=(200, {"data": [CARD | {"max_model_len": 8}]})).url
     given = ("trainer.generation=server", f"trainer.vllm_server_base_url={url}")
     assert main(["train", "quickstart", *(word for one in given for word in ("--set", one))]) == 2
-    assert "takes rows of 8 tokens, and the run needs 256" in capsys.readouterr().err
+    assert "accepts 8 tokens at most, but the run needs 256" in capsys.readouterr().err
 
 
 def test_a_server_that_comes_up_late_is_waited_for(serve):
@@ -195,7 +195,7 @@ def test_hub_names_are_compared_and_folders_are_not(served, model, same, serve):
     if same:
         client(server.url, needs)
         return
-    with pytest.raises(GenerationError, match="serves 'Qwen/Qwen3-8B', and the run trains 'Qwen/Q"):
+    with pytest.raises(GenerationError, match="serves 'Qwen/Qwen3-8B', but the run trains 'Qwen/Q"):
         client(server.url, needs)
 
 

@@ -143,7 +143,7 @@ def test_a_model_without_a_name_has_no_reference(policy, other_weights, tmp_path
 
 def test_a_ref_policy_that_is_the_policy_needs_no_memory(policy, tmp_path):
     base = policy[0].get_base_model()
-    with pytest.warns(FutureWarning, match="ref_policy is the model that trains"):
+    with pytest.warns(FutureWarning, match="ref_policy is the policy itself"):
         assert legacy_trainer(policy, tmp_path, base).ref_model is None
 
 
@@ -151,7 +151,7 @@ def test_a_ref_policy_that_is_the_policy_needs_no_memory(policy, tmp_path):
     ("reference", "settings", "says"),
     [
         ("some/model", {}, "ref_policy is a str, must be a loaded model"),
-        (torch.nn.Linear(1, 1), {"kl_coef": 0.0}, "ref_policy needs beta above 0"),
+        (torch.nn.Linear(1, 1), {"kl_coef": 0.0}, "ref_policy works only with beta above 0"),
     ],
 )
 def test_a_ref_policy_without_effect_is_refused(policy, tmp_path, reference, settings, says):
@@ -227,7 +227,7 @@ def test_a_thinking_budget_needs_marks_of_a_thought(policy, tmp_path):
         def convert_ids_to_tokens(self, number):
             return "<unk>"
 
-    with pytest.raises(ConfigError, match=r"thinking_budget is 12, and this model has no known"):
+    with pytest.raises(ConfigError, match=r"thinking_budget is 12, but the marks around"):
         thought_limit(Plain(), 12)
 
 

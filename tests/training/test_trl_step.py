@@ -87,7 +87,7 @@ def test_a_run_file_hears_of_it_before_the_model_is_loaded(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("given", [{"generation": "vllm"}, {"use_vllm": True}])
 def test_vllm_that_cannot_take_trls_weights_is_refused(given):
-    with pytest.raises(rk.ConfigError, match="cannot take the weights that TRL's step sends"):
+    with pytest.raises(rk.ConfigError, match="cannot load the weights that TRL's step sends"):
         choose_step(settings(step="trl", use_cpu=True, **given))
 
 

@@ -210,7 +210,7 @@ def test_ctrl_c_ends_what_is_under_way(server, policy):
 def test_what_the_server_refuses_is_one_sentence(server, policy, make_trainer, tmp_path):
     model, tokenizer, prompts = policy
     unknown = tmp_path / "gone"
-    with pytest.raises(rk.GenerationError, match=r"^trainer.vllm_adapter_dir '[^\n]*sees too$"):
+    with pytest.raises(rk.GenerationError, match=r"^trainer.vllm_adapter_dir '[^\n]*can read too$"):
         start(model, server.url, vllm_adapter_dir=str(unknown))
     engine = start(model, server.url)
     with pytest.raises(
@@ -219,7 +219,7 @@ def test_what_the_server_refuses_is_one_sentence(server, policy, make_trainer, t
         engine.generate([prompts[0] * 20], Sampling(8, ()), 0)
     given = {"generation": "server", "vllm_server_base_url": server.url}
     wrong = make_trainer(model, tokenizer, **given, generation_kwargs={"presence_penalty": 9})
-    with pytest.raises(rk.GenerationError, match=r"must be in \[-2, 2\][^\n]*correct what"):
+    with pytest.raises(rk.GenerationError, match=r"must be in \[-2, 2\][^\n]*fix the"):
         wrong.train()
 
 
@@ -246,7 +246,7 @@ def test_another_model_of_the_same_shape_is_stopped_before_a_step(
 @pytest.mark.parametrize(
     ("lora", "environment", "sentence"),
     [
-        ([*LORA, "16"], {}, "takes no adapters at run time"),
+        ([*LORA, "16"], {}, "does not accept adapters at run time"),
         ([], AT_RUN_TIME, "LoRA is not enabled"),
     ],
     ids=["no variable", "no --enable-lora"],
@@ -280,7 +280,7 @@ def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
     assert main(["train", file]) == 2
     printed = capsys.readouterr()
     said = printed.err.splitlines()[-1]
-    assert f"vLLM's server at {doomed.url} ({TINY_THINKER}) is away" in said
+    assert f"vLLM's server at {doomed.url} ({TINY_THINKER}) cannot be reached" in said
     assert "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in said
     assert "stopped after step 3: resume with rloo-kit train" in printed.out
     # the run waits for a server that is still starting
@@ -301,7 +301,7 @@ def test_a_server_that_goes_while_it_samples_is_one_sentence(start_server, polic
     engine.sync(model)
     threading.Timer(0.5, doomed.end, (signal.SIGKILL,)).start()
     begun = time.monotonic()
-    with pytest.raises(rk.GenerationError, match=r"(is away|answers 500)[^\n]*log"):
+    with pytest.raises(rk.GenerationError, match=r"(cannot be reached|answers 500)[^\n]*log"):
         [engine.generate(prompts, Sampling(48, ()), seed) for seed in range(100)]
     assert time.monotonic() - begun < 60
     engine.close()
