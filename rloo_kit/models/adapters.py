@@ -1,4 +1,4 @@
-"""LoRA adapters: folders in PEFT's layout, and the adapter of a model in memory."""
+"""LoRA adapters: their folders in PEFT's format, and the adapter of a loaded model."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 TO_GIVE = "give a model's folder, a .gguf file or a hub name"
-# File of a run file that ships with the kit -> how to get it
+# Model files that the kit's example run files name -> how to get them
 FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -26,23 +26,27 @@ EMBEDDED = {name: ASSETS / name for name in ("tiny-thinker", "tiny-caller")}
 
 
 def adapter_in(name: str | Path) -> Path | None:
-    """Return the folder of that name if it holds an adapter and no whole model, else None."""
+    """Return the path of a folder if it contains an adapter and no whole model, otherwise None."""
     folder = Path(os.path.expanduser(name))
-    # os.path accepts names that cannot be a path
+    # os.path, because it accepts names that are not valid paths
     found = os.path.isfile(folder / CONFIG) and not os.path.isfile(folder / "config.json")
     return folder if found else None
 
 
 def is_path(name: str) -> bool:
-    """Return whether a model's name can only be a path, not a hub name."""
+    """Return True if a model's name can only be a path, not a hub name."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def check_path(name: str, base: Path = Path()) -> None:
-    """Check that a model's name that can only be a path exists, here or in ``base``.
+    """Check that a model exists if its name can only be a path, not a hub name.
+
+    Args:
+        name: The name of the model.
+        base: A folder from which a relative path may start, besides the working directory.
 
     Raises:
-        ModelError: It does not.
+        ModelError: The path does not exist.
     """
     path = Path(os.path.expanduser(name))
     exists = os.path.exists(path) or os.path.exists(base / path)
@@ -52,9 +56,10 @@ def check_path(name: str, base: Path = Path()) -> None:
 
 
 def base_of(adapter: Path) -> str:
-    """Return the base of an adapter: an embedded model, a folder, or a hub name.
+    """Return the base model of an adapter: the name of an embedded model, a path, or a hub name.
 
-    A relative path starts from the current folder, as in PEFT, or else from the adapter's folder.
+    A relative path starts from the working directory, as in PEFT. If it does not exist there, it
+    starts from the adapter's folder.
 
     Raises:
         ModelError: The adapter does not name its base, or the base is missing.
@@ -62,7 +67,7 @@ def base_of(adapter: Path) -> str:
     base = str(_config_of(adapter).get("base_model_name_or_path") or "")
     path = Path(base)
     if path.parts[-3:-1] == ("rloo_kit", "assets") and path.name in EMBEDDED:
-        return path.name  # in any installation
+        return path.name  # valid in any installation of the kit
     found = next((one for one in (path.expanduser(), adapter / path) if one.exists()), None)
     if not base or (found is None and is_path(base)):
         raise ModelError(
@@ -74,9 +79,9 @@ def base_of(adapter: Path) -> str:
 
 
 def revision_of(adapter: Path) -> str | None:
-    """Return the hub revision of an adapter's base; None if the adapter's config has none.
+    """Return the hub revision of an adapter's base model.
 
-    It is None too if the base is on this machine.
+    It is None if the adapter's config names no revision, or if the base is a path on this machine.
     """
     base = base_of(adapter)
     is_here = base in EMBEDDED or os.path.exists(base)
@@ -84,7 +89,7 @@ def revision_of(adapter: Path) -> str | None:
 
 
 def base_name(name: str) -> str:
-    """Return the base if the name is an adapter's folder, else the name."""
+    """Return the name of the base model if ``name`` is an adapter's folder, otherwise ``name``."""
     adapter = adapter_in(name)
     try:
         return name if adapter is None else base_of(adapter)
@@ -93,16 +98,16 @@ def base_name(name: str) -> str:
 
 
 def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the settings of an adapter to train further, as fields of ``LoraSection``.
+    """Return the settings of an adapter that will be trained further, as ``LoraSection`` fields.
 
     Args:
         adapter: The adapter's folder.
-        given: The user's settings of LoRA, under PEFT's names; None for one that is not given.
-        section: Their section of the run file, such as ``lora.``, for errors.
+        given: The user's LoRA settings, under PEFT's names; None for a setting that is not given.
+        section: The prefix of these settings in error messages, such as ``lora.``.
 
     Raises:
         ConfigError: A given setting differs from the adapter's.
-        ModelError: It is not a LoRA adapter of a language model, or its files cannot be read.
+        ModelError: The folder has no LoRA adapter of a language model, or cannot be read.
     """
     config = _config_of(adapter)
     where = format_value(str(adapter))
@@ -110,9 +115,9 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     task = config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise ModelError(
-            f"the adapter in {where} is of the kind {format_value(kind)} for {task}, but training "
-            "continues only from LoRA for CAUSAL_LM: merge it into its base, and give the merged "
-            "model"
+            f"the adapter in {where} is of type {format_value(kind)} for {task}, but only LoRA "
+            "adapters for CAUSAL_LM can be trained further: merge it into its base, and use the "
+            "merged model"
         )
     layers = config.get("target_modules") or []
     names = [layers] if isinstance(layers, str) else layers
@@ -135,8 +140,8 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
         if value is not None and not is_same:
             raise ConfigError(
                 f"{section}{name} is {format_value(value)}, but the adapter in {where} has "
-                f"{format_value(has.get(name))}: leave {section}{name} out, since an adapter keeps "
-                "its settings"
+                f"{format_value(has.get(name))}: leave {section}{name} out, because the settings "
+                "of an adapter cannot change"
             )
     found["others"] = {name: config[name] for name in NOT_BY_VLLM if config.get(name)}
     return found
@@ -146,7 +151,7 @@ def _config_of(adapter: Path) -> dict[str, Any]:
     try:
         config = json.loads((adapter / CONFIG).read_bytes())
         if not isinstance(config, dict):
-            raise TypeError("it holds no settings")
+            raise TypeError("it is not a JSON object")
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ModelError(
             f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
@@ -159,17 +164,18 @@ def _config_of(adapter: Path) -> dict[str, Any]:
 
 
 def drop_old_reference(model: Model) -> None:
-    """Delete an earlier trainer's reference, so that TRL copies the adapter again."""
+    """Delete the reference adapter ``ref`` of an earlier trainer, so that TRL makes a new copy."""
     if "ref" in getattr(model, "peft_config", {}):
         model.delete_adapter("ref")
 
 
 @contextlib.contextmanager
 def without_engine(model: Model) -> Iterator[None]:
-    """Hide the vLLM engine that Unsloth loaded with a model from TRL's trainer, in the body.
+    """Hide the vLLM engine that Unsloth loaded with a model, in the body.
 
-    The trainer as Unsloth patches it would sample with the engine. TRL's own vLLM layer sets
-    variables of torch.distributed and puts the engine to sleep.
+    It is used when TRL's trainer is created. As patched by Unsloth, the trainer would sample with
+    the engine. TRL's own code for vLLM would set environment variables of torch.distributed and put
+    the engine to sleep.
     """
     modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
@@ -181,7 +187,12 @@ def without_engine(model: Model) -> Iterator[None]:
 
 
 def adapter_tensors(model: Model, name: str = "default") -> "dict[str, torch.Tensor]":
-    """Return the tensors of an adapter, not copied, under their names in PEFT's files."""
+    """Return the tensors of an adapter without copying them, by their names in PEFT's files.
+
+    Args:
+        model: The PEFT model.
+        name: The name of the adapter.
+    """
     from peft import get_peft_model_state_dict
 
     mine = {n: p.detach() for n, p in model.named_parameters() if f".{name}." in f"{n}."}
@@ -189,7 +200,14 @@ def adapter_tensors(model: Model, name: str = "default") -> "dict[str, torch.Ten
 
 
 def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> None:
-    """Write an adapter as PEFT does; ``dtype`` is the type of its tensors, None: unchanged."""
+    """Write an adapter to a folder in PEFT's format.
+
+    Args:
+        model: The PEFT model.
+        name: The name of the adapter.
+        folder: The folder to write to.
+        dtype: The dtype of the written tensors; None keeps theirs.
+    """
     from safetensors.torch import save_file
 
     tensors = {
@@ -213,27 +231,28 @@ def adapter_values(model: Model) -> "dict[str, torch.Tensor]":
 
 
 def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
-    """Undo TRL's cast of a 4-bit model's adapter to bf16, and its rounding.
+    """Restore an adapter in float32 after TRL has cast and rounded it to bf16.
 
-    bf16 has 8 bits of mantissa, so an update smaller than 1/256 of a weight is lost, as nearly all
-    are at learning rates of 1e-6 to 1e-5. Whole layers (``modules_to_save``) keep their type, since
-    sampling computes in the type of the base.
+    TRL casts the adapter of a 4-bit model. bf16 has 8 bits of mantissa, so an update smaller than
+    1/256 of a weight would be lost. At learning rates of 1e-6 to 1e-5 nearly all updates are
+    smaller. Fully trained layers (``modules_to_save``) keep their dtype, because sampling computes
+    in the dtype of the base.
 
     Args:
         model: The model after TRL has prepared it.
-        adapter: The result of ``adapter_values`` from before.
+        adapter: The result of ``adapter_values`` before that.
     """
     import torch
 
     for name, parameter in model.named_parameters():
         is_lora = parameter.requires_grad and "lora_" in name
-        if name in adapter or is_lora:  # an adapter that TRL made of `peft_config` is not in it
+        if name in adapter or is_lora:  # `adapter` lacks one that TRL created from `peft_config`
             values: Any = adapter.get(name, parameter.data)
             parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
 
 
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
-    """Return whether an adapter adds nothing to the base yet, so that the base equals the policy.
+    """Return True if an adapter does not change the base model yet, as a new adapter does not.
 
     Args:
         adapter: The result of ``adapter_values``.

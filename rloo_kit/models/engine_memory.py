@@ -1,7 +1,8 @@
 """Memory of a vLLM engine in this process: weights, activations, CUDA graphs and KV cache.
 
-The plan, the load of a model whose weights Unsloth shares with vLLM, and an engine with its own
-copy of the weights use the same computation. vLLM calls the result ``gpu_memory_utilization``.
+The same computation serves three uses: the plan (``rloo-kit plan``), loading a model whose weights
+Unsloth shares with vLLM, and starting an engine with its own copy of the weights. As a fraction of
+the GPU's memory, the result is vLLM's setting ``gpu_memory_utilization``.
 """
 
 import math
@@ -12,33 +13,34 @@ from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.shape import ModelShape, weight_bytes
 
 MIB = 1024**2
-# Ranks that vLLM reserves buffers for
+# LoRA ranks for which vLLM can reserve buffers
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Most completions that vLLM samples at a time. Unsloth reads exactly 256 as "not given".
+# Maximum number of completions that vLLM samples at a time. Unsloth treats 256 as "not given".
 MAX_SEQUENCES = 255
-# Prompt tokens that vLLM reads in one pass; longer prompts need several
+# Prompt tokens that vLLM processes in one pass; longer prompts need several passes
 BATCHED_TOKENS = 4096
 SMALLEST_CACHE = 64 * MIB
-# Memory of vLLM that no formula here names: its process group, small buffers
+# Memory of vLLM that the formulas here do not contain: its process group, small buffers
 UNMEASURED = 128 * MIB
-# With less not even a tiny model starts, since loaded kernels count and every CUDA graph needs a
-# block of at least 2 MiB. Seen on an H100.
+# With less memory not even a tiny model starts, because loaded kernels count and every CUDA graph
+# needs a block of at least 2 MiB. Observed on an H100.
 SMALLEST_TOTAL = GIB
-# One part in this many of the card stays free while an engine starts
+# While an engine starts, 1/SPARE of the GPU's memory stays free
 SPARE = 20
 
 
 @dataclass(frozen=True)
 class EngineSize:
-    """Needs of an engine for one model and one batch; memory in bytes."""
+    """Memory that an engine needs for one model and one batch, in bytes."""
 
-    weights: int  # the base model's: the engine's own copy, or the one shared with the trainer
-    trained: int  # parameters of the adapter, not bytes
+    weights: int  # weights of the base model, its own copy or shared with the trainer
+    trained: int  # number of parameters of the adapter, not bytes
     working: int  # activations, logits and LoRA buffers of the largest pass
-    graphs: int  # CUDA graphs; they stay when the engine sleeps
-    starting: int  # in addition, while the engine starts
-    full_cache: int  # keys and values of all completions at full length
-    smallest_cache: int  # for one completion: with less vLLM does not start, or cuts the length
+    graphs: int  # CUDA graphs; they are not freed when the engine sleeps
+    starting: int  # additional memory that is needed only while the engine starts
+    full_cache: int  # KV cache of all completions at full length
+    # KV cache of one completion at full length; with less, vLLM does not start or limits the length
+    smallest_cache: int
 
     @property
     def fixed(self) -> int:
@@ -48,19 +50,19 @@ class EngineSize:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of the card that an engine uses, in bytes."""
+    """GPU memory that an engine will use, in bytes."""
 
-    size: EngineSize
-    cache: int  # keys and values
-    refusal: str | None = None  # in a plan: why vLLM would not start
+    size: EngineSize  # what the engine needs
+    cache: int  # size of the KV cache
+    refusal: str | None = None  # in a plan, the reason why vLLM would not start
 
     @property
     def total(self) -> int:
-        """Memory of the card that the engine uses, KV cache included, in bytes."""
+        """GPU memory that the engine uses, including its KV cache, in bytes."""
         return max(self.size.fixed + self.cache, SMALLEST_TOTAL)
 
     def share(self, card: int) -> float:
-        """Return vLLM's ``gpu_memory_utilization`` for a card of ``card`` bytes."""
+        """Return vLLM's ``gpu_memory_utilization`` for a GPU with ``card`` bytes of memory."""
         return min(1.0, math.ceil(1000 * self.total / card) / 1000)
 
 
@@ -75,17 +77,18 @@ def engine_size(  # noqa: PLR0913
     batched_tokens: int = BATCHED_TOKENS,
     draft_tokens: int = 0,
 ) -> EngineSize:
-    """Return the needs of an engine that samples ``num_sequences`` completions at a time.
+    """Return the memory that an engine needs to sample ``num_sequences`` completions at a time.
 
     Args:
-        shape: The base model.
-        in_4bit: The weights of the base are NF4.
-        max_rank: LoRA rank that vLLM reserves buffers for.
-        num_sequences: Completions at a time; more than ``MAX_SEQUENCES`` wait.
-        max_length: Longest prompt plus completion, in tokens.
+        shape: The shape of the base model.
+        in_4bit: True if the base is loaded in 4 bit (NF4).
+        max_rank: LoRA rank for which vLLM reserves buffers.
+        num_sequences: Completions to sample at a time. At most ``MAX_SEQUENCES`` run at once; the
+            others wait.
+        max_length: Maximum tokens of prompt and completion together.
         value_bytes: Bytes of an activation, and of a weight that is not in 4 bit.
-        batched_tokens: Prompt tokens that the engine reads in one pass.
-        draft_tokens: Draft tokens of speculative decoding for a completion in one pass.
+        batched_tokens: Prompt tokens that the engine processes in one pass.
+        draft_tokens: Draft tokens of speculative decoding, per completion and pass.
     """
     rows = min(num_sequences, MAX_SEQUENCES)
     weights = weight_bytes(shape, in_4bit=in_4bit, value_bytes=value_bytes)
@@ -107,8 +110,8 @@ def engine_size(  # noqa: PLR0913
         trained=trained,
         working=working,
         graphs=graphs,
-        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): the rest of the
-        # profiling run in torch's cache, and the packed weights once more
+        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): what the
+        # profiling run leaves in torch's cache, and a second copy of the packed weights
         starting=packed + working + graphs + UNMEASURED,
         full_cache=sequence * rows,
         smallest_cache=max(SMALLEST_CACHE, sequence),
@@ -118,22 +121,23 @@ def engine_size(  # noqa: PLR0913
 def engine_memory(
     size: EngineSize, free: int, *, sleeps: bool, card: int, share: float | None = None
 ) -> EngineMemory:
-    """Return the memory of an engine on a GPU that also trains.
+    """Return the memory that an engine will use on a GPU that also trains.
 
-    If ``share`` is None, the KV cache holds all completions at full length if they fit. Weights and
-    the needs of starting and training come first. Of what is left, the cache takes at most nine
-    tenths if the engine sleeps while the model learns, and at most half if it stays awake.
+    If ``share`` is None, the KV cache is large enough for all completions at full length, as far as
+    memory allows. First the memory for weights, for starting the engine and for training is
+    reserved. The cache gets at most nine tenths of what is left if the engine frees its memory
+    during the learning step, and at most half of it otherwise.
 
     Args:
-        size: Needs of the engine.
-        free: Free bytes before the engine starts. If it shares the model's weights, free bytes
-            before these are loaded.
-        sleeps: The engine sleeps while the model learns.
-        card: Bytes of the card.
-        share: Share of the card that the engine takes, as the user set it; None: computed.
+        size: Memory that the engine needs.
+        free: Free GPU memory in bytes, before the engine starts. If the engine shares the model's
+            weights, before the weights are loaded.
+        sleeps: True if the engine frees its memory during the learning step.
+        card: Total memory of the GPU, in bytes.
+        share: Fraction of the GPU's memory for the engine, set by the user; None computes it.
 
     Raises:
-        GenerationError: The keys and values of one completion do not fit.
+        GenerationError: The KV cache of one completion does not fit.
     """
     if share is not None:
         cache = int(share * card) - size.fixed
@@ -151,8 +155,8 @@ def engine_memory(
             taken = f"{share:g} of the card"
             remedy = "raise trainer.vllm_gpu_memory_utilization"
         raise GenerationError(
-            f"vLLM does not fit: with {taken} its weights, activations and CUDA graphs need "
-            f"{size.fixed / GIB:.1f} GiB, and a completion's keys and values "
+            f"vLLM does not fit: with {taken}, its weights, activations and CUDA graphs need "
+            f"{size.fixed / GIB:.1f} GiB, and the KV cache of one completion needs "
             f"{size.smallest_cache / GIB:.1f} GiB; {remedy}, or set trainer.generation: "
             f"transformers"
         )
@@ -162,11 +166,11 @@ def engine_memory(
 def cpu_cache(size: EngineSize, free: int) -> int:
     """Return the size of the KV cache of an engine on a CPU, in bytes.
 
-    It is at most a quarter of the memory that is free once weights and training have theirs, but
-    never less than ``SMALLEST_CACHE``.
+    It is large enough for all completions at full length, but at most a quarter of the memory that
+    weights and training leave free. It is never smaller than ``SMALLEST_CACHE``.
 
     Args:
-        size: Needs of the engine.
+        size: Memory that the engine needs.
         free: Free main memory, in bytes.
     """
     left = (free - size.weights - 16 * size.trained) // 4
@@ -174,5 +178,5 @@ def cpu_cache(size: EngineSize, free: int) -> int:
 
 
 def reserved_rank(rank: int) -> int:
-    """Return the smallest LoRA rank that vLLM can reserve for adapters of ``rank``, at most 512."""
+    """Return the smallest rank in ``LORA_RANKS`` that is at least ``rank``, or the largest one."""
     return next((reserved for reserved in LORA_RANKS if reserved >= rank), LORA_RANKS[-1])

@@ -1,7 +1,7 @@
-"""Conversion of GGUF files into ordinary Hugging Face folders that can be trained.
+"""Conversion of GGUF files into ordinary Hugging Face folders, whose models can be trained.
 
-transformers reads the file and dequantizes its weights to bf16, 2 bytes per parameter. The folder
-is cached.
+transformers reads the file and dequantizes its weights to bf16, 2 bytes per parameter. The
+converted folder is cached.
 """
 
 import contextlib
@@ -20,24 +20,30 @@ from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
 
 MAGIC = b"GGUF"
-CONVERSION = 2  # version of the conversion
+CONVERSION = 2  # version of the conversion code; a change makes cached folders invalid
 # Values of `tokenizer.ggml.token_type`
 CONTROL = 3
 USER_DEFINED = 4
-# Padding tokens, if the file's own would end a completion
+# Padding tokens to use if the file's own padding token would end a completion
 PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
 
 
 def convert(path: Path, cache_dir: Path | None = None) -> Path:
-    """Return a Hugging Face folder with the model of a GGUF file, which is converted only once.
+    """Convert a GGUF file into a Hugging Face folder, unless it was converted before.
 
-    The end-of-text token becomes the one that ends an assistant's turn in the chat template. The
-    folder is in ``cache_dir`` or in the kit's cache folder; its name holds the file's name and a
-    hash of its path, size and modification time.
+    The EOS token is set to the token that ends an assistant's turn in the chat template.
+
+    Args:
+        path: The GGUF file.
+        cache_dir: The parent of the converted folder; None for the kit's cache folder.
+
+    Returns:
+        The folder. Its name consists of the file's name and a hash of the file's path, size and
+        modification time.
 
     Raises:
         ModelError: The file is missing, not a GGUF file, damaged, incomplete, or of an architecture
-            that transformers cannot read; or the package ``gguf`` is not installed.
+            that transformers cannot read. Or the package ``gguf`` is not installed.
     """
     path = Path(path).expanduser().absolute()
     goal = _goal(path, cache_dir)
@@ -48,9 +54,9 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         _repair_tokens(model, tokenizer)
     if missing:  # transformers would initialise them randomly
         raise ModelError(
-            f"{format_value(str(path))} lacks {len(missing)} weights of its model, {missing[0]!r} "
-            "first: join the parts of a split file with llama.cpp's `llama-gguf-split --merge`, or "
-            "use the model's Hugging Face folder or name"
+            f"{format_value(str(path))} lacks {len(missing)} weights of its model, such as "
+            f"{missing[0]!r}: join the parts of a split file with llama.cpp's `llama-gguf-split "
+            "--merge`, or use the model's Hugging Face folder or name"
         )
     try:
         _write(model, tokenizer, goal)
@@ -63,10 +69,16 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
 
 
 def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
-    """Return the tokenizer of a GGUF file, without its weights.
+    """Return the tokenizer of a GGUF file without reading the model's weights.
+
+    If the file was converted before, the tokenizer is loaded from the converted folder.
+
+    Args:
+        path: The GGUF file.
+        cache_dir: As for ``convert``.
 
     Raises:
-        ModelError: The file cannot be read (``convert``).
+        ModelError: The file cannot be read; the reasons are those of ``convert``.
     """
     from transformers import AutoTokenizer
 
@@ -90,10 +102,10 @@ def _tokenizer_of(path: Path) -> Any:
 
 
 def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Keep control and user-defined tokens whole, such as Qwen3's ``</think>``.
+    """Register control and user-defined tokens, such as Qwen3's ``</think>``, in a tokenizer.
 
-    The converters of transformers 5.17 register three of them for Qwen and none for Gemma; the
-    others would be split into pieces in a prompt.
+    The converters of transformers 5.17 register three of these tokens for Qwen and none for Gemma.
+    The tokenizer would split tokens that are not registered into pieces.
     """
     from tokenizers import AddedToken
 
@@ -110,10 +122,13 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 
 
 def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
-    """Return a tokenizer by transformers' fast reader; None if it has no converter.
+    """Return a tokenizer made by transformers' fast GGUF converters; None if none is suitable.
 
-    AutoTokenizer uses that reader for one architecture only (transformers 5.17); its other reader
-    needs 4 s for 49,000 tokens and runs twice.
+    AutoTokenizer uses these converters for one architecture only (transformers 5.17). For the
+    others it uses a slow reader, which takes 4 s for 49,000 tokens and runs twice.
+
+    Args:
+        metadata: The metadata of the GGUF file.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations import ggml
@@ -138,7 +153,11 @@ def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any error of transformers while it reads a GGUF file into a ModelError."""
+    """Turn any error of the body, in which transformers reads a GGUF file, into a ModelError.
+
+    Raises:
+        ModelError: The body raised an error, or the package ``gguf`` is not installed.
+    """
     if installed_version("gguf") is None:
         raise ModelError("reading a .gguf file needs the package gguf: pip install gguf")
     try:
@@ -155,12 +174,16 @@ def _source(path: Path) -> dict[str, Any]:
     return {
         "pretrained_model_name_or_path": str(path.parent),
         "gguf_file": path.name,
-        "trust_remote_code": False,  # code in the same folder
+        "trust_remote_code": False,  # do not run code that lies in the same folder
     }
 
 
 def _goal(path: Path, cache_dir: Path | None) -> Path:
-    """Check the magic bytes; return the folder for the converted file, which may not exist."""
+    """Return the folder for the converted file, which may not exist yet.
+
+    Raises:
+        ModelError: The file cannot be read, or does not start with the magic bytes of GGUF.
+    """
     try:
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
@@ -181,12 +204,12 @@ def _goal(path: Path, cache_dir: Path | None) -> Path:
 
 
 def _read(path: Path) -> tuple[Any, Any, list[str]]:
-    """Return the file's model in bf16, its tokenizer, and the names of missing weights."""
+    """Return a GGUF file's model in bf16, its tokenizer, and the names of missing weights."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     source = _source(path)
-    auto_model: Any = AutoModelForCausalLM  # its stub leaves out output_loading_info
+    auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
     model, info = auto_model.from_pretrained(
         **source,
         dtype=torch.bfloat16,
@@ -197,10 +220,10 @@ def _read(path: Path) -> tuple[Any, Any, list[str]]:
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
-    """Set the same end, beginning and padding tokens in tokenizer, config and generation config.
+    """Set the same BOS, EOS and padding tokens in the tokenizer and the model's two configs.
 
-    The tokenizer that transformers 5.17 makes for Llama uses the file's *beginning* of text as its
-    end of text (integrations/ggml.py, ``GGUFLlamaConverter``), so that no answer would ever end.
+    This repairs tokenizers that transformers 5.17 makes for Llama. They use the file's BOS token as
+    EOS token (integrations/ggml.py, ``GGUFLlamaConverter``), so that completions would never end.
     """
     config = model.config
     settings = model.generation_config
@@ -228,7 +251,11 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _write(model: Model, tokenizer: Tokenizer, goal: Path) -> None:
-    """Write the folder under another name and rename it, so that it is complete or absent."""
+    """Write model and tokenizer to the folder ``goal``, atomically.
+
+    The files are written to a temporary folder, which is then renamed. So the folder is either
+    complete or does not exist.
+    """
     goal.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=goal.parent) as work:
         folder = Path(work) / goal.name

@@ -1,4 +1,7 @@
-"""Loading of models, LoRA adapters and their saving; the only module that constructs models."""
+"""Loading of models, and creating, loading and saving of LoRA adapters.
+
+This is the only module that creates models.
+"""
 
 import contextlib
 import functools
@@ -59,38 +62,45 @@ def load_model(
     vllm: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, or with ``images`` its processor, for ``attach_lora``.
+    """Load a model for ``attach_lora``, and its tokenizer or (with ``images``) its processor.
 
     Args:
-        name: A hub name, a folder, a .gguf file, an embedded model
-            (``tiny-thinker``, ``tiny-caller``), or an adapter to train further.
-        max_seq_length: Longest prompt plus completion, in tokens.
-        load_in_4bit: Load NF4 weights (bitsandbytes) with double quantisation.
-        backend: ``auto`` (Unsloth if it can start), ``unsloth`` or ``transformers``.
-        precision: ``bf16``, ``fp16``, ``fp32``, or ``auto``: the first that the device computes.
-        fast_inference: On a GPU with Unsloth and vLLM, share one copy of the base between training
-            and vLLM; ``auto``: load without vLLM if Unsloth cannot share it. Ignored elsewhere.
-        images: Load a vision model and its processor, for prompts with images.
-        max_lora_rank: Largest LoRA rank that the engine of ``fast_inference`` must serve.
+        name: A hub name, a folder, a .gguf file, the name of an embedded model
+            (``tiny-thinker``, ``tiny-caller``), or the folder of an adapter to train further.
+        max_seq_length: Maximum tokens of prompt and completion together.
+        load_in_4bit: True to load the weights in 4 bit (bitsandbytes NF4, double quantisation).
+        backend: ``unsloth``, ``transformers``, or ``auto`` for Unsloth if it can start and
+            transformers otherwise.
+        precision: ``bf16``, ``fp16``, ``fp32``, or ``auto`` for the first of them that the device
+            supports.
+        fast_inference: True to share one copy of the base weights between training and vLLM.
+            ``auto`` loads the model without vLLM if Unsloth cannot share its weights. Needs a GPU,
+            Unsloth and vLLM, and is ignored without them.
+        images: True to load a vision model and its processor, for prompts with images.
+        max_lora_rank: Largest LoRA rank for which the engine of ``fast_inference`` is prepared.
         num_sequences: Completions that the engine of ``fast_inference`` samples at a time.
-        trust_remote_code: Run code that comes with the model; only for a source you trust.
-        revision: Branch, tag or commit of a hub name.
-        chat_template: A file with a chat template (Jinja) to use in place of the model's own.
-        vllm: Further ``EngineArgs`` for a vLLM engine that starts later with its own copy of the
-            weights; an error if ``fast_inference`` shares the weights.
-        **kwargs: Arguments of ``from_pretrained`` of Unsloth or transformers. For the engine of
-            ``fast_inference`` also ``gpu_memory_utilization`` and ``unsloth_vllm_standby``.
+        trust_remote_code: True to run code that comes with the model; only for a source you trust.
+        revision: Branch, tag or commit of the model on the hub; None for the main branch.
+        chat_template: A file with a chat template (Jinja), which replaces the model's own.
+        vllm: Further ``EngineArgs`` for a vLLM engine that will be started later with its own copy
+            of the weights. They are an error if ``fast_inference`` shares the weights.
+        **kwargs: Further arguments of ``from_pretrained`` of Unsloth or transformers. The engine of
+            ``fast_inference`` also accepts ``gpu_memory_utilization`` and
+            ``unsloth_vllm_standby``.
+
+    Returns:
+        The model, and its tokenizer or processor.
 
     Raises:
-        ModelError: The model is missing, not a model or not a vision model, too large, without
-            safetensors, or needs code that is not trusted.
-        ConfigError: A setting cannot be obeyed here.
+        ModelError: The model is missing or too large, is not a language model or not a vision
+            model, has no safetensors, or needs code that is not trusted.
+        ConfigError: A setting does not work on this machine or with this model.
         GenerationError: The shared engine cannot start.
     """
     environment = setup(backend)
     source, adapter, hub = _source_of(name, revision)
     if adapter is not None:
-        if _has_tokenizer(adapter):  # its chat template is trained with it
+        if _has_tokenizer(adapter):  # use the chat template that the adapter was trained with
             kwargs.setdefault("tokenizer_name", str(adapter))
         max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
     with _as_model_errors(str(name)):
@@ -126,7 +136,12 @@ def load_model(
 def _source_of(
     name: str | Path, revision: str | None
 ) -> tuple[str, Path | None, tuple[str, str] | None]:
-    """Return the base (``find_model``), the adapter, and the base's hub name and revision."""
+    """Find the files of a model, or of an adapter and its base model.
+
+    Returns:
+        The base model as ``find_model`` returns it; the adapter's folder, or None; and the base's
+        hub name and revision, or None if no revision is given.
+    """
     source = find_model(name, revision)
     adapter = adapter_in(source)
     if adapter is not None:
@@ -136,7 +151,15 @@ def _source_of(
 
 
 def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
-    """Set the chat template in a file for a tokenizer and its processor."""
+    """Set the chat template of a tokenizer and its processor to the text of a file.
+
+    Args:
+        processors: The tokenizer and the processor.
+        file: The file; None keeps their chat templates.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     if file is None:
         return
     try:
@@ -144,7 +167,7 @@ def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
             f"chat_template {format_value(str(file))} cannot be read ({first_line(exc)}): give a "
-            "file that holds a Jinja template"
+            "file that contains a Jinja template"
         ) from exc
     for processor in processors:
         processor.chat_template = text
@@ -157,10 +180,14 @@ def load_tokenizer(
     revision: str | None = None,
     chat_template: str | Path | None = None,
 ) -> Any:
-    """Load the tokenizer of a model without its weights; arguments are those of ``load_model``.
+    """Load the tokenizer of a model without its weights.
+
+    The arguments have the same meaning as for ``load_model``.
 
     Raises:
-        ModelError: As ``load_model`` does.
+        ModelError: The model is missing, or its tokenizer cannot be loaded.
+        ConfigError: ``chat_template`` cannot be read, or a revision is given for a model that is
+            not on the hub.
     """
     from transformers import AutoTokenizer
 
@@ -186,11 +213,24 @@ def _has_tokenizer(folder: Path) -> bool:
 def _taken_from(
     kwargs: dict[str, Any], fast_inference: bool | str, why_not_shared: str | None
 ) -> dict[str, Any]:
-    """Move arguments of a shared engine out of ``kwargs``; return fields of ``EngineSettings``."""
+    """Take the arguments of a shared engine out of ``kwargs``.
+
+    Args:
+        kwargs: Arguments of ``load_model``, changed in place.
+        fast_inference: The argument of ``load_model``.
+        why_not_shared: The reason why the weights are not shared with vLLM, or None.
+
+    Returns:
+        Fields of ``EngineSettings``.
+
+    Raises:
+        ConfigError: There are arguments of the engine, but the weights are not shared. Or the
+            weights are requested in 8 bit.
+    """
     if kwargs.get("load_in_8bit"):
         raise ConfigError(
-            "load_in_8bit is true, but a base is in 4 or 16 bit here: leave it out, and set "
-            "load_in_4bit"
+            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave it out, and "
+            "set load_in_4bit"
         )
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     if extra and why_not_shared:
@@ -209,7 +249,7 @@ def _taken_from(
 def _why_not_shared(
     environment: Environment, fast_inference: bool | str, images: bool
 ) -> str | None:
-    """Return why the weights are not shared with vLLM; None if Unsloth shall share them."""
+    """Return the reason why the weights are not shared with vLLM; None if they will be shared."""
     if environment.hardware.device == "cpu":
         return "this machine has no GPU"
     if environment.backend != "unsloth":
@@ -230,27 +270,28 @@ def attach_lora(
     seed: int = 42,
     **others: Any,
 ) -> Any:
-    """Return the model with a fresh LoRA adapter named ``default``; only the adapter trains.
+    """Add a new LoRA adapter named ``default`` to a model, and return the PEFT model.
 
-    A model that was loaded from an adapter's folder keeps that adapter and its settings.
+    Only the adapter is trained. If the model was loaded from an adapter's folder, it keeps that
+    adapter and its settings.
 
     Args:
-        model: The result of ``load_model``.
-        r: Rank; None: 16.
-        lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None: 16.
-        lora_dropout: Dropout on the adapter's input, in [0, 1); None: 0.
-        target_modules: Names of linear layers, or a regular expression for their full dotted names;
-            None: those of the attention and of the MLP; ``all-linear``: all that PEFT finds except
-            the LM head.
-        use_gradient_checkpointing: True, False, or ``unsloth`` for Unsloth's own variant; None:
-            ``unsloth`` on a GPU, and False on a CPU, where recomputing costs time and memory is
-            plentiful. Without Unsloth, ``unsloth`` means True.
-        seed: Seed of a fresh adapter.
+        model: The model that ``load_model`` returned.
+        r: The rank; None for 16.
+        lora_alpha: The adapter's output is scaled by ``lora_alpha / r``; None for 16.
+        lora_dropout: Dropout on the adapter's input, in [0, 1); None for 0.
+        target_modules: Names of linear layers, or a regular expression for their full dotted names.
+            None selects the layers of attention and MLP. ``all-linear`` selects all linear layers
+            that PEFT finds, except the LM head.
+        use_gradient_checkpointing: True, False, or ``unsloth`` for Unsloth's own variant, which
+            means True without Unsloth. None means ``unsloth`` on a GPU. It means False on a CPU,
+            where there is enough memory and recomputing takes time.
+        seed: Seed for the initial weights of a new adapter.
         **others: Further fields of PEFT's ``LoraConfig``.
 
     Raises:
-        ConfigError: No ``target_modules`` are in the model, the model's adapter has other settings,
-            or a field is unknown or not supported.
+        ConfigError: The model has none of the ``target_modules``, the model's adapter has other
+            settings, or a field is unknown or not supported.
     """
     given = {
         "r": r,
@@ -268,7 +309,7 @@ def attach_lora(
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
         return model
-    # defaults are those of a run file's `lora:`
+    # the defaults are the same as those of `lora:` in a run file
     asked = {name: value for name, value in given.items() if value is not None}
     settings = LoraSection().as_dict() | asked
     settings["target_modules"] = _there(model, settings["target_modules"])
@@ -276,14 +317,14 @@ def attach_lora(
 
 
 def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
-    """Check that PEFT accepts settings of LoRA, and that the kit supports them.
+    """Check that PEFT accepts LoRA settings and that the kit supports them.
 
     Args:
-        settings: Fields of ``LoraConfig``; None for one that is not given.
-        section: Their section of the run file, such as ``lora.``, for errors.
+        settings: Fields of ``LoraConfig``; None for a field that is not given.
+        section: The prefix of these settings in error messages, such as ``lora.``.
 
     Raises:
-        ConfigError: A field is unknown, or has a value that is refused.
+        ConfigError: A field is unknown, or its value is not accepted.
     """
     from peft import LoraConfig
 
@@ -300,10 +341,10 @@ def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
 
 
 def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
-    """Return the names that are layers of the model; a pattern is returned as it is.
+    """Return those of ``target_modules`` that the model has; a pattern is returned unchanged.
 
     Raises:
-        ConfigError: No layer has one of the names.
+        ConfigError: No layer of the model has one of the names or matches the pattern.
     """
     if target_modules == "all-linear":  # PEFT finds these itself
         return "all-linear"
@@ -329,7 +370,14 @@ def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str
 def _new_adapter(
     model: Any, settings: dict[str, Any], checkpointing: bool | str | None = None, seed: int = 0
 ) -> Any:
-    """Return the model with a new adapter with these settings of ``LoraConfig``."""
+    """Add a new adapter to a model, and return the PEFT model.
+
+    Args:
+        model: The base model.
+        settings: Fields of PEFT's ``LoraConfig``.
+        checkpointing: As ``use_gradient_checkpointing`` of ``attach_lora``.
+        seed: Seed for the initial weights of the adapter.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -346,16 +394,17 @@ def _new_adapter(
         settings = {"exclude_modules": _outside_language(model)} | settings
         peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
-    if hub := notes_of(model).hub:  # the base was loaded from a copy of this revision
+    if hub := notes_of(model).hub:  # the base was loaded from a downloaded copy of this revision
         config = peft_model.peft_config["default"]
         config.base_model_name_or_path, config.revision = hub
     return peft_model
 
 
 def _outside_language(model: Model) -> str | None:
-    """Return a pattern of the layers of a vision model outside of its language model.
+    """Return a regular expression for the layers of a vision model outside its language model.
 
-    PEFT matches it with whole names. Unsloth adapts only the language model by default, too.
+    It must match the full name of a layer. It keeps PEFT from adapting these layers, as Unsloth
+    does by default. The result is None for a model that reads only text.
     """
     if model.config.get_text_config() is model.config:
         return None
@@ -365,9 +414,9 @@ def _outside_language(model: Model) -> str | None:
 
 
 def _recompute(model: Model, checkpointing: bool | str) -> None:
-    """Turn gradient checkpointing on or off."""
+    """Turn gradient checkpointing on or off; ``unsloth`` selects Unsloth's variant."""
     if notes_of(model).backend == "unsloth":
-        model._unsloth_gradient_checkpointing = checkpointing  # its training step follows this
+        model._unsloth_gradient_checkpointing = checkpointing  # Unsloth's training step reads this
     elif checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -376,12 +425,19 @@ def _recompute(model: Model, checkpointing: bool | str) -> None:
 
 
 def _with_adapter(model: Model, folder: Path) -> Any:
-    """Return the model with the adapter in a folder, ready to train further."""
+    """Load an adapter from a folder onto its base model, to train it further.
+
+    Returns:
+        The PEFT model.
+
+    Raises:
+        ModelError: The adapter does not fit the model.
+    """
     from peft import LoraConfig, PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    # The folder's weights go into a fresh adapter, so that Unsloth patches its layers and its
-    # config names the loaded base
+    # The weights are loaded into a new adapter, so that Unsloth patches its layers and its config
+    # names the loaded base
     try:
         config: Any = LoraConfig.from_pretrained(str(folder))
         defaults = vars(LoraConfig())
@@ -398,7 +454,7 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
         if wrong := [*found.unexpected_keys, *lost]:
-            raise ValueError(f"only one of them has {wrong[0]}")
+            raise ValueError(f"adapter and base do not both have {wrong[0]}")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
@@ -415,26 +471,27 @@ def save_adapter(
     folder: str | Path,
     state: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the trained adapter and the tokenizer in PEFT's format, atomically.
+    """Write the trained adapter and the tokenizer to a folder in PEFT's format; return the folder.
 
-    A crash leaves the complete old weights or the complete new ones. If the settings of LoRA have
-    changed, the old adapter is kept as ``.NAME.old`` next to the folder until the new one is in
-    place. TRL's frozen copy of the adapter (``ref``) is not written.
+    The write is atomic: after a crash the folder has either all old weights or all new ones. If the
+    LoRA settings have changed, the old adapter is kept as ``.NAME.old`` next to the folder until
+    the new one is in place. TRL's frozen copy of the adapter (``ref``) is not written.
 
     Args:
-        model: The model with its adapter.
-        tokenizer: Its tokenizer, written to the same folder.
-        folder: An adapter's folder, or a new one.
-        state: The model's tensors by name, if the model itself holds only a part of them.
+        model: The PEFT model.
+        tokenizer: The tokenizer, which is written to the same folder.
+        folder: A new folder, or one that has an adapter, which is replaced.
+        state: The model's tensors by name, needed if the weights are divided among processes. None
+            uses the tensors of ``model``.
 
     Raises:
-        ModelError: The folder cannot be written, or holds something other than an adapter.
+        ModelError: The folder cannot be written, or contains other files than an adapter's.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
         raise ModelError(
-            f"{str(folder)!r} holds other files than an adapter's: give a new folder, such as "
-            f"{str(folder / 'adapter')!r}"
+            f"{str(folder)!r} contains files that do not belong to an adapter: give a new folder, "
+            f"such as {str(folder / 'adapter')!r}"
         )
     partial = folder.with_name(f".{folder.name}.partial")
     try:
@@ -452,13 +509,18 @@ def save_adapter(
 
 
 def _replace_adapter(folder: Path, partial: Path) -> None:
-    """Replace an adapter's folder so that a complete adapter exists at any moment."""
+    """Replace an adapter's folder by a new one so that a complete adapter exists at any time.
+
+    Args:
+        folder: The folder to replace.
+        partial: The folder with the new adapter, which is moved.
+    """
     from peft import PeftConfig
 
     old = folder.with_name(f".{folder.name}.old")
     config_in = PeftConfig.from_pretrained
     if (folder / WEIGHTS).is_file() and config_in(str(folder)) == config_in(str(partial)):
-        for file in sorted(partial.iterdir()):  # only one of the adapter's files has changed
+        for file in sorted(partial.iterdir()):  # of the adapter's files only the weights differ
             file.replace(folder / file.name)
         partial.rmdir()
         return
@@ -470,7 +532,7 @@ def _replace_adapter(folder: Path, partial: Path) -> None:
 
 
 def keep_trainable_layout(model: Model) -> None:
-    """Keep bitsandbytes' 4-bit layers in the layout whose backward pass is correct."""
+    """Prevent bitsandbytes from repacking 4-bit layers into a layout without a backward pass."""
     # On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks a Linear4bit at the first forward in eval
     # mode, and every later backward uses a kernel without autograd.
     for layer in model.modules():
@@ -482,19 +544,23 @@ def keep_trainable_layout(model: Model) -> None:
 
 
 def find_model(name: str | Path, revision: str | None = None) -> str:
-    """Return the hub name or folder of a model; a .gguf file is converted first.
+    """Return the hub name or the folder of a model or adapter.
 
-    With a ``revision`` it is the folder of a downloaded copy, since Unsloth and vLLM load a name
-    from its main branch.
+    A .gguf file is converted into a folder first. If a ``revision`` is given, it is downloaded and
+    its folder is returned, because Unsloth and vLLM can load only the main branch by name.
+
+    Args:
+        name: As for ``load_model``.
+        revision: Branch, tag or commit of a model on the hub; None for the main branch.
 
     Raises:
-        ModelError: There is no such model.
+        ModelError: The model does not exist or cannot be read.
         ConfigError: A revision is given for a model that is not on the hub.
     """
     if revision is not None and (name in EMBEDDED or os.path.exists(os.path.expanduser(name))):
         raise ConfigError(
-            f"revision is {format_value(revision)}, but {format_value(str(name))} is on this "
-            "machine: leave it out, or give a hub name"
+            f"revision is {format_value(revision)}, but {format_value(str(name))} is a model on "
+            "this machine: leave revision out, or give a hub name"
         )
     if name in EMBEDDED:
         return str(EMBEDDED[str(name)])
@@ -513,14 +579,19 @@ def find_model(name: str | Path, revision: str | None = None) -> str:
 
 
 def _ask_hub(name: str, revision: str | None) -> str:
-    """Check a hub name by one short request; return it, or the folder of a downloaded revision.
+    """Check with one short request that a hub name exists, and download a revision if one is given.
+
+    Without this check, loading would retry for minutes before it failed.
+
+    Returns:
+        The name, or the folder of the downloaded revision.
 
     Raises:
-        ModelError: It cannot be loaded. Loading would retry for minutes before it failed.
+        ModelError: The name does not exist on the hub, or the model cannot be downloaded.
     """
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    # the first match counts, since GatedRepoError is a kind of RepositoryNotFoundError
+    # the first match counts, because GatedRepoError is a subclass of RepositoryNotFoundError
     reasons: dict[type[Exception], str] = {
         errors.GatedRepoError: "is gated: accept its licence on its page and put HF_TOKEN into "
         ".env",
@@ -546,7 +617,14 @@ def _ask_hub(name: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _as_model_errors(name: str) -> Iterator[None]:
-    """Turn any error of transformers, Unsloth or torch while a model loads into a ModelError."""
+    """Turn any error of the body, in which a model is loaded, into a ModelError with advice.
+
+    Args:
+        name: Name of the model, for the message.
+
+    Raises:
+        ModelError: The body raised an error of transformers, Unsloth or torch.
+    """
     try:
         yield
     except KitError:
@@ -554,8 +632,8 @@ def _as_model_errors(name: str) -> Iterator[None]:
     except Exception as exc:  # the classes differ by library and version
         if "trust_remote_code" in str(exc):
             reason = (
-                "needs code of its own, which is not run: allow it with model.trust_remote_code: "
-                "true, only for a source you trust"
+                "needs its own Python code, which is not run by default: allow it with "
+                "model.trust_remote_code: true, only for a source you trust"
             )
         elif "use_safetensors=True" in str(exc):
             reason = (
@@ -564,8 +642,8 @@ def _as_model_errors(name: str) -> Iterator[None]:
             )
         elif is_out_of_memory(exc):
             reason = (
-                "does not fit into the memory: close other programs, use a smaller model or, to "
-                "train, model.load_in_4bit: true"
+                "does not fit into memory: close other programs, use a smaller model or, for "
+                "training, set model.load_in_4bit: true"
             )
         else:
             reason = (
@@ -579,7 +657,11 @@ def _as_model_errors(name: str) -> Iterator[None]:
 
 
 def _dtype(precision: str, environment: Environment) -> Any:
-    """Return torch's type of a precision; None if Unsloth shall choose."""
+    """Return the torch dtype of a precision; None if Unsloth chooses it.
+
+    Raises:
+        ConfigError: The precision is unknown.
+    """
     import torch
 
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -596,7 +678,11 @@ def _dtype(precision: str, environment: Environment) -> Any:
 def _choose_class(
     environment: Environment, source: str, images: bool, trust_remote_code: bool
 ) -> tuple[Any, Environment]:
-    """Return transformers' class for a model, and the environment with the backend for it.
+    """Choose the transformers class and the backend that load a model.
+
+    Returns:
+        The class, and the environment. Its backend is changed to ``transformers`` for a vision
+        model on a CPU, which Unsloth cannot load.
 
     Raises:
         ModelError: ``images`` is true, but the model reads only text.
@@ -606,12 +692,12 @@ def _choose_class(
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     if images and config.get_text_config() is config:
         raise ModelError(
-            f"model {source!r} reads no images, but the prompts have some: use a vision model, "
-            "such as Qwen/Qwen2.5-VL-3B-Instruct"
+            f"model {source!r} cannot read images, but the prompts have images: use a vision "
+            "model, such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
     model_class = auto_class(config, images=images)
     if model_class is AutoModelForImageTextToText and environment.hardware.device == "cpu":
-        environment = replace(environment, backend="transformers")  # Unsloth's needs a GPU
+        environment = replace(environment, backend="transformers")  # Unsloth needs a GPU for it
     return model_class, environment
 
 
@@ -640,11 +726,11 @@ def _load_transformers(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_storage=dtype if _is_divided() else None,  # FSDP needs one type
+            bnb_4bit_quant_storage=dtype if _is_divided() else None,  # FSDP needs a single dtype
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
     model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
-    model.config.use_cache = False  # training needs no KV cache; generate asks for its own
+    model.config.use_cache = False  # training needs no KV cache; generate enables it itself
     loader = AutoProcessor if images else AutoTokenizer
     return model, loader.from_pretrained(
         tokenizer_name,
@@ -654,14 +740,17 @@ def _load_transformers(
 
 
 def _is_divided() -> bool:
-    """Return whether each process holds only a part of the weights."""
+    """Return True if FSDP or DeepSpeed ZeRO-3 divides the weights among processes."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     return uses_fsdp() or is_deepspeed_zero3_enabled()
 
 
 def _place() -> dict[str, Any] | None:
-    """Return the device of the whole model; None if DeepSpeed or FSDP divides it."""
+    """Return a device map that puts the whole model on one device.
+
+    It is None if DeepSpeed or FSDP divides the model among processes.
+    """
     if _is_divided():
         return None
     if num_processes() == 1:
@@ -673,7 +762,7 @@ def _place() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _progress_bars(*, shown: bool) -> Iterator[None]:
-    """Show transformers' progress bars for a download, but not for reading the disk."""
+    """Hide transformers' progress bars in the body unless ``shown`` is true."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()
@@ -687,14 +776,24 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def set_padding(model: Model, tokenizer: Tokenizer) -> None:
-    """Pad with the end token if the padding token is missing or has no row in the embedding."""
+    """Use the EOS token as padding token if the tokenizer has none that the model can embed.
+
+    A padding token is unusable if its id is not smaller than the model's vocabulary size.
+    """
     size = model.config.get_text_config().vocab_size
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:
         tokenizer.pad_token = tokenizer.eos_token
 
 
 def _prepare(model: Model, processor: Any) -> Tokenizer:
-    """Set padding, on the left, and the tokens that end a completion; return the tokenizer."""
+    """Prepare a loaded model and its tokenizer for sampling and training; return the tokenizer.
+
+    This sets left padding, the padding token and the tokens that end a completion.
+
+    Args:
+        model: The model.
+        processor: The tokenizer, or a processor that has one.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
@@ -702,11 +801,11 @@ def _prepare(model: Model, processor: Any) -> Tokenizer:
     settings = model.generation_config
     given = settings.eos_token_id
     ends = given if isinstance(given, list) else [given]
-    # a turn may end with another token than a text
+    # the token that ends a turn of a chat may differ from the EOS token
     ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
     settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
     settings.pad_token_id = tokenizer.pad_token_id
     image_token = getattr(model.config, "image_token_id", None)
-    if image_token is not None:  # if sampled, it would stand for a missing image
+    if image_token is not None:  # if it were sampled, the model would expect an image
         settings.suppress_tokens = [image_token]
     return tokenizer

@@ -1,4 +1,4 @@
-"""Notes of the kit on a model that it loaded."""
+"""Facts that the kit stores about a model that it has loaded."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,18 +9,19 @@ class ModelNotes:
     """Facts about a loaded model that the kit needs later."""
 
     backend: str | None = None  # "unsloth" or "transformers"
-    max_seq_length: int | None = None  # longest prompt plus completion, tokens
-    gradient_checkpointing: bool | str | None = None  # as the user set it; None: not set
+    max_seq_length: int | None = None  # maximum tokens of prompt and completion together
+    gradient_checkpointing: bool | str | None = None  # as the user set it; None if not set
     hub: tuple[str, str] | None = None  # name and revision on the hub, if one was requested
     adapter: str | None = None  # the folder that the model's adapter was loaded from
-    vllm: dict[str, Any] = field(default_factory=dict)  # further arguments of a vLLM of its own
+    # further arguments of a vLLM engine with its own copy of the weights
+    vllm: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
-    shared_engine: Any = None  # `EngineSettings` of the engine that shares the weights
-    why_not_shared: str | None = None
+    shared_engine: Any = None  # `EngineSettings` of the vLLM engine that shares the weights
+    why_not_shared: str | None = None  # the reason why no vLLM engine shares the weights
 
 
 def notes_of(model: Any) -> ModelNotes:
-    """Return the notes on a model; a PEFT model has those of its base."""
+    """Return the facts stored about a model; a PEFT model and its base have the same."""
     notes = getattr(model, "rloo_kit_notes", None)
     if notes is None:
         notes = model.rloo_kit_notes = ModelNotes()

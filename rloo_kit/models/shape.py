@@ -1,8 +1,8 @@
-"""Shape of a model from its config alone: layers and numbers of parameters.
+"""Shape of a model, computed from its config alone: layers and numbers of parameters.
 
-transformers builds the model on torch's meta device, where tensors have shapes but no memory, so
-that any architecture is counted and no weights are opened or downloaded. The shapes of the models
-in examples/ are in a table here, so that a plan of them needs no network.
+transformers builds the model on torch's meta device, where tensors have shapes but no memory. So
+this works for any architecture, and no weights are read or downloaded. A table in this module has
+the shapes of the models in examples/, so that planning them needs no network.
 """
 
 import copy
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 TINY_THINKER = EMBEDDED["tiny-thinker"]
 
-# From the config.json that Qwen publishes with each model: hidden and intermediate size, layers,
-# heads, and whether the LM head is the embedding
+# From the config.json that Qwen publishes with each model: hidden size, intermediate size, number
+# of layers, number of attention heads, and True if the LM head is tied to the embedding
 PUBLISHED = {
     "qwen3-0.6b": (1024, 3072, 28, 16, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, True),
@@ -32,29 +32,30 @@ PUBLISHED = {
     "qwen3-8b": (4096, 12288, 36, 32, False),
     "qwen3-14b": (5120, 17408, 40, 40, False),
 }
-# Heads of keys and values, size of a head, and tokens of all of them
+# Number of key-value heads, size of a head, and vocabulary size of all these models
 QWEN3_KV_HEADS = 8
 QWEN3_HEAD = 128
 QWEN3_VOCABULARY = 151_936
 
-# Longest wait for an answer of the hub
+# Timeout of a request to the hub
 HUB_SECONDS = 10.0
 
-# Estimated share of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-# bit, for models whose config is not available; it differs by model
+# Estimated fraction of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
+# bit. It differs between models, and is used if the config is not available
 DYNAMIC_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layers of one name and one size."""
+    """All linear layers of a model that have the same name and the same size."""
 
-    name: str  # its last part: q_proj
+    name: str  # the last part of the name, such as q_proj
     rows: int  # output features
     columns: int  # input features
-    count: int
-    quantised: bool  # bitsandbytes packs it if the model is loaded in 4 bit
-    is_expert: bool = False  # one of the experts in one parameter, which only Unsloth packs
+    count: int  # number of these layers
+    quantised: bool  # True if bitsandbytes quantises them when the model is loaded in 4 bit
+    # True for experts that are stored together in one parameter, which only Unsloth quantises
+    is_expert: bool = False
 
     @property
     def size(self) -> int:
@@ -67,50 +68,53 @@ class ModelShape:
     """Layers and sizes of a model."""
 
     name: str
-    source: str  # place of its config, in words
+    source: str  # where the config comes from, in words
     hidden_size: int
-    intermediate_size: int  # of the MLP, or of all experts that a token uses together
+    intermediate_size: int  # width of the MLP, or of all experts together that a token uses
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     linears: tuple[Linear, ...]
-    others: int  # parameters of embeddings, norms and biases; tied ones count once
-    qk_norm: bool = False  # queries and keys are normalised
-    packed: bool = False  # the checkpoint holds 4-bit weights
-    in_16bit: float = 0.0  # share of the quantised layers' weights that stays in 16 bit
+    others: int  # number of parameters of embeddings, norms and biases; tied ones count once
+    qk_norm: bool = False  # True if queries and keys are normalised
+    packed: bool = False  # True if the checkpoint has 4-bit weights
+    in_16bit: float = 0.0  # fraction of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of all parameters; tied parameters count once."""
         return self.others + sum(linear.size * linear.count for linear in self.linears)
 
     @property
     def with_packed_experts(self) -> "ModelShape":
-        """The shape as loaded by Unsloth in 4 bit, which packs experts too."""
+        """The same shape with quantised experts, as Unsloth loads the model in 4 bit."""
         linears = (replace(one, quantised=one.quantised or one.is_expert) for one in self.linears)
         return replace(self, linears=tuple(linears))
 
     @property
     def query_size(self) -> int:
-        """Elements of all queries of a token in one layer."""
+        """Size of the queries of a token in one layer, over all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Elements of all keys of a token in one layer; its values have as many."""
+        """Size of the keys of a token in one layer, over all heads; also the size of its values."""
         return self.num_kv_heads * self.head_dim
 
 
 def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
-    """Return the shape of a model; only its config is read.
+    """Return the shape of a model, reading only its config.
 
-    A config on this machine comes first, then the kit's table, then the hub. ``name`` is as for
-    ``load_model``; for an adapter the shape of its base is returned.
+    The config is looked up first on this machine, then in the kit's table, then on the hub.
+
+    Args:
+        name: As for ``load_model``. For an adapter the shape of its base model is returned.
+        trust_remote_code: True to run code that comes with the model.
 
     Raises:
-        ModelError: There is no config, or transformers does not know the model.
+        ModelError: The config cannot be found, or transformers does not know the model.
     """
     folder = adapter_in(name)
     found = name if folder is None else base_of(folder)
@@ -130,13 +134,13 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 
 def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return transformers' config of a model, and its place in words."""
+    """Return the transformers config of a model, and in words where it comes from."""
     path = EMBEDDED.get(name, Path(name).expanduser())
     source = "the hub's copy"
     if not path.exists() and not _is_here(name):
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-        # one request: without a network transformers would retry for half a minute
+        # a single request; without a network transformers would retry for half a minute
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
         source = "the hub"
     from transformers import AutoConfig
@@ -151,7 +155,7 @@ def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
 
 
 def _is_here(name: str) -> bool:
-    """Return whether the config is in a folder or in the cache of the hub."""
+    """Return True if the config is on this machine, as a file or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     return Path(name).expanduser().exists() or isinstance(
@@ -160,11 +164,12 @@ def _is_here(name: str) -> bool:
 
 
 def _published_shape(name: str) -> ModelShape | None:
-    """Return the shape of a Qwen3 model in the kit's table, by a part of its name, or None.
+    """Return the shape of a Qwen3 model from the kit's table; None if the table does not have it.
 
-    It imports neither torch nor transformers.
+    The model is found by a part of its name, such as ``Qwen3-8B``. Neither torch nor transformers
+    is imported.
     """
-    # not Qwen3-30B-A3B, a mixture of experts
+    # must not match Qwen3-30B-A3B, a mixture of experts
     match = re.search(r"qwen3-\d+(?:\.\d+)?b(?![a-z0-9])(?!-a\d)", name.lower())
     values = PUBLISHED.get(match[0]) if match else None
     if values is None:
@@ -182,7 +187,8 @@ def _published_shape(name: str) -> ModelShape | None:
         "down_proj": (hidden, inner),
     }
     embeddings = QWEN3_VOCABULARY * hidden * (1 if tied else 2)
-    norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden  # both blocks, queries and keys; the last
+    # norms of attention, MLP, queries and keys in each layer, and the final norm
+    norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden
     return ModelShape(
         name=name,
         source="rloo-kit's table",
@@ -212,9 +218,9 @@ def shape_of_config(
 
     Args:
         config: The config, which is not changed.
-        name: Name of the model, which may tell how it is quantised.
-        source: Place of the config, in words.
-        trust_remote_code: Run code that comes with the model.
+        name: Name of the model, which may show how it is quantised.
+        source: Where the config comes from, in words.
+        trust_remote_code: True to run code that comes with the model.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -245,10 +251,10 @@ def shape_of_config(
 
 
 def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
-    """Return the class of transformers that loads a model.
+    """Return the transformers class that loads a model.
 
-    It is AutoModelForImageTextToText if ``images`` is true or transformers has no class for the
-    model's text alone, else AutoModelForCausalLM.
+    It is AutoModelForImageTextToText if ``images`` is true, or if transformers has no class for the
+    text part of a vision model alone. Otherwise it is AutoModelForCausalLM.
     """
     import transformers
 
@@ -260,10 +266,10 @@ def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
 
 
 def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
-    """Return the model on torch's meta device, without memory."""
+    """Build a model on torch's meta device, where it needs no memory, and return it."""
     import torch
 
-    vars(config).pop("quantization_config", None)  # build the layers before they are packed
+    vars(config).pop("quantization_config", None)  # to get the layers' sizes before quantisation
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
@@ -271,7 +277,12 @@ def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
 
 
 def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
-    """Return the linear layers without the LM head; 4 bit skips names that contain ``skipped``."""
+    """Return the linear layers of a model, including experts but without the LM head.
+
+    Args:
+        model: The model.
+        skipped: Parts of names; layers whose names contain one of them are not quantised.
+    """
     import torch
 
     head = model.get_output_embeddings()
@@ -290,7 +301,7 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
 
 
 def _experts(model: Model) -> Iterator[Linear]:
-    """Yield experts whose layer holds all of them in one parameter of three dimensions."""
+    """Yield the linear layers of experts that a model stores in three-dimensional parameters."""
     found = Counter(
         (name.rpartition(".")[2], *parameter.shape)
         for name, parameter in model.named_parameters()
@@ -301,7 +312,11 @@ def _experts(model: Model) -> Iterator[Linear]:
 
 
 def _intermediate(text: Any) -> int:
-    """Return the width of the MLP for a token."""
+    """Return the width of the MLP, or of all experts together that a token uses.
+
+    Args:
+        text: The text config of a model.
+    """
     dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     expert = getattr(text, "moe_intermediate_size", None)
     chosen = getattr(text, "num_experts_per_tok", None) or 1
@@ -309,12 +324,12 @@ def _intermediate(text: Any) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
-    """Return the memory of a model's weights when they are loaded, in bytes.
+    """Return the memory that the weights of a loaded model need, in bytes.
 
     Args:
-        shape: The model.
-        in_4bit: Linear layers are loaded as NF4 with double quantisation; embeddings, norms and LM
-            head are not.
+        shape: The shape of the model.
+        in_4bit: True if linear layers are loaded as NF4 with double quantisation. Embeddings, norms
+            and the LM head are never quantised.
         value_bytes: Bytes of a weight that is not in 4 bit.
     """
     total: float = shape.others * value_bytes
@@ -328,9 +343,14 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
 
 
 def nf4_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of an NF4 layer of bitsandbytes 0.50 with double quantisation."""
-    # two weights in a byte; the largest of 64 weights in 8 bit; the largest of 256 of those in
-    # float32; their mean, and two code tables (functional.py: quantize_4bit)
+    """Return the size in bytes of an NF4 layer of bitsandbytes 0.50 with double quantisation.
+
+    Args:
+        rows: Output features of the layer.
+        columns: Input features of the layer.
+    """
+    # two weights in a byte; for each 64 weights their maximum in 8 bit; for each 256 maxima their
+    # maximum in float32; the mean of the maxima, and two code tables (functional.py: quantize_4bit)
     weights = rows * columns
     blocks = -(-weights // 64)
     return -(-weights // 2) + blocks + 4 * -(-blocks // 256) + 4 * (16 + 256 + 1)

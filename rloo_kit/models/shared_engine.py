@@ -1,7 +1,7 @@
 """Loading of a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
-A model that Unsloth cannot share is loaded without vLLM. Its config shows that before the load, or
-the load fails.
+If Unsloth cannot share the weights of a model, the model is loaded without vLLM. The kit finds this
+out from the model's config or, if the config does not show it, from a failed load.
 """
 
 import gc
@@ -23,34 +23,34 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.text.wording import first_line
 
-# Variable that lets Unsloth's engine sleep. Its default in the kit is 1 (`environment`).
+# Variable that lets Unsloth's engine free its memory. The kit sets it to 1 (`environment`)
 STANDBY = "UNSLOTH_VLLM_STANDBY"
+# Linear layers of the models whose weights Unsloth can read from vLLM, separate or fused
 SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-# Linear layers of models whose weights Unsloth can read from vLLM
 JOINED = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a shared engine."""
+    """Settings of a vLLM engine that shares its weights with the trainer."""
 
-    max_seq_length: int  # longest prompt plus completion, tokens
+    max_seq_length: int  # maximum tokens of prompt and completion together
     load_in_4bit: bool
     max_lora_rank: int
-    num_sequences: int  # completions at a time
-    share: float | None = None  # of the card; None: computed
-    sleeps: bool = True  # frees its KV cache while the model learns
-    required: bool = False  # raise an error if the engine cannot start
-    extra: dict[str, Any] = field(default_factory=dict)  # arguments of Unsloth's load_vllm
-    not_shared: tuple[str, ...] = ()  # settings under `vllm:`, which are an error if shared
+    num_sequences: int  # completions that are sampled at the same time
+    share: float | None = None  # fraction of the GPU's memory to use; None computes it
+    sleeps: bool = True  # True if the KV cache is freed during the learning step
+    required: bool = False  # True to raise an error if the engine cannot start
+    extra: dict[str, Any] = field(default_factory=dict)  # further arguments of Unsloth's load_vllm
+    not_shared: tuple[str, ...] = ()  # names of settings under `vllm:`; an error if shared
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
-        """Return the arguments for the engine of Unsloth's ``from_pretrained``.
+        """Return the arguments of Unsloth's ``from_pretrained`` that concern the engine.
 
         Args:
-            shape: The model.
-            free: Free memory of the card before the model is loaded, in bytes.
-            card: Memory of the whole card, in bytes.
+            shape: The shape of the model.
+            free: Free memory of the GPU before the model is loaded, in bytes.
+            card: Total memory of the GPU, in bytes.
 
         Raises:
             GenerationError: The free memory is too small.
@@ -68,7 +68,7 @@ class EngineSettings:
         return {
             "fast_inference": True,
             "max_lora_rank": self.max_lora_rank,
-            # Unsloth multiplies it by the free memory, vLLM by the whole card
+            # Unsloth multiplies this by the free memory, but vLLM by the total memory
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
             "max_num_batched_tokens": BATCHED_TOKENS,
@@ -82,20 +82,23 @@ def load_shared(
     engine: EngineSettings,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
-    """Return (model, tokenizer); if Unsloth can share the weights, the model has a vLLM engine.
-
-    If Unsloth cannot, ``notes_of(model).why_not_shared`` holds the reason in one line.
+    """Load a model together with a vLLM engine that shares its weights, if Unsloth supports this.
 
     Args:
-        load: Unsloth's ``from_pretrained``, which is called with the arguments of the engine, or
-            without any to load the model alone.
+        load: Unsloth's ``from_pretrained``. It is called with the arguments of the engine, or
+            without arguments to load the model alone.
         source: The model's hub name or folder.
         engine: Settings of the engine.
-        trust_remote_code: Run code that comes with the model; the weights are then not shared.
+        trust_remote_code: True to run code that comes with the model; the weights are then not
+            shared.
+
+    Returns:
+        The model and its tokenizer. If the weights are not shared,
+        ``notes_of(model).why_not_shared`` has the reason in one line.
 
     Raises:
-        GenerationError: The engine is required and cannot start.
-        ConfigError: ``engine.not_shared`` has settings.
+        GenerationError: The engine is required but cannot start.
+        ConfigError: The weights can be shared, but ``engine.not_shared`` is not empty.
     """
     import torch
     from accelerate.utils import patch_environment
@@ -122,7 +125,7 @@ def load_shared(
             return model, tokenizer
     if engine.required:
         raise GenerationError(reason)
-    gc.collect()  # memory of the failed load
+    gc.collect()  # frees the memory of the failed load
     torch.cuda.empty_cache()
     model, tokenizer = load()
     notes_of(model).why_not_shared = reason
@@ -130,20 +133,22 @@ def load_shared(
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
-    """Return why Unsloth cannot share a model's weights with vLLM, or None."""
+    """Return the reason why Unsloth cannot share a model's weights with vLLM; None if it can."""
     if trust_remote_code:
         return "Unsloth's fast inference does not run code that comes with a model"
     names = {linear.name for linear in shape.linears}
     if names >= SPLIT or names >= JOINED:
         return None
     return (
-        f"Unsloth shares weights with vLLM for dense models with Llama's layers, but this model "
-        f"has {', '.join(sorted(names)[:6])}"
+        f"Unsloth can share weights with vLLM only for dense models with Llama's layers, but this "
+        f"model has {', '.join(sorted(names)[:6])}"
     )
 
 
 def _checked(engine: EngineSettings) -> EngineSettings:
-    """Return the settings, without sleep if an earlier engine left memory in vLLM's pool.
+    """Check the settings of an engine; turn ``sleeps`` off if vLLM could not free memory.
+
+    vLLM could not free it if an earlier engine of this process left memory in vLLM's pool.
 
     Raises:
         ConfigError: There are settings under ``vllm:``, but Unsloth starts this engine.
@@ -151,16 +156,20 @@ def _checked(engine: EngineSettings) -> EngineSettings:
     for name in engine.not_shared:
         raise ConfigError(
             f"vllm.{name} is for an engine with its own copy of the weights, but Unsloth shares "
-            f"them with vLLM here: write it under `unsloth:` if Unsloth has it, or set "
+            f"them with vLLM here: write it under `unsloth:` if Unsloth has this setting, or set "
             f"model.backend to transformers"
         )
     return replace(engine, sleeps=False) if engine.sleeps and not may_sleep() else engine
 
 
 def why_no_start(exc: Exception) -> str:
-    """Return one sentence with the cause of an error of vLLM at its start, and the remedy."""
+    """Return one sentence that says why vLLM could not start and what to change.
+
+    Args:
+        exc: The error that vLLM or Unsloth raised.
+    """
     text = str(exc)
-    for mark in ("Value error, ", "Original error: "):  # in a later line, of pydantic and Unsloth
+    for mark in ("Value error, ", "Original error: "):  # of pydantic and Unsloth, in a later line
         text = text.partition(mark)[2] or text
     text = first_line(ValueError(text) if text else exc)
     low = text.lower()
@@ -170,7 +179,7 @@ def why_no_start(exc: Exception) -> str:
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif "error in memory profiling" in low:
-        remedy = f"end what else uses the card and try again, or {remedy}"
+        remedy = f"close other programs on the GPU and try again, or {remedy}"
     elif is_out_of_memory(exc) or "memory" in low:  # vLLM's own check is a ValueError
         remedy = f"lower model.max_seq_length or trainer.per_device_train_batch_size, or {remedy}"
     return f"vLLM cannot start ({type(exc).__name__}: {text}): {remedy}"

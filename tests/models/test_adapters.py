@@ -196,7 +196,7 @@ def without_weights(adapter, folder):
     [
         (
             ia3,
-            "of the kind 'IA3' for CAUSAL_LM, but training continues only from LoRA",
+            "of type 'IA3' for CAUSAL_LM, but only LoRA adapters for CAUSAL_LM can be trained",
         ),
         (
             lambda adapter, folder: rewritten(adapter, folder, base_model_name_or_path="/no/base"),

@@ -247,7 +247,7 @@ def test_auto_samples_unshared_models_with_transformers(on_gpu, monkeypatch):
                 "free memory 123 GiB."
             ),
             "Error in memory profiling.",
-            "end what else uses the card and try again",
+            "close other programs on the GPU and try again",
         ),
         (ValueError("1 validation error\nValue error, no such model"), "no such model", "set"),
         (RuntimeError(), "RuntimeError", "set trainer.generation: transformers"),

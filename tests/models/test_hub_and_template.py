@@ -70,7 +70,7 @@ def test_a_revision_is_loaded_trained_and_found_again_from_its_adapter(cache, tm
 
 def test_a_revision_of_a_folder_is_refused():
     for name in ("tiny-thinker", str(TINY_THINKER)):
-        with pytest.raises(ConfigError, match="leave it out, or give a hub name"):
+        with pytest.raises(ConfigError, match="leave revision out, or give a hub name"):
             rk.load_model(name, revision="v1")
 
 

@@ -190,7 +190,7 @@ class Model(Qwen3ForCausalLM):
 def test_code_of_a_model_runs_only_when_allowed(folder, tmp_path):
     ran = tmp_path / "ran"
     model_of_its_own(folder, ran)
-    allow = r"needs code of its own, .* model\.trust_remote_code: true, only for a source you trust"
+    allow = r"its own Python code, .* model\.trust_remote_code: true, only for a source you trust"
     with pytest.raises(rk.ModelError, match=allow):
         rk.load_model(folder, max_seq_length=256)
     assert not ran.exists()
@@ -223,6 +223,6 @@ def generate(model, **_): pass
 
 def test_8_bit_is_refused_before_the_weights_are_read():
     with pytest.raises(
-        rk.ConfigError, match=r"^load_in_8bit is true, but a base is in 4 or 16 bit"
+        rk.ConfigError, match=r"^load_in_8bit is true, but a base can be loaded only in 4"
     ):
         rk.load_model("tiny-thinker", load_in_8bit=True)

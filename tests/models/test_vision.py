@@ -77,7 +77,7 @@ def test_a_plan_counts_the_whole_model(folder):
 
 
 def test_a_text_model_reads_no_images():
-    with pytest.raises(rk.ModelError, match="reads no images"):
+    with pytest.raises(rk.ModelError, match="cannot read images"):
         load("tiny-thinker", images=True)
 
 
