@@ -171,11 +171,11 @@ def drop_old_reference(model: Model) -> None:
 
 @contextlib.contextmanager
 def without_engine(model: Model) -> Iterator[None]:
-    """Hide the vLLM engine that Unsloth loaded with a model, in the body.
+    """Hide the vLLM engine that Unsloth loaded with a model, during a ``with`` block.
 
-    It is used when TRL's trainer is created. As patched by Unsloth, the trainer would sample with
-    the engine. TRL's own code for vLLM would set environment variables of torch.distributed and put
-    the engine to sleep.
+    This is needed when TRL's trainer is created. As patched by Unsloth, the trainer would sample
+    with the engine. TRL's own code for vLLM would set environment variables of torch.distributed
+    and put the engine to sleep.
     """
     modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
@@ -252,7 +252,9 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
 
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
-    """Return True if an adapter does not change the base model yet, as a new adapter does not.
+    """Return True if an adapter has no effect yet, so that the policy equals its base model.
+
+    This is so if it has only LoRA matrices, and all its B matrices are 0.
 
     Args:
         adapter: The result of ``adapter_values``.

@@ -153,10 +153,10 @@ def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn any error of the body, in which transformers reads a GGUF file, into a ModelError.
+    """Turn any error of a ``with`` block that reads a GGUF file into a ModelError.
 
     Raises:
-        ModelError: The body raised an error, or the package ``gguf`` is not installed.
+        ModelError: The block raised an error, or the package ``gguf`` is not installed.
     """
     if installed_version("gguf") is None:
         raise ModelError("reading a .gguf file needs the package gguf: pip install gguf")

@@ -617,13 +617,13 @@ def _ask_hub(name: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _as_model_errors(name: str) -> Iterator[None]:
-    """Turn any error of the body, in which a model is loaded, into a ModelError with advice.
+    """Turn any error of a ``with`` block that loads a model into a ModelError with advice.
 
     Args:
         name: Name of the model, for the message.
 
     Raises:
-        ModelError: The body raised an error of transformers, Unsloth or torch.
+        ModelError: The block raised an error that is not one of the kit's.
     """
     try:
         yield
@@ -762,7 +762,7 @@ def _place() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _progress_bars(*, shown: bool) -> Iterator[None]:
-    """Hide transformers' progress bars in the body unless ``shown`` is true."""
+    """Hide transformers' progress bars during a ``with`` block unless ``shown`` is true."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

@@ -42,9 +42,9 @@ class StepGuard:
     in_a_row: int = 0
 
     def check(self, loss: float, parameters: "Sequence[Tensor]", step: int) -> bool:
-        """Return True if loss and gradients are finite; otherwise drop the gradients.
+        """Return True if loss and gradients are finite; otherwise make the optimizer skip the step.
 
-        Without gradients the optimizer changes nothing, so the step is skipped.
+        To skip a step, its gradients are removed or, with a scaler, set to NaN.
 
         Args:
             loss: Loss of the step.

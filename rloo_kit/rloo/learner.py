@@ -35,11 +35,11 @@ Forward = Callable[[MicroBatch], PassOutput]
 
 @contextlib.contextmanager
 def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Run the body with empty gradients, then add the gradients from before to those of the body.
+    """Clear the gradients for a ``with`` block, and add the earlier gradients back at its end.
 
     Raises:
-        BaseException: Any error of the body, such as out of memory half-way. The parameters then
-            have the same gradients as before the body.
+        BaseException: Any error of the ``with`` block, such as out of memory half-way. The
+            parameters then have the same gradients as before the block.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -169,9 +169,9 @@ class Learner:
 
         Returns:
             The rollout, and lists of micro-batches. The micro-batches of one list must run forward
-            together, because their advantages need each other's log-probabilities. A group that
-            does not fit into the token budget gets a separate pass for its KL here, and the rollout
-            then has its final advantages.
+            together, because their advantages need each other's log-probabilities. For a group that
+            does not fit into the token budget, this method runs a separate pass to get the KL; the
+            returned rollout then has the group's final advantages.
         """
         tokens = rollout.sampled.tokens
         groups = groupby(sorted(left), key=lambda row: row // rollout.num_generations)

@@ -57,7 +57,7 @@ class Completions:
     token_ages: list[list[int]] | None = None
 
     def unmasked_rows(self, shaping: Shaping) -> list[int]:
-        """Return the rows that ``mask_truncated_completions`` does not mask."""
+        """Return the numbers of the rows that ``mask_truncated_completions`` does not mask."""
         masks = shaping.mask_truncated_completions
         return [row for row, ended in enumerate(self.ended) if ended or not masks]
 
@@ -93,7 +93,7 @@ class ScoredBatch(Completions):
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
         """Return a ``(P,)`` bool mask that is True for groups whose scores are not all equal.
 
-        The KL penalty is not part of these scores.
+        The scores are those of ``shaped_scores``, without the KL penalty.
         """
         scores, _ = self.shaped_scores(shaping, num_generations)
         advantages = leave_one_out_advantages(scores.view(-1, num_generations))  # (P, G)
@@ -385,7 +385,10 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
 
 
 def is_token_level(shaping: Shaping) -> bool:
-    """Return True if each token has its own advantage, which needs the token-level KL and beta."""
+    """Return True if each token has its own advantage.
+
+    This is so if the token-level KL is on and beta is not 0.
+    """
     return shaping.token_level_kl and shaping.beta != 0
 
 

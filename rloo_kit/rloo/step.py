@@ -181,6 +181,10 @@ class Step:
         log-probabilities, so they are computed later: in ``next_slice`` if it runs a separate pass
         for the old log-probabilities, and in ``Learner.learn`` if not.
 
+        Args:
+            rows: The B training-set rows to sample completions for.
+            number: The number of the optimizer step.
+
         Raises:
             DivergedError: The weights contain NaN or Inf after the previous step.
         """

@@ -19,7 +19,7 @@ def default_token_budget(  # noqa: PLR0913
 
     Activations may use half of the free memory, which is given in bytes and measured after the
     model is loaded. On a CPU they may use at most 4 GiB. This is enough to train a group in one
-    bundle, and larger passes are not faster on a CPU.
+    pass, and larger passes are not faster on a CPU.
     """
     # number of values that a layer keeps for the backward pass, per position: inputs of its
     # matrices, norms, attention, gated MLP
@@ -31,7 +31,10 @@ def default_token_budget(  # noqa: PLR0913
 
 
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
-    """Return the fixed cost of a training pass, as the number of positions that cost as much."""
+    """Return the fixed cost of a training pass, converted to a number of positions.
+
+    Computing that many positions takes as long as starting the operations of one more pass.
+    """
     # Seconds to start a layer's operations, and operations per second; a position needs about 4
     # operations per parameter. These are constants, so that a run is always cut in the same way.
     seconds, operations = (5e-3, 1.5e11) if on_cpu else (1.5e-3, 3e13)

@@ -144,9 +144,9 @@ def position_between(
 
 
 def is_other(positions: Sequence[Position]) -> bool:
-    """Return True if the other policy has sampled.
+    """Return True if the log-probabilities prove that the other policy has sampled.
 
-    Either the last batch alone or the sum of all batches must prove this.
+    Either the last batch alone or the sum of the last batches must prove this.
 
     Args:
         positions: The positions of the last batches, the newest one last.
@@ -163,7 +163,9 @@ def is_other(positions: Sequence[Position]) -> bool:
 
 @contextlib.contextmanager
 def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
-    """Add noise to the output of every decoder layer in the body, as large as a rounding error.
+    """Add noise as large as a rounding error to the output of every decoder layer.
+
+    This lasts for a ``with`` block.
 
     Args:
         model: The model.
@@ -191,7 +193,7 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """Log-probabilities under the trainer's model, also with other values of its adapter."""
+    """The trainer's model as a source of log-probabilities, also with other adapter values."""
 
     run: Pass  # the forward pass, with the current values of the adapter
     model: Model  # a model with a PEFT adapter
@@ -211,7 +213,7 @@ class Policies:
 
     @contextlib.contextmanager
     def adapter_set_to(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Replace the values of the adapter in the body, and put the trained values back after it.
+        """Replace the adapter's values during a ``with`` block, and restore them at the end.
 
         Args:
             values: The values of the trained parameters, by name.

@@ -23,7 +23,7 @@ MEMORY_SHARE = 1 / 4
 
 @contextlib.contextmanager
 def dense_layers(model: torch.nn.Module) -> Iterator[None]:
-    """Replace each LoRA layer by a merged linear layer in the body, if there is enough memory."""
+    """Replace LoRA layers by merged linear layers during a ``with`` block, if memory allows."""
     dtype = getattr(model, "dtype", torch.float32)
     found: list[tuple[Any, str, Any]] = [
         (parent, name, layer)

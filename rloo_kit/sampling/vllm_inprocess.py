@@ -389,7 +389,7 @@ class _Grown:
 
 @contextlib.contextmanager
 def _without_side_effects() -> Iterator[None]:
-    """Undo the changes that the start of vLLM in the body makes to this process.
+    """Undo the changes that starting vLLM in a ``with`` block makes to this process.
 
     vLLM's CPU worker replaces ``torch.set_num_threads`` and changes the number of threads. Every
     start of vLLM also leaves environment variables of torch.distributed behind.

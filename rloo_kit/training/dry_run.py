@@ -215,7 +215,7 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
-        """Keep the states of an optimizer like the run's in memory during the body.
+        """Keep the states of an optimizer like the run's in memory during a ``with`` block.
 
         The optimizer makes one step to allocate its states; the weights are then restored.
         """
@@ -241,7 +241,7 @@ class WorstCase:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Prepare the model for training as transformers does, and undo all changes afterwards."""
+        """Prepare the model for training in a ``with`` block, and undo all changes at its end."""
         args = self.args
         model = self.model
         states = random_states()

@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(kw_only=True, eq=False)
 class InFlight:
-    """The groups in flight: begun, but not trained yet. It is the hook ``Step.in_flight``."""
+    """The groups that are being sampled but have not been trained; the hook ``Step.in_flight``."""
 
     completer: TrainingCompleter
     grow: Callable[[Begun], Generations]  # continues completions
@@ -109,7 +109,10 @@ class InFlight:
         return self._choose(num) or []
 
     def _begin(self, num: int) -> None:
-        """Begin new groups: up to ``num_groups`` in flight, and at least ``num``."""
+        """Begin new groups until ``num_groups`` groups, and at least ``num``, are in flight.
+
+        No more groups are begun than the whole training needs, except to reach ``num``.
+        """
         if self.coming is None:
             self.coming = self.order()
         room = min(self.num_groups - len(self.groups), self.num_wanted() - self.num_begun)

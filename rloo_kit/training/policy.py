@@ -70,7 +70,7 @@ class Policy:
 
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
-        """Disable gradients and gradient checkpointing in the body."""
+        """Disable gradients and gradient checkpointing during a ``with`` block."""
         with torch.no_grad(), without_checkpointing(self.model, self.args):
             yield
 
@@ -108,7 +108,7 @@ def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
 
 @contextlib.contextmanager
 def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[None]:
-    """Turn gradient checkpointing off in the body, and on again after it if it was on."""
+    """Turn gradient checkpointing off during a ``with`` block, and restore it at the end."""
     was_enabled = model.is_gradient_checkpointing
     if was_enabled:
         model.gradient_checkpointing_disable()

@@ -139,9 +139,10 @@ class Sampler:
 
     @contextlib.contextmanager
     def turns(self) -> Iterator[None]:
-        """Keep the engine awake during the body, so that all turns of a batch use its cache.
+        """Keep the engine awake during a ``with`` block, which samples all turns of a batch.
 
-        The draws of the body are checked at its end, after the engine has freed its memory.
+        So all turns can use the engine's KV cache. At the end of the block the engine frees its
+        memory, and then the canary checks all samples of the block.
 
         Raises:
             StalePolicyError: In one of the draws the engine did not sample from the current policy.
@@ -215,7 +216,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def _samples(self) -> Iterator[None]:
-        """Prepare the model for sampling in the body, and add advice to sampling errors."""
+        """Prepare the model for sampling in a ``with`` block, and add advice to its errors."""
         # TRL turns checkpointing off to sample, and does not turn it on again after an error.
         off = without_checkpointing(self.model, self.args)
         training = self.model.training
@@ -263,7 +264,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
-    """Prevent TRL's continuous batching from casting the policy and its adapter, in the body."""
+    """Keep TRL's continuous batching from casting the policy, during a ``with`` block."""
     given = args.bf16, args.fp16
     args.bf16 = args.fp16 = False
     try:

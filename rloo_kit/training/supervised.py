@@ -102,14 +102,14 @@ def make_trainer(
 
 @contextlib.contextmanager
 def memory_errors(what: str, remedy: str) -> Iterator[None]:
-    """Replace an out-of-memory error of the body by an error that says what to change.
+    """Replace an out-of-memory error in a ``with`` block by an error that says what to change.
 
     Args:
         what: What is trained, for the message.
         remedy: What to change.
 
     Raises:
-        MemoryRanOutError: Memory ran out while the body trained ``what``.
+        MemoryRanOutError: Memory ran out during the ``with`` block.
     """
     try:
         yield

@@ -313,9 +313,9 @@ class LeaveOneOutTrainer(StepTrainer):
     ) -> Any:
         """Train, or resume a training from a checkpoint.
 
-        A new training begins with a dry run, unless the settings do not ask for one or it was made
-        already. A resumed training has no dry run. At the end, also after an error, the trainer
-        calls ``close`` of every callback that has this method.
+        A new training begins with a dry run if the settings ask for one and it was not made before.
+        A resumed training has no dry run. At the end, also after an error, the trainer calls the
+        method ``close`` of every callback that has one.
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for the newest

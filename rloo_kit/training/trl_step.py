@@ -115,7 +115,7 @@ class TrlStep(RLOOTrainer):
 
     @contextlib.contextmanager
     def _kept(self, *names: str) -> Iterator[dict[str, list[Any]]]:
-        """Record the results and durations of some methods during the body.
+        """Record the results and durations of some methods during a ``with`` block.
 
         Args:
             *names: Names of the methods. If a subclass overrides one, its version is recorded.
