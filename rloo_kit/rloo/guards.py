@@ -103,8 +103,8 @@ def check_finite(tensors: "Iterable[Tensor]", step: int | None = None) -> None:
     if bad:
         after = "" if step is None else f" after step {step}"
         raise DivergedError(
-            f"{bad} of {len(found)} trained weights hold NaN or Inf{after} and are not saved: "
-            f"{REMEDY}; {RESUME}"
+            f"{bad} of {len(found)} trained weight tensors hold NaN or Inf{after}, so nothing is "
+            f"saved: {REMEDY}; {RESUME}"
         )
 
 

@@ -85,7 +85,7 @@ def check_tools(choice: StepChoice) -> None:
     if choice.by_trl:
         raise ConfigError(
             f"tools need the kit's own step, but TRL's step is used because {choice.reason}: "
-            "remove the tools, or change this setting"
+            "remove the tools, or change this"
         )
 
 

@@ -98,7 +98,8 @@ def with_prompts(
         )
     if args.max_steps < 1:
         raise ConfigError(
-            "without a train_dataset only max_steps limits the length of the training: set it"
+            "without a train_dataset only max_steps limits the length of the training: set "
+            "max_steps"
         )
     per_step = math.ceil(args.gradient_accumulation_steps / args.steps_per_generation)
     count = args.max_steps * per_step * args.generation_batch_size // args.num_generations
