@@ -129,7 +129,7 @@ NOT_CALLED = {
     "column of a route": (
         {"name": "length", "only_for": {"kind": "sum"}},
         None,
-        "the dataset has no column 'kind'; add it, or drop only_for",
+        "the dataset has no column 'kind'; add the column, or drop only_for",
     ),
     "column of a gate": ({"name": "length", "only_if": "mine.py:good"}, ASKS, "asks for 'gold'"),
 }

@@ -160,7 +160,7 @@ def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settin
     args.memory_share_given = settings.get("given", False)
     args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
     args.vllm_max_model_length = settings.get("length")
-    with pytest.raises(ConfigError, match="with the model"):
+    with pytest.raises(ConfigError, match="vLLM was already started"):
         engines.start_engine(on_gpu, args, trains=False)
 
 

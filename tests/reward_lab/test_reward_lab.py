@@ -329,7 +329,7 @@ def test_an_async_reward_is_awaited():
         ({}, ConfigError, "give a run file, or completions"),
         ({"completions": ROWS}, ConfigError, "give a run file, or completions"),
         ({"source": "quickstart", "num_prompts": 0}, ConfigError, "must be at least 1"),
-        ({"completions": [], "rewards": [right]}, DataError, "give some with prompt"),
+        ({"completions": [], "rewards": [right]}, DataError, "add rows with the columns prompt"),
         ({"completions": "none.jsonl", "rewards": [right]}, DataError, "give the path of a .jsonl"),
         ({"completions": [{"prompt": "a"}], "rewards": [right]}, DataError, "row 1: completion is"),
         ({"completions": ROWS, "rewards": ["acuracy"]}, RewardLoadError, "did you mean 'accuracy'"),

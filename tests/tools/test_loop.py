@@ -511,7 +511,7 @@ def test_rows_choose_an_environment_by_name():
     rows[0] = {**rows[0], "environment": "lost"}
     with pytest.raises(DataError, match="column environment holds 'lost'"):
         tool_loop.environments.check_names(Dataset.from_list(rows))
-    with pytest.raises(DataError, match="give one of loud, quiet"):
+    with pytest.raises(DataError, match="must name one of loud, quiet"):
         sample(tool_loop, Script(tokenizer), rows)
 
 

@@ -305,7 +305,7 @@ def test_samplers_that_cannot_end_early_are_refused(tmp_path):
         "train_dataset": rk.load_prompts("arithmetic", num_prompts=8),
         "processing_class": tokenizer,
     }
-    with pytest.raises(ConfigError, match="this model's own sampling cannot end before"):
+    with pytest.raises(ConfigError, match="this model's own sampling cannot stop before"):
         rk.LeaveOneOutTrainer(model=transformers.MambaForCausalLM(config), **parts)
     stream = parts["train_dataset"].to_iterable_dataset()
     with pytest.raises(DataError, match="a stream, and partial_rollouts needs random access"):
