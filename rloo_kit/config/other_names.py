@@ -86,7 +86,7 @@ def why_not_needed(name: str, value: object) -> str | None:
         value: Its value.
 
     Returns:
-        The reason; None if the setting must not be ignored, or the name is in none of the tables.
+        The reason; None if the setting must not be ignored, or the kit does not know the name.
     """
     says_no = value is False or value in (None, "none", "eos")
     return NEEDLESS.get(

@@ -378,5 +378,10 @@ BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device
 
 
 def on_resume(rule: Resume) -> list[str]:
-    """Return the sorted names of the settings with this resume rule."""
+    """Return the sorted names of the trainer settings with this resume rule.
+
+    Args:
+        rule: ``must`` for settings that a resumed run may not change, ``may`` for those whose
+            change it reports, ``free`` for those that it may change without a notice.
+    """
     return sorted(name for name, one in RULES.items() if one.resume == rule)
