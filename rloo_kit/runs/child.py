@@ -43,8 +43,9 @@ def call_in_child(
 ) -> Any:
     """Call ``function(*args, **keywords)`` in a subprocess, and return its result.
 
-    Ctrl-C and SIGTERM are forwarded to the subprocess, and the function may still return a result
-    after them. A third signal kills the subprocess. It is also killed if this process dies.
+    Ctrl-C and SIGTERM are forwarded to the subprocess (on Windows only Ctrl-C reaches it, sent by
+    the system), and the function may still return a result after them. A third signal kills the
+    subprocess. It is also killed if this process dies.
 
     Args:
         function: A function that can be imported by its module and name.
@@ -90,7 +91,8 @@ def call_in_child(
 def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
     """Forward Ctrl-C and SIGTERM to a process while the body runs.
 
-    The third signal is not forwarded, but raised in this process.
+    The third signal is not forwarded, but raised in this process. On Windows no signal is
+    forwarded, because the system itself sends Ctrl-C to both processes.
 
     Yields:
         A list that has the number of each signal received so far.
@@ -98,7 +100,7 @@ def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
     received: list[int] = []
 
     def forward(number: int, _: object) -> None:
-        """Forward a signal to the process.
+        """Note a signal; forward the first two to the process, except on Windows.
 
         Raises:
             KeyboardInterrupt: It is the third signal.

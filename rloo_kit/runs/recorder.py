@@ -67,7 +67,7 @@ class RunRecorder(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Append one line to metrics.jsonl, and sometimes write the report."""
+        """Append one line to metrics.jsonl; write the report too if the last one is old enough."""
         row = {"step": state.global_step, "time": time.time(), **logs}
         self._append("metrics.jsonl", [row])
         self.steps = state.global_step

@@ -105,7 +105,11 @@ class HeldOutScores(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Store the mean of the first reward in the checkpoint; None if it was not computed."""
+        """Store in the checkpoint the mean score of the held-out prompts by the first reward.
+
+        It is None if this step did not score them. Without ``data.held_out_every`` nothing is
+        stored.
+        """
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 

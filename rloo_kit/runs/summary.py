@@ -68,7 +68,8 @@ def announce_load(
 def introduce(say: Say, job: PreparedJob) -> None:
     """Print the model and the device.
 
-    Also print why Unsloth, the kit's own training step, or further cards are not used, if so.
+    If one of these applies, also print why ``model.backend: auto`` did not choose Unsloth, why
+    TRL's training step is used, and how to use further cards.
     """
     config = job.config
     environment = job.environment
