@@ -74,8 +74,10 @@ class StopRequest:
 def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[StopRequest]:
     """Record the first SIGINT or SIGTERM while the body runs; raise an exception at each later one.
 
+    Signals that arrive within 0.2 seconds of the first one count as the same signal.
+
     Args:
-        say: Called with a line for the user when the first signal arrives, in another thread.
+        say: Called in another thread, with a line for the user, when the first signal arrives.
 
     Yields:
         The request, which the first signal fills in.
@@ -95,7 +97,7 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
         """Record the first signal.
 
         Raises:
-            KeyboardInterrupt: It is not the first signal.
+            KeyboardInterrupt: The first signal arrived ``APART`` seconds ago or earlier.
         """
         now = time.monotonic()
         if request.received is None:

@@ -107,9 +107,9 @@ def seal_checkpoint(
     Args:
         folder: Folder of the checkpoint, which has all other files already. Without a manifest it
             is not a valid checkpoint.
-        step: As in ``write_checkpoint``.
-        facts: As in ``write_checkpoint``.
-        score: As in ``write_checkpoint``.
+        step: Number of optimizer steps so far.
+        facts: Facts about the run that are stored in the manifest; must be valid JSON.
+        score: Score that ``keep_best`` compares; None, NaN and Inf mean that there is none.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written to.

@@ -34,7 +34,7 @@ def write_weights(model: Model, folder: Path) -> None:
 
 
 def read_weights(model: Model, folder: Path) -> None:
-    """Load weights that ``write_weights`` has written into the existing tensors of a model.
+    """Load the weights in a folder of ``write_weights`` into the existing tensors of a model.
 
     Raises:
         CheckpointError: The model has other layers or another LoRA rank than the checkpoint.
