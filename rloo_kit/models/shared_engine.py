@@ -98,7 +98,8 @@ def load_shared(
 
     Raises:
         GenerationError: The engine is required but cannot start.
-        ConfigError: The weights can be shared, but ``engine.not_shared`` is not empty.
+        ConfigError: The weights can be shared, but ``engine.not_shared`` names settings that only
+            an engine with its own weights can use.
     """
     import torch
     from accelerate.utils import patch_environment
