@@ -19,7 +19,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory that this process uses at one moment, in bytes, and its child processes."""
+    """Memory in bytes that this process uses at one moment, and a list of its child processes."""
 
     resident: int  # main memory
     gpu_allocated: int = 0  # GPU memory of tensors

@@ -30,7 +30,8 @@ def token_log_probs(
     """Return the log-probability of each target token, and the entropy of its distribution.
 
     Args:
-        hidden: ``(N, H)`` last hidden states. ``hidden[n]`` predicts ``targets[n]``.
+        hidden: ``(N, H)`` last hidden states, for N target tokens and a hidden size of H.
+            ``hidden[n]`` predicts ``targets[n]``.
         weight: ``(V, H)`` weight of the LM head, for a vocabulary of V tokens.
         bias: ``(V,)`` bias of the LM head; None if it has no bias.
         targets: ``(N,)`` int64 token ids.
@@ -87,7 +88,7 @@ class PlainTorchLogProb:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the five values per token that TRL's function returns.
+        """Return the five values per token that TRL's ``_ChunkedLogProbFunction`` returns.
 
         The arguments are those of TRL's function. A value that ``outputs`` does not name is None,
         except for the log-probabilities, which are always returned.
