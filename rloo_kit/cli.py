@@ -329,7 +329,7 @@ def _calibrate(**options: Any) -> None:
 
 @_command(
     "warm-up",
-    "train an adapter on examples first, which a run then trains further",
+    "train an adapter on examples, before a run trains this adapter further",
     RUN_FILE,
     _argument(
         "--examples",
@@ -390,7 +390,9 @@ def _report(runs: list[str], output: str | None) -> None:
     "score models on the same held-out prompts, and print accuracy and pass@k with their "
     "confidence intervals",
     _argument("models", "a run, a checkpoint, an adapter or a model", nargs="+", metavar="RUN"),
-    _argument("--no-base", "do not score the base model too", action="store_false", dest="base"),
+    _argument(
+        "--no-base", "do not score the base model, only each RUN", action="store_false", dest="base"
+    ),
     _argument(
         "--samples",
         "sampled completions per prompt (default: 4); 0: only a greedy completion",
@@ -484,8 +486,8 @@ def _serve(model: str, more: list[str]) -> None:
     _argument(
         "--base",
         "with --to merged or gguf: the 16-bit base model to merge the adapter into, or dequantized "
-        "for the run's 4-bit base model converted to 16 bit; with --to adapter or hub: the name of "
-        "the base model that is written into the adapter's config",
+        "to use the run's 4-bit base model converted to 16 bit; with --to adapter or hub: the name "
+        "of the base model that is written into the adapter's config",
         metavar="NAME",
     ),
     _argument(
@@ -497,7 +499,8 @@ def _serve(model: str, more: list[str]) -> None:
     _argument("--converter", "folder of llama.cpp, which has convert_hf_to_gguf.py", metavar="DIR"),
     _argument(
         "--no-check",
-        "do not load the export to compare its answers with those of the trained model",
+        "skip the check, which loads the export and compares its answers with those of the trained "
+        "model",
         action="store_false",
         dest="check",
     ),
@@ -612,7 +615,8 @@ _group("reward-model", "train a reward model")
     _argument("pairs", "a file whose rows have prompt, chosen and rejected", metavar="PAIRS.jsonl"),
     _argument(
         "--model",
-        "the base model: a folder or a name on the hub (default: tiny-thinker)",
+        "the base model: a folder or a name on the hub (default: tiny-thinker, which comes with "
+        "the kit)",
         default="tiny-thinker",
     ),
     _argument(

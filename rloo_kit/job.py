@@ -430,9 +430,9 @@ class PreparedJob:
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
-        """Return a reward whose calls have the run's time limit.
+        """Return a reward whose calls have the run's time limit, and a rule for failures.
 
-        The innermost open session releases the reward at its end.
+        At the end of the innermost open ``session``, the reward is released.
 
         Args:
             reward: A loaded reward.
@@ -509,7 +509,7 @@ class PreparedJob:
 
     @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """The sampling engine, and the choice that led to it with its reason.
+        """The sampling engine, and a ``Choice``: its name, and why no faster engine is used.
 
         The engine is None if the model itself samples with transformers, or if TRL samples.
         """

@@ -58,7 +58,7 @@ sys.exit(main())
 
 
 def form(path: str | Path = "form.yaml") -> Any:
-    """Return a form for a notebook with which the user edits a run file, plans a run, and trains.
+    """Return a notebook form, with which the user edits a run file, plans a run, and trains.
 
     Args:
         path: The run file. If it exists, its settings fill the form; otherwise those of the example
@@ -151,7 +151,7 @@ class Form:
         return config
 
     def run(self, name: str) -> None:
-        """Write the run file and start the command of a button, whose output appears in the log.
+        """Write the run file, start the command of a button, and show its output in the log.
 
         Args:
             name: Name of the button, a key of ``COMMANDS``.
