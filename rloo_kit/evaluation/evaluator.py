@@ -159,7 +159,7 @@ def evaluate(
     Args:
         model: A causal language model, with or without an adapter.
         tokenizer: The model's tokenizer, or a processor that contains it.
-        dataset: A ``datasets.Dataset`` or a list of n dicts. Each row has ``prompt`` (text or chat
+        dataset: A ``datasets.Dataset`` or a list of dicts. Each row has ``prompt`` (text or chat
             messages) and the columns that the rewards read.
         rewards: The result of ``load_rewards``; no two rewards may have the same name.
         max_completion_length: Maximum number of tokens in a completion.
@@ -263,7 +263,11 @@ def _samples(
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return keyword arguments with which ``evaluate`` samples as a run with these settings."""
+    """Return the keyword arguments that make ``evaluate`` sample as a run does.
+
+    Args:
+        args: The run's settings of the trainer.
+    """
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
         "max_completion_length": args.max_completion_length,

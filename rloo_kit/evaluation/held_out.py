@@ -78,7 +78,7 @@ class HeldOut:
     def engine(
         self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
     ) -> Iterator[Engine | None]:
-        """Load the adapters of the models on one base, and yield the engine that samples.
+        """Load the adapters of the models on one base; yield the engine for a ``with`` block.
 
         None is yielded if transformers samples, which needs no engine.
 
@@ -166,7 +166,7 @@ def read_held_out(
     ``data.max_prompt_tokens`` are left out. Their tokens are counted with the first model's
     tokenizer, so that all models get the same prompts.
 
-    The arguments are those of ``evaluate_models``.
+    Except for ``models``, the arguments are those of ``evaluate_models``.
 
     Raises:
         ConfigError: An argument is out of range, or an override changes the model.
@@ -211,7 +211,7 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
 
     An engine that the user gave for the evaluation is kept. Otherwise a run that trained with
     transformers is also evaluated with transformers, and for any other run ``generation`` becomes
-    ``auto``. The share of GPU memory is computed again, unless the user gave it.
+    ``auto``. vLLM's share of the GPU memory is computed again, unless the user gave it.
 
     Args:
         args: Settings of the run, changed in place.

@@ -176,9 +176,10 @@ def score_models(
 def judge_alike(rows: list[Row]) -> list[Row]:
     """Return the rows with the same ``judged_by`` in each, so that their pass@k can be compared.
 
-    ``judged_by`` becomes the first reward whose scores are only 0 and 1 in every row, or "" if
-    there is none. Without this, a reward could decide in one row but not in another, because it
-    may score one model with 0 and 1 only, and another model with values between them.
+    ``judged_by`` is the reward that decides which completions are correct. It becomes the first
+    reward whose scores are only 0 and 1 in every row, or "" if there is none. Without this, a
+    reward could decide in one row but not in another, because it may score one model with 0 and 1
+    only, and another model with values between them.
     """
     names = (
         name

@@ -152,7 +152,7 @@ class LoadedBase:
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
-        """Yield the model with the adapter of ``trained`` active.
+        """Yield the model with the adapter of ``trained`` active during a ``with`` block.
 
         If ``trained`` has no adapter, the base is yielded with all adapters turned off.
 
