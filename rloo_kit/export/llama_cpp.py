@@ -50,7 +50,7 @@ def find_converter(given: str | Path | None = None) -> list[str]:
 
 
 def check_quantiser(dtype: str) -> None:
-    """Check that the quantiser is installed, if ``dtype`` needs it.
+    """Check that llama.cpp's quantiser is installed, if the GGUF format ``dtype`` needs it.
 
     Raises:
         ConfigError: ``dtype`` needs the quantiser, which is not installed.
@@ -70,7 +70,7 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
         model: Folder with 16-bit safetensors and a tokenizer. Its ``tokenizer.json`` is changed if
             the converter would misread it.
         file: The GGUF file to write.
-        dtype: ``bf16``, ``f16``, ``q8_0`` or one of ``K_QUANTS``.
+        dtype: Format of the weights: ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or ``q4_k_m``.
         command: The result of ``find_converter``.
 
     Raises:

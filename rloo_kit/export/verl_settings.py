@@ -34,8 +34,8 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
     """Translate a run's settings into verl's.
 
     Returns:
-        The settings that are carried over, and the settings that are not although they differ from
-        their default.
+        Two lists: the settings that are carried over to verl, and the settings that differ from
+        their default but are lost.
     """
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
     values = _derived(job)
