@@ -41,8 +41,8 @@ def mean(values: Sequence[float]) -> float:
 def trend(values: Sequence[float]) -> float:
     """Return the slope of a series (least squares) divided by its standard error.
 
-    The result is 0 for a flat or short series. Above ``SIGNIFICANT`` the series rises, and below
-    ``-SIGNIFICANT`` it falls.
+    A result above ``SIGNIFICANT`` (3) means that the series rises, and a result below -3 that it
+    falls. The result is 0 for a flat series, and for one of fewer than 4 values.
     """
     count = len(values)
     flat = count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values)))
@@ -208,7 +208,7 @@ class RunRecord:
     def num_texts(self, *, at_end: bool) -> float:
         """Return the mean number of different texts in a group, at the end or beginning of the run.
 
-        ``at_end`` is that of ``completions_of``. The result is NaN if there are no completions.
+        ``at_end`` is True for the end. The result is NaN if there are no completions.
         """
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions_of(at_end=at_end):
@@ -218,7 +218,7 @@ class RunRecord:
 
     @cached_property
     def signal(self) -> list[float]:
-        """For each step, the share of groups whose scores differ."""
+        """For each step, the share of groups in which the completions have different scores."""
         return [1.0 - v for v in self.series("signal/groups_without")]
 
     @cached_property

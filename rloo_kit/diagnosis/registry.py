@@ -77,8 +77,16 @@ class Rules:
         """Register a kind of finding, and return a decorator that registers the rule for it.
 
         The decorated rule is a generator that yields a ``Seen`` for each fault. After decoration it
-        returns a list of findings. The arguments are the fields of ``Kind``; ``explains`` is a text
-        with the names of kinds, separated by spaces.
+        returns a list of findings.
+
+        Args:
+            kind: Name of the kind.
+            why: Why a finding of this kind matters.
+            remedy: What to change.
+            stops: True if a run with this fault of a reward stops at its first step.
+            about_signal: True if the fault is that the scores of a group are equal, or causes it.
+            explains: Names of other kinds that this one causes, separated by spaces. An error of
+                this kind hides their findings.
         """
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 

@@ -54,10 +54,10 @@ class BestWeights:
         self._kept: list[Any] = []
 
     def see_batch(self, step: int, score: float) -> None:
-        """Copy the current weights if the batches that they sampled score highest so far.
+        """Copy the current weights if the mean score of the last batches is the highest so far.
 
-        One batch is noisy, so the mean of the last ``BEST_OVER`` batches is compared. The weights
-        are not copied if their own batch is below that mean.
+        The mean is over four batches (``BEST_OVER``), since one batch is noisy. The weights are not
+        copied if the batch that they sampled scores below that mean.
 
         Args:
             step: Optimizer step after which the weights sampled the batch.
