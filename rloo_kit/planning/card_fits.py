@@ -59,7 +59,12 @@ def describe_fits(card: Hardware) -> str:
 def longest_fit(name: str, card: Hardware) -> Fit | None:
     """Return the ``Fit`` of a run file with the longest completions that fit on a GPU.
 
-    The lengths in ``LENGTHS`` and that of the run file are tried. The result is None if none fits.
+    Lengths from 16384 down to 512 tokens (``LENGTHS``), and that of the run file, are tried. The
+    result is None if none fits.
+
+    Args:
+        name: Name of a run file that ships with the kit.
+        card: The GPU.
     """
     config = read_run_file(name)
     own = config.trainer["max_completion_length"]

@@ -184,7 +184,8 @@ def _weights(job: Job) -> dict[str, Held]:
 def adapter_sizes(job: Job) -> list[int]:
     """Return the number of elements of each trained tensor.
 
-    These are A and B of every layer with an adapter, and embeddings and LM heads trained in full.
+    These are LoRA's matrices A and B of every layer with an adapter, and the embeddings and LM
+    heads that are trained in full.
     """
     layers = job.shape.num_layers
     part = layers if job.adapted_layers is None else job.adapted_layers

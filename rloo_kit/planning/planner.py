@@ -184,6 +184,11 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
 
     The changes make the planned peak fit into ``room`` bytes. They lower it by at least a tenth,
     even if the run should have fitted according to the plan.
+
+    Args:
+        config: Settings of the run.
+        room: Memory that the run may use, in bytes.
+        base: Folder that the relative paths of model and prompts start from.
     """
     try:
         facts = read_facts(config, base, detect_hardware(), room)
