@@ -35,8 +35,9 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     """Select groups of completions for a page, spread evenly over the steps of the run.
 
     A group is ``{step, group, prompt, completions}``. A completion has ``thought`` (null if it has
-    no closed thought), ``answer``, ``truncated``, ``rewards`` and the keys in ``NUMBERS``. If it
-    called tools, it also has ``turns``, all messages before the last one.
+    no closed thought), ``answer``, ``truncated``, ``rewards``, and numbers such as ``advantage``
+    (the keys in ``NUMBERS``). If it called tools, it also has ``turns``, all messages before the
+    last one.
 
     Args:
         folder: Folder of the run.
@@ -122,8 +123,8 @@ def shortened(text: str, limit: int) -> Shortened:
 def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
     """Return a prompt (plain text or chat messages) as a list of dicts for the page.
 
-    Each dict has ``role`` ("" for a plain text), ``text`` (see ``shortened``) and ``images`` (the
-    names of its thumbnails).
+    Each dict has ``role`` ("" for a plain text), ``text`` (shortened by ``shortened`` if it has
+    more than ``limit`` characters) and ``images`` (the names of its thumbnails).
     """
     messages = prompt if isinstance(prompt, list) else [prompt]
     return [
