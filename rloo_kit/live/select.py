@@ -17,7 +17,7 @@ def chosen_view() -> str:
     """Return the value of RLOO_KIT_LIVE, or ``auto`` if it is not set.
 
     Raises:
-        ConfigError: The value is not in ``CHOICES``.
+        ConfigError: The value is not ``auto``, ``notebook``, ``plain`` or ``off``.
     """
     choice = os.environ.get(VARIABLE) or "auto"
     if choice not in CHOICES:
@@ -31,7 +31,7 @@ def live_progress() -> "LiveView":
     By default this is a figure in a notebook, and lines of text elsewhere.
 
     Raises:
-        ConfigError: The value of RLOO_KIT_LIVE is not in ``CHOICES``.
+        ConfigError: The value is not ``auto``, ``notebook``, ``plain`` or ``off``.
     """
     from rich.console import Console
 
