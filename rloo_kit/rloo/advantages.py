@@ -19,7 +19,8 @@ def leave_one_out_baselines(rewards: torch.Tensor) -> torch.Tensor:
     gradient unbiased.
 
     Args:
-        rewards: ``(P, G)`` floats; NaN marks a completion that no reward function could score.
+        rewards: ``(P, G)`` floats for P groups of G completions; NaN marks a completion that no
+            reward function could score.
 
     Returns:
         ``(P, G)`` baselines of the same dtype and device; NaN if the completion is unscorable or
@@ -35,7 +36,8 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
     They are equal to ``n / (n - 1) * (r_i - mean(r))`` over the n scorable rewards of the group.
 
     Args:
-        rewards: ``(P, G)`` floats; NaN marks an unscorable completion.
+        rewards: ``(P, G)`` floats for P groups of G completions; NaN marks an unscorable
+            completion.
 
     Returns:
         ``(P, G)`` finite advantages of the same dtype and device. They are exactly 0 for an
@@ -60,12 +62,12 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the ``(B,)`` weighted sums of each row's rewards.
+    """Return the weighted sum of each row's rewards.
 
     NaN rewards are left out of the sum. The sum is NaN if all rewards of the row are NaN.
 
     Args:
-        rewards: ``(B, F)`` floats of F reward functions.
+        rewards: ``(B, F)`` floats: B rows, with the rewards of F reward functions.
         weights: ``(F,)`` weights of the functions.
     """
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
@@ -83,8 +85,8 @@ def normalised_sum(
     the whole batch avoids that.
 
     Args:
-        rewards: ``(B, F)`` floats of F reward functions, with the rows of a group adjacent; NaN
-            marks a row that a function could not score.
+        rewards: ``(B, F)`` floats: B rows, with the rewards of F reward functions. The rows of a
+            group are adjacent; NaN marks a row that a function could not score.
         weights: ``(F,)`` weights of the functions.
         num_generations: G, the number of completions of a group.
 

@@ -128,8 +128,8 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
 
     Args:
         attempt: The work; it must continue from where it failed when called again.
-        halve: Called with the out-of-memory error before each retry. It should reduce the amount
-            of work at once, or raise if that is not possible.
+        halve: Called with the out-of-memory error before each retry. It should make ``attempt``
+            do less work at a time, or raise if that is not possible.
 
     Raises:
         Exception: Any other error of ``attempt``, and any error of ``halve``.

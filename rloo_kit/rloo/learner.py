@@ -99,12 +99,16 @@ class Learner:
         return rollout.with_old(rows, found[rows])
 
     def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
-        """Return ``(B, T)`` float32 log-probabilities of some rows, computed without gradient.
+        """Compute the log-probabilities of the completion tokens of some rows, without gradient.
 
         Args:
             tokens: The tokens of all B rows.
-            rows: Numbers of the rows to compute; the other rows of the result are 0.
+            rows: Numbers of the rows to compute.
             forward: The forward pass, under the policy or its reference.
+
+        Returns:
+            ``(B, T)`` float32, with T the length of the longest completion; 0 in the rows that are
+            not computed, on tokens that came from tools, and after the end of a completion.
 
         Raises:
             MemoryRanOutError: Not even a single row fits into memory.
@@ -133,8 +137,8 @@ class Learner:
         Args:
             rollout: The rollout. If it is on-policy, this pass also computes the old
                 log-probabilities that are not known yet.
-            weights: ``(B,)`` weight of each row's loss in the step; 0 for rows that the step does
-                not use.
+            weights: One weight for each row's loss in the step; 0 for rows that the step does not
+                use.
 
         Returns:
             The rollout with the old log-probabilities and the advantages of the trained rows.

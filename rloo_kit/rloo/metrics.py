@@ -216,12 +216,13 @@ class Tally:
     def count_tokens(
         self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
     ) -> None:
-        """Add the token counts of a micro-batch.
+        """Add the number of completion tokens, and sums of squared log-ratios and of entropies.
 
         Args:
-            mask: ``(N, C)``, True on completion tokens.
-            moved: ``(N, C)`` change of each log-probability since the tokens were sampled.
-            entropies: ``(N, C)``; None if they were not computed.
+            mask: ``(N, C)`` for N rows, with C the length of the longest completion; True on
+                completion tokens.
+            moved: ``(N, C)`` log-ratios: the log-probability of each token minus the old one.
+            entropies: ``(N, C)`` entropies at each token; None if they were not computed.
         """
         self.completion_tokens += int(mask.sum())
         self.squared_log_ratio += float((moved.square() * mask).sum())
@@ -229,13 +230,18 @@ class Tally:
             self.entropy += float((entropies * mask).sum())
 
     def count_objective(self, objective: Surrogate) -> None:
-        """Add the probability ratios of a micro-batch's rows, and how much of each was clipped."""
+        """Add the probability ratio and the clipped fractions of each row of a micro-batch."""
         self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
         self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
         self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
 
     def count_correction(self, factors: torch.Tensor, cap: float) -> None:
-        """Add importance weights of any shape, and count those that reach ``cap``."""
+        """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
+
+        Args:
+            factors: The weights, a tensor of any shape.
+            cap: The largest possible weight.
+        """
         self.corrections += factors.numel()
         self.correction += float(factors.sum())
         self.squared_correction += float(factors.square().sum())

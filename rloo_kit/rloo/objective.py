@@ -65,13 +65,17 @@ def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> to
 def token_kl(
     log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str = "k1"
 ) -> torch.Tensor:
-    """Return the ``(N, T)`` estimated KL divergence from the reference at each token, in nats.
+    """Return the estimated KL divergence from the reference at each token, in nats.
 
     Args:
-        log_probs: ``(N, T)`` log-probabilities under the policy that sampled the tokens.
+        log_probs: ``(N, T)`` log-probabilities of N completions of at most T tokens, under the
+            policy that sampled them.
         reference_log_probs: ``(N, T)`` log-probabilities under the reference.
         estimator: ``k1`` is log(pi / ref): unbiased, may be negative. ``k3`` is
             ref / pi - 1 - log(ref / pi): unbiased, never negative, less variance.
+
+    Returns:
+        ``(N, T)`` estimates.
     """
     log_ratio = log_probs - reference_log_probs  # (N, T)
     return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
@@ -80,11 +84,13 @@ def token_kl(
 def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
     """Return token-level advantages, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
 
-    Each token is penalised by the KL of itself and of all later tokens of its completion.
+    Token t of completion i is penalised by the KL of itself and of all later tokens of the
+    completion.
 
     Args:
-        advantages: ``(N,)`` advantages of the scores, after the baseline.
-        kl: ``(N, T)`` KL divergence of each token, in nats; 0 after the last token.
+        advantages: ``(N,)`` advantages of the scores of N completions, after the baseline.
+        kl: ``(N, T)`` KL divergence of each token, in nats, for completions of at most T tokens;
+            0 after the last token.
         beta: Coefficient of the KL penalty.
 
     Returns:
@@ -122,7 +128,8 @@ def surrogate(
     action with its own ratio.
 
     Args:
-        log_probs: ``(N, T)`` log-probabilities under the current policy, with gradient.
+        log_probs: ``(N, T)`` log-probabilities under the current policy, with gradient; T is the
+            length of the longest completion.
         old_log_probs: ``(N, T)`` log-probabilities under the policy that sampled. If the policy has
             not changed since then, they are the detached ``log_probs``.
         mask: ``(N, T)``, 1 on completion tokens and 0 elsewhere.
@@ -171,7 +178,8 @@ def rollout_weights(
     truncation bounds the variance (Ionides 2008, truncated importance sampling).
 
     Args:
-        old_log_probs: ``(N, T)`` log-probabilities that the trainer computed, before its step.
+        old_log_probs: ``(N, T)`` log-probabilities of N completions of at most T tokens, which the
+            trainer computed before its step.
         sampler_log_probs: ``(N, T)`` log-probabilities that the engine reported.
         mask: ``(N, T)``, 1 on completion tokens and 0 elsewhere.
         level: ``sequence`` for one weight per completion, ``(N, 1)``; ``token`` for one weight per

@@ -77,9 +77,11 @@ class ScoredBatch(Completions):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores after missing-EOS penalty and clipping, and which rows are masked.
 
+        If ``shaping.combine`` is ``normalize_then_sum``, the scores are sums of normalised rewards.
+
         Returns:
-            The ``(B,)`` scores, and a ``(B,)`` bool mask that is True for truncated rows if
-            ``mask_truncated_completions`` is on, and False otherwise.
+            One score for each row, and a bool mask over the rows. The mask is True for truncated
+            rows if ``mask_truncated_completions`` is on, and False otherwise.
         """
         scores = self.scores
         if shaping.combine == "normalize_then_sum" and self.weights is not None:
@@ -91,7 +93,7 @@ class ScoredBatch(Completions):
         return scores, ~ended & shaping.mask_truncated_completions
 
     def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
-        """Return a ``(P,)`` bool mask that is True for groups whose scores are not all equal.
+        """Return a bool mask over the groups, True for groups whose scores are not all equal.
 
         The scores are those of ``shaped_scores``, without the KL penalty.
         """
@@ -260,19 +262,19 @@ class Rollout:
 
     @property
     def comparable(self) -> torch.Tensor:
-        """``(B,)`` bool mask of scorable rows whose group has another scorable row."""
+        """Bool mask over the rows, True if a row and another of its group are scorable."""
         baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
         return ~baselines.isnan().view(-1)
 
     @property
     def score_advantages(self) -> torch.Tensor:
-        """``(B,)`` scores minus the baseline that ``shaping.baseline`` names, without the KL."""
+        """Score of each row minus the baseline that ``shaping.baseline`` names, without the KL."""
         over_baseline = BASELINES[self.shaping.baseline]
         return over_baseline(self.scores.view(-1, self.num_generations)).view(-1)
 
     @property
     def pull(self) -> torch.Tensor:
-        """``(B,)`` difference of ``score_advantages`` from the leave-one-out advantages.
+        """Difference of ``score_advantages`` from the leave-one-out advantages, for each row.
 
         It is 0 if ``shaping.baseline`` is ``leave_one_out``.
         """
@@ -281,9 +283,10 @@ class Rollout:
 
     @property
     def token_kl(self) -> torch.Tensor:
-        """``(B, T)`` estimated KL divergence of every token, in nats.
+        """Estimated KL divergence of every token, in nats.
 
-        It is 0 if beta is 0, in rows that are not learnable, and on masked tokens.
+        The shape is ``(B, T)`` for B completions, with T the length of the longest one. The values
+        are 0 if beta is 0, in rows that are not learnable, and on masked tokens.
         """
         if not self.shaping.beta:
             return torch.zeros_like(self.old_log_probs)
@@ -292,12 +295,12 @@ class Rollout:
 
     @property
     def kl(self) -> torch.Tensor:
-        """``(B,)`` estimated KL divergence of whole completions, in nats."""
+        """Estimated KL divergence of each whole completion, in nats."""
         return self.token_kl.sum(1)
 
     @property
     def row_advantages(self) -> torch.Tensor:
-        """``(B,)`` advantage of each row; with the token-level KL, the mean over its tokens."""
+        """Advantage of each row; with the token-level KL, the mean over its tokens."""
         if not is_token_level(self.shaping):
             return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
@@ -306,7 +309,11 @@ class Rollout:
     # --- the next rollout ------------------------------------------------------------------------
 
     def with_reference(self, log_probs: torch.Tensor) -> Self:
-        """Return the rollout with the reference's ``(B, T)`` log-probabilities added."""
+        """Return the rollout with the reference's log-probabilities added.
+
+        Args:
+            log_probs: ``(B, T)`` for B completions, with T the length of the longest one.
+        """
         return replace(self, reference_log_probs=log_probs)
 
     def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:

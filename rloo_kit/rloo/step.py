@@ -117,7 +117,7 @@ class Step:
         """Compute the gradient of a step into the parameters' ``grad``; return the step's loss.
 
         Args:
-            batches: One list for each slice of the step. Each list has the B rows of a whole
+            batches: One list for each slice of the step. Each list has the rows of a whole
                 rollout, but it is used only if its slice begins a new rollout.
             number: The number of the step, from 1.
 
@@ -151,12 +151,12 @@ class Step:
     def next_slice(
         self, batch: list[Row], number: int, slices_left: int
     ) -> tuple[Rollout, torch.Tensor]:
-        """Return the current rollout and the ``(N,)`` row numbers of its next slice.
+        """Return the current rollout and the row numbers of its next slice.
 
         If all slices have been trained, sample and score a new rollout first.
 
         Args:
-            batch: The B training-set rows for a new rollout.
+            batch: The training-set rows for a new rollout.
             number: The number of the optimizer step.
             slices_left: How many slices the step still needs, including this one.
         """
@@ -182,7 +182,7 @@ class Step:
         for the old log-probabilities, and in ``Learner.learn`` if not.
 
         Args:
-            rows: The B training-set rows to sample completions for.
+            rows: The training-set rows to sample completions for.
             number: The number of the optimizer step.
 
         Raises:
