@@ -83,7 +83,8 @@ class WorstCase:
         prompts has an upper bound.
 
         Args:
-            max_prompt_tokens: As for ``run``.
+            max_prompt_tokens: Tokens of the longest prompt, for a stream; None if they are not
+                known.
         """
         if self.args.dry_run is not None:
             return self.args.dry_run

@@ -34,7 +34,8 @@ class DynamicSampling:
 
         Args:
             batch: A scored generation batch.
-            complete: Samples and scores completions of rows; each row occurs G times.
+            complete: Samples and scores one completion of each row in a list. For a new group the
+                list has the same row ``num_generations`` times.
 
         Returns:
             The new batch; the old one if ``dynamic_sampling`` is off.

@@ -38,7 +38,7 @@ class PartialCompletion:
 
 @dataclass(eq=False)
 class Group:
-    """A prompt whose sampling has begun, with its G completions."""
+    """A prompt whose sampling has begun, with all its completions."""
 
     number: int  # position of the prompt in the order of the whole training
     begun: int  # number of the batch in which it began

@@ -41,8 +41,9 @@ class Policy:
             model: The model to run; None for the policy.
 
         Returns:
-            ``(N, C)`` log-probabilities of the completion tokens, and their detached ``(N, C)``
-            entropies or None. Both are 0 on masked tokens.
+            The log-probabilities of the completion tokens, and their detached entropies or None.
+            Both are ``(N, C)`` for N rows, with C the length of the longest completion, and 0 on
+            masked tokens.
         """
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         with self.accelerator.autocast():
@@ -77,12 +78,16 @@ class Policy:
     def reference_log_probs(
         self, learner: Learner, tokens: TokenRows, rows: list[int]
     ) -> torch.Tensor:
-        """Return ``(B, T)`` log-probabilities of some rows under the reference model.
+        """Compute the reference model's log-probabilities of the completion tokens of some rows.
 
         Args:
             learner: Runs the passes, and counts them.
             tokens: The tokens of all B rows.
-            rows: Numbers of the rows to compute; the other rows of the result are 0.
+            rows: Numbers of the rows to compute.
+
+        Returns:
+            ``(B, T)`` float32, with T the length of the longest completion; 0 in the rows that are
+            not computed, on tokens that came from tools, and after the end of a completion.
         """
 
         def forward(batch: MicroBatch) -> PassOutput:

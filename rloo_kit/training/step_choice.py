@@ -125,7 +125,7 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
 
     Args:
         args: Settings of the training, changed in place.
-        model: The policy, or its name or path; then all its weights will be trained.
+        model: The policy; or its name or path, if all its weights will be trained.
     """
     whole = isinstance(model, str)
     remote = args.trust_remote_code

@@ -344,8 +344,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
     ) -> torch.Tensor:
         """Collect the rows of a slice; at the last slice of an optimizer step, run the kit's step.
 
+        If TRL's step was chosen, run TRL's method instead.
+
         Returns:
-            The loss of the optimizer step at its last slice, and 0 before.
+            The loss of the optimizer step at its last slice, and 0 before. With TRL's step, the
+            result of TRL's method.
 
         Raises:
             ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on.

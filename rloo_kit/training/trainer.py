@@ -327,7 +327,8 @@ class LeaveOneOutTrainer(StepTrainer):
             CheckpointError: The checkpoint is missing, broken or from another run.
             MemoryRanOutError: The dry run's step, the largest possible one, does not fit into
                 memory.
-            KeyboardInterrupt: A signal stopped the training; its last step is saved.
+            KeyboardInterrupt: A signal stopped the training. Its last step is saved, unless a
+                second signal followed.
         """
         if not self.by_trl:
             self.collected = []
