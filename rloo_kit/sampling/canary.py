@@ -78,8 +78,8 @@ UNKNOWN = (
 class Position:
     """Position of the sampler on the line from another policy to the current policy.
 
-    The policies are vectors of log-probabilities. Below, ``delta`` is the current policy minus the
-    other one, ``middle`` is their mean, and <a, b> is the scalar product.
+    The policies are vectors of log-probabilities. In the comments of the fields, ``delta`` is the
+    current policy minus the other one, ``middle`` is their mean, and <a, b> is the scalar product.
     """
 
     evidence: float  # <sampler - middle, delta>
@@ -116,7 +116,7 @@ def position_between(
     standard error under rounding, shows which of the two policies is nearer.
 
     Args:
-        sampler: ``(N,)`` log-probabilities that the engine reported.
+        sampler: ``(N,)`` log-probabilities of N tokens, as the engine reported them.
         now: ``(N,)`` log-probabilities under the current policy.
         other: ``(N,)`` log-probabilities under the other policy.
         noise: ``(N,)`` standard deviations of the log-probabilities under rounding.
@@ -206,7 +206,7 @@ class Policies:
         return trained_parameters(self.model)
 
     def log_probs(self, tokens: TokenRows) -> torch.Tensor:
-        """Return the ``(N,)`` log-probabilities of all completion tokens, row after row."""
+        """Return the log-probabilities of all completion tokens in one vector, row after row."""
         batch = tokens.pad(range(len(tokens)), self.pad_token_id, self.model.device)
         with torch.no_grad():
             return self.run(batch)[batch.completion_mask].float()  # (B, C) -> (N,)

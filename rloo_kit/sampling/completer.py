@@ -114,7 +114,8 @@ class Completer:
         Async rewards start now; the other rewards are called when the result is read.
 
         Returns:
-            A handle whose ``result()`` returns F lists of B scores.
+            A handle whose ``result()`` returns one list for each reward function, with one score
+            for each completion.
 
         Raises:
             RewardContractError: A reward raised an error or returned wrong values. This can also be

@@ -89,7 +89,7 @@ def grow(
     Args:
         model: A causal language model for which ``can_grow`` is True, with or without PEFT's
             wrapper.
-        begun: B completions; their ``is_enough`` decides when to stop.
+        begun: The unfinished completions; ``begun.is_enough`` decides when to stop.
         pad_token_id: The id that pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long; None for no limit.
         max_tokens: Maximum tokens of a whole completion.
@@ -282,7 +282,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new keys and values, both ``(L, heads, tokens, size)``.
+        """Append new keys and values, both ``(rows, heads, tokens, head size)``.
 
         Returns:
             All keys and all values.
@@ -339,7 +339,7 @@ def sample_rows(
 
     Args:
         model: The model.
-        input_ids: ``(B, W)`` prompts, padded on the left.
+        input_ids: ``(B, W)`` ids of B prompts, padded on the left to the longest one's length W.
         logits_processor: As in ``generate``.
         stopping_criteria: As in ``generate``.
         generation_config: As in ``generate``.
@@ -348,7 +348,7 @@ def sample_rows(
         **kwargs: Other arguments of the model's forward pass.
 
     Returns:
-        ``(B, W + C)`` ids of prompts and completions.
+        ``(B, W + C)`` ids of prompts and completions, with C the length of the longest completion.
     """
     cache: Any = kwargs.get("past_key_values")
     num_rows, width = input_ids.shape

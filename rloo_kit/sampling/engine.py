@@ -154,8 +154,8 @@ def draw_from(
 
     The limit of a thought is ``sampling.thought``. An engine's own limit of thoughts would insert
     the closing token of the thought, which the policy has not sampled. So this function first
-    samples all completions up to the limit. It continues those whose thought is closed by then; the
-    others end at the limit.
+    samples all completions up to the limit. Of those that have not ended by then, it continues the
+    ones whose thought is closed; the others end at the limit.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:

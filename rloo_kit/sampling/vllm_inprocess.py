@@ -191,7 +191,9 @@ class VllmEngine:
         }
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter to vLLM, if there is one, and remove the previous adapter.
+        """Send the active adapter of ``model`` to vLLM, and remove the previous adapter.
+
+        If no adapter is active, none is sent, and vLLM samples from the base model.
 
         Raises:
             GenerationError: vLLM rejects the adapter.

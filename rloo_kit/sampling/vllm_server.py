@@ -120,7 +120,9 @@ class VllmServer:
         raise GenerationError(f"{self.name} {reason}: {self._remedy}")
 
     def sync(self, model: Model) -> None:
-        """Send the active adapter to the server, if there is one, and remove the previous adapter.
+        """Send the active adapter of ``model`` to the server, and remove the previous adapter.
+
+        If no adapter is active, none is sent, and the server samples from the base model.
 
         Raises:
             GenerationError: The server cannot be reached or rejects the adapter.
