@@ -186,9 +186,10 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Context manager for loading a model, which hides transformers' reports and converts errors.
+    """Context manager that hides transformers' reports in its block, and converts errors.
 
-    The reports would warn about the missing head of a base model, which is expected.
+    The block loads a model. The reports would warn about the missing head of a base model, which is
+    expected.
 
     Args:
         what: What is loaded, as the beginning of an error message.

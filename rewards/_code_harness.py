@@ -61,7 +61,8 @@ def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
     ``sides`` is removed from the tests, so that the program cannot find the expected values there.
 
     Returns:
-        The number of each such test -> its expected value as canonical text.
+        Dict from the index of each such test in ``cases`` to its expected value, as the JSON text
+        of ``canonical``.
     """
     found = {}
     for number, case in enumerate(cases):
@@ -88,8 +89,8 @@ def run(job: dict[str, Any], report: Any) -> None:
         job: Dict with ``program`` (source code) and ``cases`` (the tests). A test has ``setup``
             (statements to run first) and either ``value`` (an expression to evaluate) or ``check``
             (statements that must not raise). ``value`` is "" in a test with ``check``.
-        report: Function that is called with the number of the test and its result: the value as
-            canonical text, or ``passed``.
+        report: Function that is called with the index of the test in ``cases`` and its result:
+            the value as the JSON text of ``canonical`` or, for ``check``, ``passed``.
     """
     module = type(sys)("program")
     sys.modules["program"] = module

@@ -24,8 +24,9 @@ _FENCED = re.compile(r"```(?:[jJ][sS][oO][nN])?[ \t]*\n(.*)```", re.DOTALL)
 class RegexFormat(TextReward):
     r"""Reward a completion that matches a regular expression: 1.0 if it does, 0.0 if not.
 
-    The syntax is that of Python's ``re``, and a dot also matches line ends. White space at the ends
-    of the text is removed first. A ``<think>`` in the prompt is not part of the completion. With
+    The expression must match the whole text or, with ``full=False``, any part of it. The syntax is
+    that of Python's ``re``, and a dot also matches line ends. White space at the ends of the text
+    is removed first. A ``<think>`` in the prompt is not part of the completion. With
     ``part`` "answer", only the text after the thought is matched, and a completion whose thought is
     not closed scores 0.0.
 

@@ -151,7 +151,7 @@ def _verifier(task: str, settings: str) -> Callable[[str, dict[str, Any]], float
     except Exception as exc:  # each task checks in its own way, most by assert
         raise RewardContractError(
             f"reasoning-gym has no task {task!r} with the settings {settings} ({exc}); make the "
-            "prompts with the version that is installed"
+            "prompts again with the installed version: load_prompts('reasoning_gym:TASK')"
         ) from exc
 
 

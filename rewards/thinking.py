@@ -151,6 +151,10 @@ class AnswerReward(TemplateAware):
         """Return the text after the thought.
 
         Return None if ``require_closed_thought`` is set and the thought is not closed.
+
+        Args:
+            text: Text of the completion.
+            opened: Whether the prompt ends with an opening ``<think>``.
         """
         if self.require_closed_thought and is_unclosed(text, opened=opened):
             return None
@@ -225,7 +229,7 @@ class TokenReward:
         """Return one score per completion.
 
         Args:
-            completions: B completions.
+            completions: The completions, as texts or conversations.
             completion_ids: Token ids of each completion.
             completion_turns: With tools, the token ids of each turn of each completion. None: each
                 completion is a single turn.
@@ -239,13 +243,16 @@ class TokenReward:
 class Thinking(ThoughtTokens, TokenReward):
     """Reward a closed thought by its number of tokens.
 
-    The thought is every token before the first ``</think>``; a ``<think>`` at the beginning of the
-    completion is not counted. With tools, the thoughts of all turns are counted together. Range
-    with the defaults: [-1.0, 1.1], higher is better.
+    With the defaults, the score is -1.0 without ``</think>``, 0.3 for a thought of fewer than 10
+    tokens, 0.7 for 10 to 29 tokens, and 1.0 for 30 tokens or more. A "?" in a thought of 10 tokens
+    or more adds 0.1. Range with the defaults: [-1.0, 1.1], higher is better.
 
-    A medium or long thought with a "?" in its text earns a bonus. There is no bonus if the decoded
-    text does not show ``</think>``, because the tokenizer treats it as a special token (Qwen3's
-    tokenizer does not).
+    The thought is every token before the first ``</think>``; a ``<think>`` at the beginning of the
+    completion is not counted. With tools, the tokens of the thoughts of all turns are added up.
+
+    The "?" is searched for in the decoded text before the first ``</think>`` (with tools, in the
+    last message). If decoding drops ``</think>`` as a special token, no thought earns the bonus.
+    Qwen3's tokenizer keeps ``</think>``.
 
     Source: the thinking reward of the notebook from which this kit was developed. One difference: a
     leading ``<think>`` is not counted.
@@ -273,7 +280,7 @@ class Thinking(ThoughtTokens, TokenReward):
     long_score: float = 1.0
     """Score of a thought with ``long`` tokens or more."""
     question_bonus: float = 0.1
-    """Added to the score of a medium or long thought that contains a "?"."""
+    """Added to the score of a thought with ``short`` tokens or more that contains a "?"."""
 
     def __post_init__(self) -> None:
         """Check that ``short`` is not greater than ``long``."""
@@ -387,9 +394,8 @@ class SelfQuestions(ThoughtTokens, TokenReward):
     contains a letter. A repeated question counts only once. A completion without the token
     ``</think>`` scores 0.0.
 
-    Questions are searched for in the decoded text before the first ``</think>``. If the tokenizer
-    treats ``</think>`` as a special token (Qwen3's does not), the text does not show it, and no
-    question is found.
+    Questions are searched for in the decoded text before the first ``</think>``. If decoding drops
+    ``</think>`` as a special token, no question is found. Qwen3's tokenizer keeps ``</think>``.
 
     >>> reward = SelfQuestions(most=2, end_token_id=9)
     >>> texts = ["Is it 3.5? Yes.</think>", "Why? Why? How so?</think>", "Hm? Hm??</think>", "Why?"]

@@ -13,7 +13,9 @@ from ._text import check_least
 class ToolUse:
     """Reward a completion that calls a tool, and subtract penalties for its calls.
 
-    Range: at most ``called``, higher is better. A completion without calls scores 0.0.
+    Range: at most ``called``, higher is better. A completion without calls scores 0.0. Any other
+    scores ``called``, minus ``failed`` for each call that failed, ``repeated`` for each call that
+    is identical to an earlier one, and ``cost`` for every call.
 
     >>> call = {"role": "assistant", "tool_calls": [{"function": {"name": "search"}}]}
     >>> turns = [call, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4"}]
