@@ -43,12 +43,12 @@ def reward_columns(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which TRL calls a reward.
 
-    Each argument is a column, a list with one value for each of B completions.
+    These are columns, each a list with one value per completion, and the trainer's arguments.
 
     Args:
-        rows: B rows of the dataset, each with ``prompt``. If a row does not have a column, its
-            value there is None.
-        completions: B completions, as texts or conversations.
+        rows: Row of the dataset for each completion, with ``prompt``. If a row does not have a
+            column, its value there is None.
+        completions: The completions, as texts or conversations.
         completion_ids: Token ids of each completion; None if they are not known.
         **of_trainer: The trainer's values for ``trainer_state``, ``log_extra`` and ``log_metric``.
     """

@@ -90,7 +90,9 @@ def load_rewards(
     Names are made distinct: two rewards called ``polite`` become ``polite`` and ``polite_2``.
 
     Args:
-        specs: Specs of the rewards, in the forms that the docstring of this module lists.
+        specs: Specs of the rewards. Each is the name of a built-in reward, ``file.py:function``,
+            ``package.module:function``, a reward model (folder or hub name), a callable, or a table
+            such as ``{name: thinking, weight: 0.5, long: 60}``.
         tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method.
         base_dir: Folder to which paths are relative; None: the working directory.
         chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
