@@ -256,7 +256,7 @@ class _RedactedRecord(logging.LogRecord):
 
 @contextlib.contextmanager
 def redacted_logs() -> Iterator[None]:
-    """Mask secrets in the log records of all libraries inside the block."""
+    """Context manager that masks secrets in the log records of all libraries during its block."""
     before = logging.getLogRecordFactory()
     logging.setLogRecordFactory(_RedactedRecord)
     try:

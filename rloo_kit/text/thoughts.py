@@ -244,10 +244,12 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
 def find_thoughts(
     marks: ThoughtMarks | None, turns: Sequence[list[int]], completion: object
 ) -> dict[str, int | None]:
-    """Return what ``find_thought`` returns, for a completion of several turns.
+    """Return the fields that describe the thoughts in a completion of one or more turns.
 
-    ``tokens`` and ``thought_tokens`` are summed over all turns. ``answer_at`` is that of the last
-    turn.
+    ``tokens`` is the number of tokens in all turns. ``thought_tokens`` is the number of tokens in
+    the thoughts of all turns. ``answer_at`` is the number of characters in the text of the last
+    turn up to the end of its last closing mark. ``thought_tokens`` and ``answer_at`` can be None,
+    as in ``find_thought``.
 
     Args:
         marks: Marks of the model's thoughts; None if they are not known.
@@ -269,6 +271,11 @@ def find_thought(
     in the thought. ``answer_at`` is the number of characters up to the end of the last closing
     mark, where the answer begins. ``thought_tokens`` and ``answer_at`` are None if the completion
     has no closing mark; ``answer_at`` is also None if the text does not match the tokens.
+
+    Args:
+        marks: Marks of the model's thoughts; None if they are not known, so that none is found.
+        completion_ids: Token ids of the completion.
+        completion: The completion as text, or as a list of messages.
     """
     found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
     thought = marks and marks.thought(completion_ids)
