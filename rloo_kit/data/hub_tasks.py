@@ -113,7 +113,10 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     whole_file = path and not local_path(path).is_dir()
     own = task.held_out if split == "held_out" else task.train or task.held_out
     if own is None or (whole_file and split == "held_out"):
-        raise DataError(f"{short} has no held-out split: set data.held_out to use its last rows")
+        raise DataError(
+            f"{short} has no held-out split, or the path after its name is a single file, which "
+            "has none: set data.held_out to use the last rows"
+        )
     placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
     rows: dict[str, Row] = {}
     for place, row in placed:

@@ -126,7 +126,7 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def arithmetic_prompt(a: int, b: int) -> str:
-    """Return the question for the sum ``a + b``, as the embedded model saw it in training."""
+    """Return the question for the sum ``a + b``, as ``tiny-thinker`` saw it in training."""
     return f"What is {a} + {b}?"
 
 
