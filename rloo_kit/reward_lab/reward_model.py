@@ -57,7 +57,10 @@ ABOVE_0 = {
 
 @dataclass(frozen=True)
 class RewardModelResult:
-    """Folder of a trained reward model, and its accuracy and margin on held-out pairs."""
+    """Folder of a trained reward model, and its accuracy and margin on held-out pairs.
+
+    The margin is the mean score of the chosen texts minus that of the rejected texts.
+    """
 
     folder: Path  # adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``
     accuracy: float  # share of pairs whose chosen text scores higher
@@ -70,7 +73,10 @@ class RewardModelResult:
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two texts, of which ``chosen`` is better than ``rejected``."""
+    """A preference pair: two texts, of which ``chosen`` is better than ``rejected``.
+
+    ``group`` identifies the prompt, so that all pairs of a prompt can be kept together.
+    """
 
     chosen: Text
     rejected: Text
@@ -164,7 +170,15 @@ def train_reward_model(  # noqa: PLR0913
 
 
 def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list[Pair]:
-    """Read preference pairs from a file or from rows, check them, and return them in order."""
+    """Read preference pairs from a file or from rows, check them, and return them in order.
+
+    Args:
+        source: A .jsonl, .csv or .parquet file, or rows, each with ``chosen`` and ``rejected``.
+        chat: If True, a plain-text prompt and its answers become a chat conversation.
+
+    Raises:
+        DataError: The file cannot be read, or a pair is wrong.
+    """
     rows = placed_rows(source, ("chosen", "rejected"))
     return [_pair(row, place, chat=chat) for place, row in rows]
 
@@ -206,8 +220,8 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
 def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
     """Split pairs at random into training pairs and held-out pairs.
 
-    ``held_out`` is a share of the pairs (below 1) or their number. All pairs of a prompt are in the
-    same split, so fewer pairs than asked for may be held out. Both splits keep the order of
+    ``held_out`` is a share (below 1) or a number of pairs to hold out. All pairs of a prompt are in
+    the same split, so fewer pairs than asked for may be held out. Both splits keep the order of
     ``pairs``.
 
     Raises:

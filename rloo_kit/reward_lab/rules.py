@@ -64,13 +64,21 @@ for _kind, _texts in _STOPPING.items():
 
 
 def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
-    """Return the names of the probes for this reward, which call it on altered completions.
+    """Return the names of the probes that a reward needs.
+
+    A probe calls the reward on altered completions:
 
     - ``empty``: no text
     - ``unclosed``: cut off in the middle of the thought
-    - ``masked``: every character except white space replaced, so that the length stays
-    - ``opened``: with ``<think>`` put before the text
-    - ``repeated``: one completion alone, with its beginning repeated 200 times
+    - ``repeated``, if all scores are equal: one completion alone, with its beginning repeated
+      200 times
+    - ``masked``, if scores differ: every character except white space replaced, so that the
+      length stays
+    - ``opened``, if the prompts open the thought: with ``<think>`` put before the text
+
+    Args:
+        batch: The completions.
+        probed: The reward's scores for the completions.
     """
     wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
     closed = [text for text in batch.texts if "</think>" in text]

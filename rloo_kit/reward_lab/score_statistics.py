@@ -1,6 +1,6 @@
 """Statistics of reward scores: the numbers of the table, and the signal that RLOO learns from.
 
-A check has B completions; those of one prompt are a group. A score is a float, or None if the
+The completions of one prompt are a group. A score is a float, or None if the
 reward does not apply. The functions here call no reward: they read its scores from ``Probed``.
 """
 
@@ -17,7 +17,10 @@ from rloo_kit.types import Score
 
 @dataclass(frozen=True)
 class Batch:
-    """B completions with their groups and lengths, and the run's length limits."""
+    """Completions with their groups and lengths, and the run's length limits.
+
+    A group is the list of the indices of the completions of one prompt.
+    """
 
     texts: list[str]
     groups: list[list[int]]  # for each prompt, the indices of its completions
@@ -29,11 +32,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Probed:
-    """Scores that one reward returned for the completions and in the probes."""
+    """Scores that one reward returned for the completions and in the probes.
+
+    A probe is a further call, on some of the completions, unaltered or altered.
+    """
 
     name: str
     weight: float
-    scores: list[Score]  # B scores, as the run would get them; all None if the call failed
+    scores: list[Score]  # of each completion, as in the run; all None if the call failed
     seconds: float = 0.0  # time of a call, divided by the number of completions
     # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
     fault: Seen | None = None
@@ -48,7 +54,7 @@ class Probed:
 
     @property
     def first(self) -> list[Score]:
-        """Scores of the unaltered completions in ``rows``.
+        """Scores of the completions that are probed, before they are altered.
 
         They come from a separate call if only some of the completions are probed.
         """
@@ -57,7 +63,11 @@ class Probed:
 
 @dataclass(frozen=True)
 class RewardStats:
-    """Statistics of the scores of one reward: a row of the table."""
+    """Statistics of the scores of one reward: a row of the table in a reward check.
+
+    ``fires`` is the share of scores above 0. ``group_std`` is the mean standard deviation within a
+    group, the completions of one prompt.
+    """
 
     name: str
     weight: float
@@ -164,7 +174,7 @@ def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     """Return the signal: how many groups have different scores, and the spread within a group.
 
     Args:
-        totals: B total scores, from ``total_scores``.
+        totals: Total score of each completion, from ``total_scores``.
         batch: The completions, with their groups.
     """
     values = known(totals)
