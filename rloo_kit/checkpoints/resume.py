@@ -74,9 +74,10 @@ SCORED_STEPS = 4
 
 
 class ResumableTrainer(Trainer):
-    """A ``Trainer`` that resumes exactly from its checkpoints, and finishes its step on a signal.
+    """A ``Trainer`` that resumes exactly from its checkpoints, and saves before a signal ends it.
 
-    A subclass adds its own state to ``state_dict`` and ``load_state_dict``.
+    After Ctrl-C or SIGTERM it finishes the step in progress, writes a checkpoint and stops. A
+    subclass adds its own state to ``state_dict`` and ``load_state_dict``.
     """
 
     # transformers declares wider types for these, or none

@@ -189,8 +189,8 @@ class KitSettings:
     rows_in_flight: int | None = setting(
         None,
         "Number of completions that `partial_rollouts` keeps in flight (started, but not yet "
-        "trained on); null: as many as two generation batches have (one with `max_rollout_age: "
-        "0`).",
+        "trained on); null: the completions of two generation batches, or of a single one if "
+        "`max_rollout_age` is 0.",
         minimum=2,
         **_LEARNING,
     )

@@ -138,7 +138,7 @@ def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            f"{package} is not installed: install the version that rloo-kit doctor names"
+            f"{package} is not installed: run `rloo-kit doctor`, which shows the version to install"
         )
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
     (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)

@@ -453,8 +453,10 @@ def _with_adapter(model: Model, folder: Path) -> Any:
             peft_model = _new_adapter(model, settings)
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
-        if wrong := [*found.unexpected_keys, *lost]:
-            raise ValueError(f"adapter and base do not both have {wrong[0]}")
+        if found.unexpected_keys:
+            raise ValueError(f"the base has no layer for its weight {found.unexpected_keys[0]}")
+        if lost:
+            raise ValueError(f"its file has no weight {lost[0]}")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "

@@ -144,12 +144,15 @@ def position_between(
 
 
 def is_other(positions: Sequence[Position]) -> bool:
-    """Return True if the log-probabilities prove that the other policy has sampled.
+    """Return True if log-probabilities prove that the engine did not use the current policy.
 
-    Either the last batch alone or the sum of the last batches must prove this.
+    They prove it if the engine's log-probabilities are much nearer to those of another policy: the
+    base without adapter, or the policy of one step ago. Either the last batch alone or the sum of
+    the last batches must prove this.
 
     Args:
-        positions: The positions of the last batches, the newest one last.
+        positions: For each of the last batches, the position of the engine between that other
+            policy and the current one; the newest batch last.
     """
     last = positions[-1]
     sure = last.errors < -SURE_ERRORS and last.fit < SURE_FIT

@@ -84,7 +84,7 @@ def grow(
     temperature: float,
     **how: Any,
 ) -> Generations:
-    """Continue unfinished completions until enough of them have ended; return their new tokens.
+    """Continue unfinished completions until enough of them have ended.
 
     Args:
         model: A causal language model for which ``can_grow`` is True, with or without PEFT's
@@ -93,8 +93,12 @@ def grow(
         pad_token_id: The id that pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long; None for no limit.
         max_tokens: Maximum tokens of a whole completion.
-        temperature: The temperature at which log-probabilities are computed.
-        **how: Further arguments of ``generate``.
+        temperature: Temperature of the returned log-probabilities. It must be the temperature of
+            sampling, which ``generate`` takes from ``how``.
+        **how: Further arguments of ``generate``, such as ``generation_config``.
+
+    Returns:
+        The new tokens of each completion, and their log-probabilities.
 
     Raises:
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.

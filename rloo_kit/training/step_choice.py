@@ -117,15 +117,17 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
 
 
 def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
-    """Return the coefficient of the load-balancing loss of a mixture of experts.
+    """Set up the load-balancing loss of a mixture of experts, and return its coefficient.
 
-    The coefficient is ``args.router_aux_loss_coef``. If that is unset, it is the one of the model's
-    config, or 0 if the config has none. If the router is frozen, an unset coefficient is set to 0
-    in ``args``, because the loss could only change the hidden states that the router reads.
+    The coefficient is ``args.router_aux_loss_coef`` if that is set. If it is unset and the router
+    is trained, the coefficient of the model's config is used, or 0 if the config has none. If it is
+    unset and the router is frozen, it is set to 0 in ``args``, because the loss could only change
+    the hidden states that the router reads.
 
     Args:
         args: Settings of the training, changed in place.
-        model: The policy; or its name or path, if all its weights will be trained.
+        model: The policy, in whose config ``output_router_logits`` is turned off. A name or path
+            counts as a model whose router is trained.
     """
     whole = isinstance(model, str)
     remote = args.trust_remote_code
