@@ -10,9 +10,7 @@ get a large sum right, and does not need one for a small sum. RLOO can teach it 
 
 import json
 import random
-from collections.abc import Iterator
 from functools import partial
-from itertools import count
 
 import make_tiny_thinker as thinker
 import torch
@@ -24,7 +22,7 @@ from rloo_kit.tools.calculator import calculator
 
 SEED = 20261126
 CALLS = 0.2
-PRACTICE = 0.5  # share of calls in the first three quarters, so that it learns to copy the result
+PRACTICE = 3 / 8  # share of the rows that teach how to call and copy, but not whether to call
 # Each fixed part of a call is a single token, so that a call is short
 MARKS = [
     "<tool_call>",
@@ -107,25 +105,31 @@ def text_of(row: dict[str, str], rng: random.Random, calls: float) -> list[str]:
     return [prompt, f"I add.\n</think>\n\n{answer}<|im_end|>"]
 
 
+def practice_of(row: dict[str, str], rng: random.Random) -> list[str]:
+    """Return an example with a call, where the input includes the thought that decides to call."""
+    prompt, call, *others = text_of(row, rng, calls=1)
+    thought, end, call = call.partition("</think>\n\n")
+    return [prompt + thought + end, call, *others]
+
+
 def batch(
-    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int, numbers: Iterator[int],
-    steps: int,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Return a right-padded training batch, with labels only for the model's turns.
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int
+) -> dict[str, torch.Tensor]:
+    """Return a right-padded training batch, with labels only for the model's part of each row.
 
     Args:
         rng: Random generator of the sums.
         tokenizer: The tokenizer.
         size: Number of rows in the batch.
-        numbers: Iterator that yields the number of the step.
-        steps: Number of steps of the training.
     """
-    calls = PRACTICE if next(numbers) < steps * 3 // 4 else CALLS
     rows = []
     while len(rows) < size:
         row, held_out = TASKS["sums"](rng, 1)
-        if not held_out:
-            rows.append([tokenizer(text)["input_ids"] for text in text_of(row, rng, calls)])
+        if held_out:
+            continue
+        practises = len(rows) < PRACTICE * size
+        texts = practice_of(row, rng) if practises else text_of(row, rng, CALLS)
+        rows.append([tokenizer(text)["input_ids"] for text in texts])
     width = max(sum(map(len, parts)) for parts in rows)
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -183,7 +187,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = thinker.make_model(tokenizer)
-    make = partial(batch, tokenizer=tokenizer, size=args.batch, numbers=count(), steps=args.steps)
+    make = partial(batch, tokenizer=tokenizer, size=args.batch)
     thinker.train(model, make, args.steps, SEED)
     model = thinker.as_shipped(model, tokenizer)
     found = shares(model, tokenizer, 256)
