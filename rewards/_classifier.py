@@ -73,9 +73,9 @@ def find_source(name: str) -> Source:
 def find_base(source: Source, base: str | None) -> str:
     """Return the folder or hub name of the base model of an adapter.
 
-    The training has recorded the base model by name, and its folder by a path relative to the
-    adapter. If ``base`` is given, it is used instead. Otherwise the recorded folder is used if it
-    exists, and else the recorded name.
+    The adapter's folder records the name of the base model, and the path from the adapter to the
+    base model's folder. If ``base`` is given, it is used instead of both. Otherwise the recorded
+    path is used if that folder exists, and else the recorded name.
 
     Raises:
         ModelError: The base model is missing, or its weights differ from the weights on which the
@@ -94,8 +94,9 @@ def find_base(source: Source, base: str | None) -> str:
         noted = source.facts.get("base_fingerprint")
         if noted and noted != fingerprint(found):
             raise ModelError(
-                f"reward model {source.name!r} was trained on another {given!r} than the one in "
-                f"{str(found)!r}; give the folder of the right one as base, or train it again"
+                f"reward model {source.name!r} was trained on base model {given!r}, but other "
+                f"weights are now in {str(found)!r}; give the folder with the original weights as "
+                "base, or train the reward model again"
             )
         return str(found)
     if not given or relative or _looks_like_path(given):
@@ -186,17 +187,16 @@ def load_classifier(
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Context manager that hides transformers' reports in its block, and converts errors.
+    """Context manager for a block that loads a model: hide transformers' reports, convert errors.
 
-    The block loads a model. The reports would warn about the missing head of a base model, which is
-    expected.
+    The reports would warn about the missing head of a base model, which is expected.
 
     Args:
         what: What is loaded, as the beginning of an error message.
         place: Folder or hub name from which it is loaded.
 
     Raises:
-        ModelError: Loading failed, with any exception.
+        ModelError: The block raised any exception that is not a ``KitError``.
     """
     from transformers.utils import logging
 
@@ -285,7 +285,7 @@ def _adapter_keys(source: Source) -> set[str]:
     if config.get("task_type") != "SEQ_CLS":
         raise ModelError(
             f"reward model {source.name!r} is an adapter for {config.get('task_type')!r}; give "
-            "one for 'SEQ_CLS', as rloo-kit reward-model train writes it"
+            "one for 'SEQ_CLS', such as `rloo-kit reward-model train` writes"
         )
     weights = source.folder / ADAPTER_WEIGHTS
     if not weights.is_file():
@@ -394,8 +394,9 @@ def _own_ids(
     (read,) = completion_texts(tokenizer, [completion_ids])
     if read != completion_text(completion):
         raise ModelError(
-            f"policy_tokens is set, but the reward model's tokenizer is not the policy's: it reads "
-            f"{read[:80]!r} for {completion_text(completion)[:80]!r}; set policy_tokens to false"
+            f"policy_tokens is set, but the reward model's tokenizer is not the policy's: it "
+            f"decodes the policy's token ids to {read[:80]!r} instead of "
+            f"{completion_text(completion)[:80]!r}; set policy_tokens to false"
         )
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)

@@ -56,13 +56,15 @@ def _text(value: object) -> str:
 def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
     """Evaluate the expected value of each test that is an equation, before the program runs.
 
-    The expected value is the side of the equation that can be evaluated without the program. The
-    other side becomes the test's ``value``, which is evaluated with the program later. The key
-    ``sides`` is removed from the tests, so that the program cannot find the expected values there.
+    In such a test, ``sides`` has the source code of both sides of the equation; in any other test
+    it is None. The side that can be evaluated without the program gives the expected value. The
+    other side becomes the test's ``value``, which is evaluated with the program later. The tests in
+    ``cases`` are changed in place: ``sides`` is removed from each, so that the program cannot find
+    the expected values there.
 
     Returns:
-        Dict from the index of each such test in ``cases`` to its expected value, as the JSON text
-        of ``canonical``.
+        Dict from the index of each test with an expected value to this value, as the JSON text of
+        ``canonical``.
     """
     found = {}
     for number, case in enumerate(cases):

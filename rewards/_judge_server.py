@@ -118,7 +118,9 @@ class Server:
         )
 
         async def ask(text: str) -> None:
-            """Ask one question and put the number into ``found``.
+            """Ask one question, and add the judge's number to the dict ``found``.
+
+            If the question could not be answered, note the failure instead.
 
             Raises:
                 Failure: The question could not be answered, and ``on_failure`` is ``stop``.

@@ -91,7 +91,7 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
 
 
 def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[list[int]]:
-    """Return ``completion_ids``, after checking that a reward that counts tokens got them.
+    """Return ``completion_ids`` unchanged; a reward that counts tokens cannot do without them.
 
     Raises:
         RewardContractError: ``completion_ids`` is None.

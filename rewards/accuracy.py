@@ -130,7 +130,8 @@ class Accuracy(TextReward, AnswerReward):
 
     The answer is all text after the last ``</think>``, without white space at its ends; ``match``
     decides how it is compared. The score is None if the expected answer is missing (None, NaN or
-    blank), or if it is not a number or letter although ``match`` requires one.
+    blank), or if it is not a number or letter although ``match`` requires one. By default, a
+    completion whose thought is opened (by the prompt, too) but not closed scores 0.0.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]
@@ -165,7 +166,7 @@ class Accuracy(TextReward, AnswerReward):
         if self.tolerance and self.match != "number":
             raise ValueError(
                 f"tolerance {self.tolerance!r} has no meaning with match {self.match!r}; set match "
-                "to 'number', or remove it"
+                "to 'number', or remove tolerance"
             )
 
     def _score(self, text: str, opened: bool, answer: object) -> Score:

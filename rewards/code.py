@@ -61,10 +61,11 @@ class Code(AnswerReward):
 
     Range: [0.0, 1.0]; with ``all_or_nothing``, 1.0 or 0.0. The program is the last block between
     ``` fences after the last ``</think>``. It runs in a separate process with only the standard
-    library, in the sandbox that docs/how-to/code_sandbox.md describes. Whatever the program does
-    can only cost its own completion the reward. The score is None if there are no tests.
+    library, in the sandbox that docs/how-to/code_sandbox.md describes. A program can lower only the
+    score of its own completion, whatever it does. The score is None if there are no tests.
 
-    Each row of the column is a list of tests, or such a list as JSON text. There are three kinds:
+    Each row of the dataset has, in the column that ``column`` names, a list of tests, or such a
+    list as JSON text. There are three kinds of test:
 
     - A string is Python code, such as one assert (MBPP), or a function ``check`` and its call
       (HumanEval). It runs after the program in the same process. The two values of

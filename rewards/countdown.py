@@ -30,10 +30,10 @@ _OPERATIONS = {
 def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     """Compute an arithmetic expression, and return (exact value, whole numbers in it).
 
-    Return None if the text is not a valid expression. A valid expression has at most 200
-    characters: whole numbers in digits, ``+ - * /`` (or the typographic signs for times, division
-    and minus), brackets, and a minus before a term. It is parsed and computed with fractions, and
-    is never run as Python code.
+    Return None if the text is not a valid expression. A valid expression may contain whole numbers
+    in digits, ``+ - * /`` (or the typographic signs for times, division and minus), brackets, and a
+    minus before a term. It has at most 200 characters. It is parsed and computed with fractions,
+    and is never run as Python code.
 
     >>> evaluate_expression("(7 - 3) / 8")
     (Fraction(1, 2), [7, 3, 8])

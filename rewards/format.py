@@ -175,8 +175,9 @@ def make_format(
 ) -> RegexFormat | TagFormat | JsonFormat:
     r"""Reward a completion in a given format: a regular expression, a sequence of tags, or JSON.
 
-    Give exactly one of ``pattern`` (``RegexFormat``), ``tags`` (``TagFormat``) and ``schema``
-    (``JsonFormat``). A completion in this format scores 1.0, and any other 0.0.
+    Give exactly one of ``pattern``, ``tags`` and ``schema``. The function returns the reward:
+    ``RegexFormat`` for a pattern, ``TagFormat`` for tags, or ``JsonFormat`` for a schema. The
+    reward scores a completion in this format 1.0, and any other 0.0.
 
     >>> make_format(tags=["think", "answer"])
     TagFormat(thought_opened=None, tags=('think', 'answer'), part='completion')

@@ -302,7 +302,8 @@ def _check_server(url: str, name: object) -> None:
     if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(name)):
         raise RewardLoadError(
             "api_key_env of reward 'judge' is not the name of an environment variable "
-            "(upper-case letters, digits and underscores); put the key into one, and give its name"
+            "(upper-case letters, digits and underscores); put the key into an environment "
+            "variable, and give the variable's name"
         )
     if set(url) & set("@?#"):
         raise RewardLoadError(
@@ -326,7 +327,10 @@ def _check_parameters(judge: Judge) -> None:
     json.dumps(judge.extra_body, allow_nan=False)  # an error says what JSON cannot hold
     for name in _FIXED_FIELDS:
         if name in judge.extra_body:
-            raise ValueError(f"extra_body sets {name!r}, which the reward sets; remove it")
+            raise ValueError(
+                f"extra_body sets {name!r}, which only the reward may set; remove it from "
+                "extra_body"
+            )
     if len(judge.scale) != 2 or not 0 < judge.scale[1] - judge.scale[0] < math.inf:
         raise ValueError(
             f"scale {judge.scale!r} is not (lowest, highest); give two numbers such as (0, 10)"

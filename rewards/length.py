@@ -99,9 +99,15 @@ class LengthBand(ThoughtTokens, TemplateAware):
         check_choices(self)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return this reward with the settings that ``unit`` and ``part`` need from a tokenizer.
+        """Return a copy of this reward with the settings that it needs from a tokenizer.
 
-        Settings that the user has set are kept.
+        These are the tokens that mark a thought if ``unit`` is ``tokens``, and ``thought_opened``
+        if it is not. A setting that is not None is kept. If ``part`` is ``completion``, no setting
+        is needed, and the reward itself is returned.
+
+        Raises:
+            RewardLoadError: ``unit`` is ``tokens``, the tokenizer has no known mark, and
+                ``end_token_id`` is None.
         """
         if self.part == "completion":
             return self

@@ -42,7 +42,7 @@ class _Worker:
     def ask(self, request: dict[str, str], timeout_seconds: float, memory_mib: int) -> bool | None:
         """Send a request to the process and return its reply.
 
-        Return None if the request took too long, or failed or ended the process.
+        Return None if the request took too long, if it failed, or if it ended the process.
 
         Args:
             request: ``gold`` (the expected answer) and optionally ``answer``. The reply is whether
@@ -106,7 +106,7 @@ class _Worker:
             raise RewardLoadError(
                 "the process of the reward 'math' did not start: "
                 f"{first['error']}; "
-                "pip install math-verify, or raise memory_mib"
+                "run `pip install math-verify`, or raise memory_mib"
             )
         return process
 

@@ -27,9 +27,9 @@ class RewardModel:
 
     Range: any finite number, higher is better, never None. The score is the model's logit, or
     (logit - mean) / std if the model's folder has a ``calibration.json``. The model is loaded at
-    the first call, and ``release`` drops it from memory. A pickle contains only the parameters.
-    Conversations are rendered with the reward model's own chat template. Plain prompts are joined
-    with the completion.
+    the first call, and ``release`` drops it from memory. A pickle of this reward contains its
+    parameters, such as ``max_length``, but not the loaded model. Conversations are rendered with
+    the reward model's own chat template. Plain prompts are joined with the completion.
 
     The folder contains a whole model or a PEFT adapter with its score head. The command ``rloo-kit
     reward-model train`` writes such an adapter. Weights are read only from safetensors files, and
@@ -194,6 +194,6 @@ def _mean_and_std(source: Source) -> tuple[float, float]:
     if mean is None or std is None or std <= 0:
         raise ModelError(
             f"the calibration {str(path)!r} has mean {content.get('mean')!r} and std "
-            f"{content.get('std')!r}; give a number for mean and one above 0 for std"
+            f"{content.get('std')!r}; set mean to a number, and std to a number above 0"
         )
     return mean, std

@@ -102,9 +102,10 @@ class Coverage(TemplateAware):
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """Return the length of the longest common subsequence of two sequences.
 
-    The algorithm is that of Hyyrö 2004, "Bit-parallel LCS-length computation revisited". A row of
-    the usual table is an integer with one bit for each item of ``first``. A bit is 0 if the table
-    increases at this item.
+    The algorithm is that of Hyyrö 2004, "Bit-parallel LCS-length computation revisited". Dynamic
+    programming computes a table of the lengths for every beginning of ``first`` (columns) and of
+    ``second`` (rows). Here a row is an integer with one bit for each item of ``first``: 0 if the
+    length increases at this item, and 1 if not.
 
     >>> longest_common_subsequence("abcbdab", "bdcaba")
     4

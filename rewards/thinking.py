@@ -436,7 +436,8 @@ class ThinkingFormat(TextReward):
     begins the completion (after white space) and occurs nowhere else. For a conversation, the chat
     template decides whether ``<think>`` ends the prompt; ``bind`` finds this out. The thought is
     closed once if ``</think>`` occurs exactly once. The answer is the text after ``</think>``, and
-    must not be blank.
+    must not be blank. With ``partial``, the score is a third for each of the three conditions
+    (opened, closed once, answered) that is met.
 
     Only the decoded text is read. A ``</think>`` that is spelled with several tokens therefore
     counts too, unlike in ``thinking_closed_once``.

@@ -166,7 +166,7 @@ def test_a_row_whose_answer_is_of_another_kind_does_not_count(match, answer):
         ({"match": "fuzzy"}, "give one of: auto, exact, number, choice"),
         ({"match": "number", "tolerance": -1}, "finite number of 0 or more"),
         ({"match": "number", "tolerance": float("inf")}, "finite number of 0 or more"),
-        ({"tolerance": 0.1}, "set match to 'number', or remove it"),
+        ({"tolerance": 0.1}, "set match to 'number', or remove tolerance"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(parameters, remedy):

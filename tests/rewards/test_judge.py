@@ -388,8 +388,8 @@ def test_the_key_goes_into_the_header_and_nowhere_else(serve, monkeypatch, capfd
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"api_key_env": SECRET}, "put the key into one, and give its name"),
-        ({"api_key_env": SECRET.lower().replace("-", "_")}, "put the key into one"),
+        ({"api_key_env": SECRET}, "and give the variable's name"),
+        ({"api_key_env": SECRET.lower().replace("-", "_")}, "put the key into an environment"),
         ({"base_url": f"https://me:{SECRET}@host/v1"}, "leave out user, password"),
         ({"base_url": f"https://host/v1?key={SECRET}"}, "leave out user, password"),
         ({"api_key": SECRET}, "no parameter 'api_key'; did you mean 'api_key_env'"),
