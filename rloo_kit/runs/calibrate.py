@@ -96,7 +96,7 @@ def calibrate(  # noqa: PLR0913
     """
     if num_prompts < 1 or (num_generations or 2) < 2:
         given = f"num_prompts is {num_prompts} and num_generations is {num_generations}"
-        raise ConfigError(f"{given}: set them to at least 1 and at least 2")
+        raise ConfigError(f"{given}: num_prompts must be at least 1, num_generations at least 2")
     say = redacting(say)
     file = _free_file(source, output)
     config, base = read_config(source, overrides)

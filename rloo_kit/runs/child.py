@@ -149,7 +149,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
                 process.kill()
 
     def kill_the_rest() -> None:
-        """Wait for the subprocess, and kill the processes that it has left."""
+        """Wait until the subprocess ends, and kill the processes that it left running."""
         process.wait()
         # a grandchild that lives on would keep the output open
         kill()

@@ -74,7 +74,7 @@ def folder_to_resume(
     if not (folder / RUN_FILE).is_file():
         raise ConfigError(
             f"{str(folder)!r} has no {RUN_FILE}, so it is not the folder of a run: give a folder "
-            "that rloo-kit train wrote"
+            "that `rloo-kit train` wrote"
         )
     return folder
 
@@ -111,8 +111,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "
-                f"with {format_value(old)}: set it back, resume with rloo-kit train {folder} "
-                f"--resume, which needs no --set, or leave --resume out to begin a new run"
+                f"with {format_value(old)}: set it back, or run `rloo-kit train {folder} "
+                f"--resume`, which needs no --set, or leave --resume out to begin a new run"
             )
 
 

@@ -279,7 +279,10 @@ def _make_trainer(
     except (ValueError, NotImplementedError) as exc:
         if isinstance(exc, KitError):
             raise
-        raise ConfigError(f"TRL does not accept the trainer settings: {first_line(exc)}") from exc
+        raise ConfigError(
+            "TRL does not accept the trainer settings; correct the one that it names: "
+            f"{first_line(exc)}"
+        ) from exc
     if trainer.watch is not None:
         trainer.watch.config = job.config  # with all sections
     return trainer

@@ -271,7 +271,7 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
     fit = [(p, c) for p, c in found if len(p) + len(c) <= longest and len(c) <= limit]
     why = f"longer than model.max_seq_length {longest} or trainer.max_completion_length {limit}"
     if not fit:
-        raise DataError(f"all {len(found)} examples are {why}: raise one of them")
+        raise DataError(f"all {len(found)} examples are {why}: raise the limit that they exceed")
     if len(fit) < len(found):
         job.say(f"{len(found) - len(fit)} of {len(found)} examples left out: {why}")
     return fit

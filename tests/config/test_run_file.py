@@ -250,5 +250,5 @@ def test_settings_without_a_section():
 
 def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path):
     write(tmp_path, "data: {held_out: 32}")
-    with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume, which needs no --"):
+    with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume`, which needs no"):
         check_same_settings(tmp_path, RunConfig())
