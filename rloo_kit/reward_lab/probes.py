@@ -37,8 +37,8 @@ def probe(
     """Score completions with a reward, first unchanged and then altered.
 
     The first call scores all completions of the batch. If it succeeds, more calls score some of
-    them again: unchanged, in another order, and altered (empty, cut off, masked and other ways,
-    see ``wanted_probes``).
+    them again: unchanged, in another order, and altered (for example cut off or masked;
+    ``wanted_probes`` describes every alteration).
 
     Args:
         reward: The reward.
