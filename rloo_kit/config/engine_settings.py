@@ -60,8 +60,8 @@ COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 def requested_engine(args: Any) -> str:
     """Return the sampling engine that the settings request: ``auto``, or a key of ``ENGINES``.
 
-    TRL's ``use_vllm: true`` requests ``vllm``, or ``server`` with ``vllm_mode: server``. Without it
-    the setting ``generation`` is returned.
+    With TRL's ``use_vllm: true`` the engine is ``server`` if ``vllm_mode`` or ``generation`` is
+    ``server``, and ``vllm`` otherwise. Without ``use_vllm`` it is the setting ``generation``.
 
     Args:
         args: A ``LeaveOneOutConfig``.
@@ -167,7 +167,8 @@ def _check_generate(others: Mapping[str, Any]) -> None:
     if mode is not GenerationMode.SAMPLE:
         raise ConfigError(
             f"trainer.generation_kwargs {format_value(dict(others))} selects {mode.value}, but "
-            "completions must be sampled one token at a time: leave out what selects it"
+            "completions must be sampled one token at a time: leave out the arguments that "
+            "select this mode"
         )
     for name in (*unknown, *FIXED.intersection(others)):
         raise ConfigError(
@@ -178,9 +179,10 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame_generation_kwargs(args: Any) -> Iterator[None]:
-    """Return a context that blames ``generation_kwargs`` for a TypeError or ValueError inside it.
+    """Return a context that turns a TypeError or ValueError in its block into a ConfigError.
 
-    ``generate`` of transformers raises these errors for arguments that it does not accept.
+    ``generate`` of transformers raises these errors for arguments that it does not accept. The
+    ConfigError names ``generation_kwargs`` and their values.
 
     Args:
         args: A ``LeaveOneOutConfig``. If its ``generation_kwargs`` are empty, an error passes

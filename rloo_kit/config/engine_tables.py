@@ -72,8 +72,8 @@ TABLES = tuple(SET_ELSEWHERE)
 def check_table(table: str, names: Iterable[object]) -> list[str]:
     """Return an error message for each key that is not allowed in a section of a run file.
 
-    Keys that TRL, Unsloth or vLLM does not know are not reported, because that library reports
-    them itself.
+    These are the keys that rloo-kit sets itself, and those whose value another key of the run file
+    sets. Unknown keys are not reported: TRL, Unsloth or vLLM reports them later.
 
     Args:
         table: The section: ``trainer``, ``unsloth`` or ``vllm``.

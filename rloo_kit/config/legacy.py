@@ -29,13 +29,14 @@ PLACES |= {"output_dir": "output_dir", "seed": "seed"}
 def legacy_run_file(words: Sequence[str]) -> str:
     """Convert a command line of TRL's older RLOO scripts to a run file; return its YAML text.
 
-    The settings of the run file have been checked.
+    The function also checks the settings of the run file.
 
     Args:
         words: The words of the command line. The launcher and the script's name are ignored.
 
     Raises:
-        ConfigError: A flag is missing or unknown, or the kit has no setting for it.
+        ConfigError: A flag is missing or unknown, the kit has no setting for it, or its value is
+            wrong.
     """
     given = DEFAULTS | _flags(words)
     if missing := [f"--{name}" for name in NEEDED if name not in given]:

@@ -79,7 +79,8 @@ OF_SCRIPTS = {*MOVED, "config_file", "dataset_num_proc", "dataset_test_split", "
 def why_not_needed(name: str, value: object) -> str | None:
     """Return the reason why a setting of another trainer has no effect and can be ignored.
 
-    A setting that switches off what the kit does not have can be ignored too.
+    A setting that the trainer would refuse can be ignored too, if its value asks for what the kit
+    does anyway: False, None, ``none`` or ``eos``.
 
     Args:
         name: Name of the setting in the other trainer.

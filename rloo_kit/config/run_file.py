@@ -65,7 +65,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """``lora:``, the adapter to train; it also accepts every other field of ``LoraConfig``."""
+    """``lora:``, the adapter to train; further fields of ``LoraConfig`` are accepted too."""
 
     r: int = setting(16, "Rank of the adapter.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
@@ -117,7 +117,7 @@ class DataSection:
     )
     split: str = setting("train", "Split of a hub dataset.")
     config: str | None = setting(
-        None, "Configuration (subset) of a hub dataset; null: the only one."
+        None, "Configuration (subset) of a hub dataset; null: its default, or its only one."
     )
     num_prompts: int | None = setting(
         None,
@@ -213,8 +213,9 @@ class RunConfig:
     environment: str | dict[str, str] | None = setting(
         None,
         "Class whose methods the model may call as tools: `guess_number`, `maze`, "
-        "`python_session`, FILE.py:CLASS or package.module:CLASS. With a table from names to "
-        "classes, the column `environment` of the prompts has the name for each prompt.",
+        "`python_session`, FILE.py:CLASS or package.module:CLASS. It can also be a table from "
+        "names to classes; the column `environment` of the prompts then has the name for each "
+        "prompt.",
     )
     trainer: dict[str, Any] = setting(
         help="Settings of the trainer: all fields of TRL's RLOOConfig, and the kit's own.",
@@ -401,9 +402,10 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
 
 
 def without_hidden_settings(config: RunConfig) -> RunConfig:
-    """Return the settings of a run without those whose secret value is masked in its run.yaml.
+    """Return the settings that were read from a run.yaml, without the masks of secrets.
 
-    Such a secret is then read from the environment or the file .env instead.
+    A run.yaml has a mask in place of each secret. A setting whose whole value is such a mask is
+    left out, and its secret is read from the environment or the file .env instead.
     """
     settings = config.as_dict()
     kept = without_hidden(settings)

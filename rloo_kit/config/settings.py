@@ -165,7 +165,7 @@ class KitSettings:
         "auto",
         "Sampling engine: `vllm` (in this process), `server` (`vllm serve`, [started by you]"
         "(../how-to/generation.md#a-server-on-another-card-or-machine)), `transformers`, or "
-        "`auto`: vLLM in this process if this machine has a GPU and vLLM can run on it.",
+        "`auto`: `vllm` if this machine has a GPU and vLLM can run on it, else `transformers`.",
         resume="may",
     )
     vllm_adapter_dir: str | None = setting(
@@ -175,8 +175,8 @@ class KitSettings:
     )
     thinking_budget: int | None = setting(
         None,
-        "Maximum length of the thought, in tokens; a completion whose thought is still open then "
-        "is truncated there. null: only `max_completion_length` limits it.",
+        "Maximum length of the thought, in tokens; if the thought is still open after that many "
+        "tokens, the completion is truncated. null: only `max_completion_length` limits it.",
         minimum=1,
         **_LEARNING,
     )
@@ -222,8 +222,8 @@ class KitSettings:
     )
     canary: bool = setting(
         True,
-        "Check on every batch that vLLM samples from the current policy, and stop the run if it "
-        "does not.",
+        "Check for every batch that vLLM sampled it from the current policy, and stop the run if "
+        "it did not.",
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
         None,

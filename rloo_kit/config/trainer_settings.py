@@ -222,7 +222,8 @@ def translate_trainer_arguments(
 ) -> dict[str, Any]:
     """Check trainer settings, and return them with the names of the installed TRL and of the kit.
 
-    Each name of another trainer is translated, or ignored if it is not needed, with a warning.
+    The function translates names of another trainer and ignores those that are not needed. It
+    warns in both cases.
 
     Args:
         arguments: Settings with the names of this trainer or of another one (``other_names.py``).
