@@ -61,8 +61,8 @@ def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
     """Return the package versions that were tested with a version of torch.
 
     Returns:
-        The path of pip's constraint file, and a dict of package -> tested version. The path is None
-        if the kit has no constraint file for this version of torch.
+        The path of pip's constraint file, and a dict of package -> tested version. If the kit has
+        no constraint file for this version of torch, the path is None, and the dict is ``TESTED``.
     """
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"

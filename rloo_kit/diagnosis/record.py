@@ -292,7 +292,9 @@ def read_run(folder: str | Path) -> RunRecord:
         rows = read_rows(metrics)
         completions = read_rows(place / "completions.jsonl", KEPT_ROWS)
     except OSError as exc:
-        raise DataError(f"run folder {str(folder)!r} cannot be read: {exc}") from exc
+        raise DataError(
+            f"run folder {str(folder)!r} cannot be read ({exc}): check the permissions of its files"
+        ) from exc
     if not rows and metrics.is_file() and metrics.stat().st_size:
         raise DataError(
             f"{str(metrics)!r} contains no line of JSON: it is damaged, or no run wrote it; name "

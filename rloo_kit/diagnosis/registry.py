@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """A fault as a rule yields it. ``Rules`` adds the kind's texts and makes it a ``Finding``."""
+    """What a rule yields for a fault; ``Rules`` makes it a ``Finding`` with the kind's texts."""
 
     evidence: str
     level: str = "error"
@@ -83,10 +83,11 @@ class Rules:
             kind: Name of the kind.
             why: Why a finding of this kind matters.
             remedy: What to change.
-            stops: True if a run with this fault of a reward stops at its first step.
-            about_signal: True if the fault is that the scores of a group are equal, or causes it.
-            explains: Names of other kinds that this one causes, separated by spaces. An error of
-                this kind hides their findings.
+            stops: True if a run whose reward has this fault stops at its first step.
+            about_signal: True if the fault is that the scores of a group are equal, or if the fault
+                makes them equal.
+            explains: Names of other kinds that this one causes, separated by spaces. A finding of
+                this kind with the level ``error`` hides the findings of those kinds.
         """
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 
@@ -107,9 +108,9 @@ class Rules:
         return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
 
     def ordered(self, found: Iterable[Finding]) -> list[Finding]:
-        """Return the findings from most to least harmful, errors first.
+        """Return the findings from most to least harmful, those of level ``error`` first.
 
-        A finding is left out if an error among them explains its kind.
+        A finding is left out if one of level ``error`` explains its kind (see ``rule``).
         """
         found = list(found)
         order = list(self.kinds)

@@ -106,8 +106,8 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
     Args:
         limit: The present ``max_completion_length``, in tokens.
         max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. If
-            the new limit is more than half of it, the settings raise ``max_seq_length`` too, by as
-            many tokens as they add to the limit.
+            the new limit is more than half of ``max_seq_length``, the settings raise both by the
+            same number of tokens.
     """
     setting = f"trainer.max_completion_length={limit * 4}"
     if max_seq_length and limit * 4 > max_seq_length / 2:

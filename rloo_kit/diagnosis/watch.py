@@ -99,7 +99,7 @@ class BestWeights:
 
 
 class RunWatch(TrainerCallback):
-    """Callback of the trainer that diagnoses the run after every step.
+    """Trainer callback that diagnoses the run after every step.
 
     If ``data.held_out_every`` is set and ``see_held_out`` was called for step 0, the scores of
     held-out prompts choose the best weights. Otherwise the scores of the training batches do.
@@ -164,7 +164,10 @@ class RunWatch(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Restore the completions of the finished steps, and the best weights from ``held``."""
+        """Read the completions of the finished steps, and restore the best weights in ``held``.
+
+        The completions are those in ``completions.jsonl``; ``held`` is the state of a checkpoint.
+        """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step
         self._completions = [row for row in rows if (row.get("step") or 0) <= done]
@@ -216,7 +219,10 @@ class RunWatch(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Check the run for findings, unless the checks have already used their share of time."""
+        """Check the run for findings, but not so often that it takes more than 0.5% of the time.
+
+        Nothing is checked if ``logs`` has no reward, or after a finding ended the run.
+        """
         started = time.monotonic()
         if "reward" not in logs or self.stopped_on or started < self._next_check:
             return
