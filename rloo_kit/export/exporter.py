@@ -88,8 +88,9 @@ def export_model(  # noqa: PLR0913
         check: If True, load merged weights or a GGUF file back, and compare the log-probabilities
             of answers with those of the trained model.
         num_prompts: Number of prompts for that comparison.
-        repo: Hub repository ``OWNER/NAME`` to upload the export to. It is created if it does not
-            exist.
+        repo: Hub repository ``OWNER/NAME`` to upload the export to, whatever its format. It is
+            created if it does not exist. None uploads nothing, and is an error with ``hub`` or
+            ``public``.
         public: If True, create the repository as public, otherwise as private.
         say: Function that is called with each line of output.
 
@@ -162,8 +163,8 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
         HfApi().upload_folder(repo_id=place.repo_id, folder_path=str(folder))
     except (HTTPError, OSError, ValueError) as exc:  # no network, no token, no write permission
         raise ModelError(
-            f"the upload to {repo} failed ({first_line(exc)}): log in with hf auth login, then "
-            f"upload the export from {folder}"
+            f"the upload to {repo} failed ({first_line(exc)}): run `hf auth login`, then upload "
+            f"the folder {folder} with `hf upload`"
         ) from exc
     return str(place)
 
@@ -173,7 +174,9 @@ def _check_arguments(
 ) -> None:
     kinds = [*KINDS, "hub"]
     if to not in kinds:
-        raise ConfigError(f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}")
+        raise ConfigError(
+            f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
+        )
     known = DTYPES.get(to, ())
     if dtype is not None and not known:
         raise ConfigError("an adapter is copied without conversion: leave --dtype out")
@@ -367,8 +370,8 @@ class _Export:
         found = f"log-probabilities differ by {difference:.4f} nats per token"
         if not difference <= tolerance:  # NaN too
             raise ModelError(
-                f"the export does not answer as before ({found}, and at most {tolerance:g} is "
-                f"allowed) and was removed: pass --no-check to keep it"
+                f"the export was removed, because it differs from the trained model ({found}, and "
+                f"at most {tolerance:g} is allowed): pass --no-check to keep it"
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 

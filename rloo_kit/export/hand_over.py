@@ -62,8 +62,8 @@ def hand_over(
     config, base = read_config(source, overrides)
     if config.tools or config.environment:
         raise ConfigError(
-            "verl has its own settings for tools, which the kit does not write: train with tools "
-            "here, or leave tools and environment out"
+            "verl has its own settings for tools, which the kit does not write: train with "
+            "rloo-kit, or leave tools and environment out"
         )
     job = PreparedJob(config, base, redacting(say))
     job.config, job.base = with_whole_paths(config, base, job.rewards_base), Path()

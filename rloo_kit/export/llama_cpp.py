@@ -44,8 +44,8 @@ def find_converter(given: str | Path | None = None) -> list[str]:
             "folder, or to this script"
         )
     raise ConfigError(
-        f"llama.cpp's converter is missing: download it with python scripts/fetch_converter.py, or "
-        f"name the path of {SCRIPT} with --converter"
+        f"llama.cpp's converter is missing: run `python scripts/fetch_converter.py` to download "
+        f"it, or give the path of {SCRIPT} with --converter"
     )
 
 
@@ -57,8 +57,8 @@ def check_quantiser(dtype: str) -> None:
     """
     if dtype in K_QUANTS and installed_version("llama-cpp-python") is None:
         raise ConfigError(
-            f"{dtype} needs llama.cpp's quantiser, which is missing: pip install "
-            f"llama-cpp-python (if there is no wheel for this machine, pip compiles it, which "
+            f"{dtype} needs llama.cpp's quantiser, which is missing: run `pip install "
+            f"llama-cpp-python` (if there is no wheel for this machine, pip compiles it, which "
             f"needs a C++ compiler and takes minutes), or use --dtype q8_0"
         )
 

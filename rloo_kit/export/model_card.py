@@ -84,7 +84,7 @@ def model_card(
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if a name has the form OWNER/NAME of the hub and is not that of a data file."""
+    """Return True if a name has the hub's form OWNER/NAME and does not end like a data file."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:

@@ -79,7 +79,8 @@ def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
         if read != ids:
             raise ModelError(
                 f"the export's tokenizer reads a prompt as {len(read)} tokens that differ from the "
-                f"{len(ids)} tokens of the trained model's tokenizer"
+                f"{len(ids)} tokens of the trained model's tokenizer: pass --no-check to keep the "
+                "export"
             )
     now = _log_probs(model, first.rows)
     total = sum(abs(a - b) for a, b in zip(now, first.log_probs, strict=True))

@@ -153,7 +153,7 @@ def test_export_that_answers_otherwise_is_removed(run, tmp_path, monkeypatch):
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", spoil)
-    with pytest.raises(ModelError, match=r"does not answer as before .* was removed"):
+    with pytest.raises(ModelError, match=r"was removed, because it differs from the trained model"):
         export_model(run, output=tmp_path / "m", num_prompts=2, say=lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
@@ -229,7 +229,7 @@ def test_missing_converter_is_reported_before_loading(run, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(run))
     monkeypatch.setenv("XDG_CACHE_HOME", str(run))
     assert main(["export", str(run), "--to", "gguf"]) == 2
-    assert "download it with python scripts/fetch_converter.py" in capsys.readouterr().err
+    assert "run `python scripts/fetch_converter.py` to download it" in capsys.readouterr().err
     assert main(["export", str(run), "--to", "gguf", "--converter", str(run)]) == 2
     assert "set --converter to llama.cpp's folder" in capsys.readouterr().err
 

@@ -169,7 +169,7 @@ def test_secrets_are_masked_and_the_script_is_bash(tmp_path):
         (
             ["--to", "verl", "--set", "tools=[calculator]"],
             "rloo-kit: verl has its own settings for tools, which the kit does not write: train "
-            "with tools here, or leave tools and environment out",
+            "with rloo-kit, or leave tools and environment out",
         ),
     ],
 )
