@@ -22,7 +22,7 @@ def free_folder(wanted: str | Path) -> Path:
     The folder is not created.
 
     Raises:
-        ConfigError: ``wanted`` has no name to which a number can be added, such as ``/``.
+        ConfigError: ``wanted`` is a path without a name, such as ``/``.
     """
     wanted = Path(wanted)
     if not wanted.name:
@@ -136,7 +136,7 @@ def without_nan(value: object) -> Any:
 
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
-    """Lock the folder of a run while the body runs, so that no other process uses it.
+    """Lock the folder of a run during the ``with`` block, so that no other process uses it.
 
     If the process is killed, the system releases the lock.
 
