@@ -41,7 +41,7 @@ class _OtherFlag(argparse.Action):
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class LeaveOneOutConfig(KitSettings, RLOOConfig):
-    """Trainer settings: all fields of TRL's ``RLOOConfig``, and the kit's own of ``KitSettings``.
+    """Trainer settings: the fields of TRL's ``RLOOConfig`` and of the kit's ``KitSettings``.
 
     Settings may also have the names that other trainers use (``config.other_names``); these names
     are translated or rejected.
@@ -51,14 +51,14 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     ``num_completions_to_print`` 0 (``log_completions`` only fills the tables of ``report_to``).
     ``bf16`` and ``fp16`` depend on the device. ``gradient_checkpointing`` is on only on a GPU.
 
-    Unsloth's patched class changes some defaults. They are reset to TRL's, so that a run file means
-    the same with and without Unsloth. ``TrlParser`` and ``HfArgumentParser`` accept this class in
-    the same way as TRL's.
+    Unsloth replaces ``RLOOConfig`` by a class with some other defaults. They are reset to TRL's, so
+    that a run file means the same with and without Unsloth. ``TrlParser`` and ``HfArgumentParser``
+    accept this class in the same way as TRL's.
 
     Raises:
-        ConfigError: A name is unknown (the message has the nearest known name). Another trainer's
-            name has no meaning here, or is given together with the current name. A value is out of
-            range. Or the batch does not consist of whole groups.
+        ConfigError: The name of a setting is unknown (the message has the nearest known name), or
+            only another trainer has this setting, or the same setting is given under two names. Or
+            a value is out of range, or the batch does not consist of whole groups.
     """
 
     other_names: str | None = dataclasses.field(
@@ -156,7 +156,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     def device(self) -> torch.device:
         """The device for training.
 
-        A CPU has no index, because torch.load cannot map tensors to a CPU with one.
+        For a CPU it is ``cpu`` and not ``cpu:0``, because torch.load cannot map tensors to the
+        latter.
         """
         found = super().device
         return torch.device("cpu") if found.type == "cpu" else found

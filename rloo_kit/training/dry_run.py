@@ -79,12 +79,13 @@ class WorstCase:
     def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
         """Return True if the settings ask for a dry run.
 
-        ``args.dry_run`` decides. If it is None, a dry run is wanted on a GPU if the length of the
-        prompts has an upper bound.
+        ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU and
+        the length of its prompts has an upper bound. The prompts of a stream have this bound only
+        if ``max_prompt_tokens`` or the model's ``max_seq_length`` is set.
 
         Args:
-            max_prompt_tokens: Tokens of the longest prompt, for a stream; None if they are not
-                known.
+            max_prompt_tokens: Number of tokens of a stream's longest prompt; None if this number is
+                not known, or if the dataset is not a stream.
         """
         if self.args.dry_run is not None:
             return self.args.dry_run
@@ -103,9 +104,9 @@ class WorstCase:
         The step changes nothing but the learner's token budget, which is halved if memory runs out.
 
         Args:
-            max_prompt_tokens: Tokens of the longest prompt, for a stream, whose prompts are not
-                known in advance. None assumes that the longest prompt and completion together fill
-                the model's context length.
+            max_prompt_tokens: Number of tokens of a stream's longest prompt. If it is None, the
+                longest prompt and completion of a stream are assumed to fill the model's context
+                length. If the dataset is not a stream, its own longest prompt is used instead.
             remedy: Called if memory runs out; returns advice for the error message, such as "lower
                 lora.r". None gives general advice.
 

@@ -30,7 +30,10 @@ class DynamicSampling:
     def after_scoring(
         self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
     ) -> ScoredBatch:
-        """Replace groups without signal by groups of newly drawn prompts, in one or more rounds.
+        """Log the share of groups without signal and, if the settings ask for it, replace them.
+
+        In each of at most ``dynamic_sampling_rounds`` rounds, groups of newly drawn prompts are
+        sampled in place of the groups that are still without signal.
 
         Args:
             batch: A scored generation batch.
@@ -38,7 +41,7 @@ class DynamicSampling:
                 list has the same row ``num_generations`` times.
 
         Returns:
-            The new batch; the old one if ``dynamic_sampling`` is off.
+            The batch with replaced groups, or ``batch`` itself if ``dynamic_sampling`` is off.
         """
         shaping = self.args.shaping
         size = self.args.num_generations

@@ -49,7 +49,10 @@ class Group:
 
 @dataclass(kw_only=True, eq=False)
 class InFlight:
-    """The groups that are being sampled but have not been trained; the hook ``Step.in_flight``."""
+    """The groups whose sampling has begun but that have not been trained.
+
+    ``rloo.step.Step`` calls an object of this class as its hook ``in_flight``.
+    """
 
     completer: TrainingCompleter
     grow: Callable[[Begun], Generations]  # continues completions

@@ -29,7 +29,10 @@ class Policy:
     args: LeaveOneOutConfig
 
     def forward(self, batch: MicroBatch) -> PassOutput:
-        """Run the policy on a micro-batch; compute entropies too if gradients are enabled."""
+        """Run the policy on a micro-batch and return the log-probabilities, as ``run`` does.
+
+        Entropies are returned too if gradients are enabled.
+        """
         return self.run(batch, entropies=torch.is_grad_enabled())
 
     def run(self, batch: MicroBatch, *, entropies: bool, model: Any = None) -> PassOutput:

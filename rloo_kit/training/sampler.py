@@ -97,7 +97,15 @@ class Sampler:
         return [ids for ids, _ in found], [known for _, known in found]
 
     def grow(self, begun: Begun) -> Generations:
-        """Continue unfinished completions until enough have ended; return their new tokens.
+        """Continue unfinished completions until enough of them have ended.
+
+        Args:
+            begun: The completions so far. Its function ``is_enough`` decides when sampling stops;
+                without it, sampling continues until all have ended.
+
+        Returns:
+            The new tokens of each completion in ``begun``, and the log-probabilities of these
+            tokens.
 
         Raises:
             StalePolicyError: The engine did not sample from the current policy.
@@ -296,7 +304,11 @@ class TrainingCompleter(Completer):
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
-        """Start to compute the rewards of completions; async rewards run in the background."""
+        """Start to compute the rewards of completions, and return a handle of the scored batch.
+
+        Async rewards run in the background. Call the handle's ``result`` to run the other rewards,
+        wait for all of them and get the batch.
+        """
         pending = super().score(rows, completions)
         return Pending(pending.in_background, lambda: self._batch(pending.result, completions))
 

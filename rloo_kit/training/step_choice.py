@@ -85,7 +85,7 @@ def check_tools(choice: StepChoice) -> None:
     if choice.by_trl:
         raise ConfigError(
             f"tools need the kit's own step, but TRL's step is used because {choice.reason}: "
-            "remove the tools, or change this"
+            "remove the tools, or change the run so that it uses the kit's step"
         )
 
 
@@ -99,8 +99,9 @@ def _check_fsdp(args: LeaveOneOutConfig) -> None:
     state = args.distributed_state
     if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
         raise ConfigError(
-            "FSDP divides a model among the GPUs of several processes, so it has no effect in this "
-            "run: remove it, or use DeepSpeed instead (examples/accelerate/zero3.yaml)"
+            "FSDP divides a model among the GPUs of several processes, but this run has only one "
+            "process or no GPU: turn FSDP off, or use DeepSpeed instead "
+            "(examples/accelerate/zero3.yaml)"
         )
 
 

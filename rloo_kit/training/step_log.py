@@ -31,7 +31,8 @@ class StepLog:
         tokenizer: The tokenizer; its special marks separate thoughts from answers.
         tables: Columns of TRL's table of completions (``log_completions``); rows are appended.
         state: Returns transformers' ``TrainerState``, whose token count is updated.
-        tell: Called once for each rollout, with a record of every completion and the rollout.
+        tell: Called once for each rollout with two arguments: a list with one record for each
+            completion, and the rollout.
     """
 
     names: list[str]

@@ -217,7 +217,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     @functools.cached_property
     def learner(self) -> Learner:
-        """The learner, created at the first use, when the free memory sets its token budget."""
+        """The learner.
+
+        It is created at the first use, because its token budget depends on the memory that is free
+        then.
+        """
         args = self.args
         if self.engine is not None:
             self.engine.sleep()  # frees its memory, so that the budget can use it
@@ -342,13 +346,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def training_step(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
     ) -> torch.Tensor:
-        """Collect the rows of a slice; at the last slice of an optimizer step, run the kit's step.
+        """Collect the rows in ``inputs``; in the last call for an optimizer step, run the step.
 
-        If TRL's step was chosen, run TRL's method instead.
+        transformers calls this method ``gradient_accumulation_steps`` times for each optimizer
+        step. If TRL's step was chosen, run TRL's method instead.
 
         Returns:
-            The loss of the optimizer step at its last slice, and 0 before. With TRL's step, the
-            result of TRL's method.
+            The loss of the optimizer step in the last call for it, and 0 in the calls before. With
+            TRL's step, the result of TRL's method.
 
         Raises:
             ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on.
@@ -367,7 +372,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.in_flight is not None and self.rloo.which_prompts is not all_rows:
             raise ConfigError(
                 "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, because "
-                "prompts then begin before the step that trains them: leave one of the two out"
+                "sampling then begins before the step that chooses prompts: leave one of the two "
+                "out"
             )
         loss = self.rloo.run(batches, self.state.global_step + 1)
         steps = self.args.torch_empty_cache_steps
@@ -380,8 +386,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the kit's metrics since the last line of the log, and write the line.
 
-        ``loss`` and ``train_loss`` are means that the kit computes, because transformers forgets
-        earlier losses when a training is resumed.
+        With the kit's step, ``loss`` is the mean since the last line, and ``train_loss`` the mean
+        over all optimizer steps. The kit computes ``train_loss`` itself, because transformers
+        forgets earlier losses when a training is resumed.
         """
         if self.model.training:
             logs.update(self.step_log.take_means())

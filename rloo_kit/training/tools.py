@@ -81,8 +81,8 @@ def with_prompts(
         args: Settings of the training.
 
     Raises:
-        ConfigError: There is no dataset, and ``environments`` is a dict or ``max_steps`` is not
-            set.
+        ConfigError: There are environments but no dataset, and no dataset can be made, because
+            ``environments`` is a dict or ``max_steps`` is not set.
     """
     empty = [{"role": "user", "content": ""}]
     if environments is None or not isinstance(dataset, Dataset | None):
