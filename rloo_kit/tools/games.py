@@ -32,7 +32,7 @@ class GuessNumber:
             number: A whole number from 1 to 100.
 
         Returns:
-            "right", or whether the number is higher or lower.
+            "right", or whether the number to find is "higher" or "lower" than the guess.
         """
         if self._won:
             return "right, the game is over"
@@ -50,7 +50,8 @@ class GuessNumber:
 class Maze:
     """Maze of 4 x 4 rooms in which the model moves to the exit.
 
-    The reward is the covered share of the way from the start to the exit.
+    The reward says how much of the way from the start to the exit the model has covered, from 0 at
+    the start to 1 at the exit.
     """
 
     SIZE = 4
@@ -82,9 +83,10 @@ class Maze:
         return self._view()
 
     def get_reward(self) -> float:
-        """Return the reward: 1 at the exit, and less the farther the current room is from it.
+        """Return the reward, from 1 at the exit down to 0.
 
-        The reward is 0 in a room that is as far from the exit as the start, or farther.
+        It decreases with the distance of the current room from the exit. It is 0 in a room that is
+        as far from the exit as the start, or farther.
         """
         return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[0, 0])
 

@@ -15,7 +15,8 @@ class OpenEnv:
     A subclass sets ``url`` and has a method for each kind of action, such as ``def guess(self,
     number: int) -> str`` that returns ``self._step(number=number)``. See docs/how-to/tools.md. The
     server must allow one session for each completion of a training batch, and as many again for
-    held-out prompts. Its setting is ``max_concurrent_envs`` of ``create_app``.
+    held-out prompts. To allow them, pass their number to the server's ``create_app`` as
+    ``max_concurrent_envs``.
     """
 
     url: ClassVar[str]
@@ -60,7 +61,9 @@ class OpenEnv:
             ConnectionError: The session was lost, so that the episode cannot continue.
         """
         if self._client is None:  # a new session would know nothing of the episode
-            raise ConnectionError("the session was lost, and the episode with it")
+            raise ConnectionError(
+                "the session was lost, so the episode cannot continue: check the OpenEnv server"
+            )
         return "The episode has ended." if self._done else self._ask("step", action)
 
     def _text(self, observation: dict[str, Any]) -> str:

@@ -78,8 +78,9 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
         ) from exc
     if not callable(tool):
         raise ConfigError(
-            f"tool {format_value(name)} is a table, so calling it must return a function, but it "
-            "did not: return one, or write the name of a tool without parameters"
+            f"tool {format_value(name)} is given as a table, so the function of this name must "
+            "return the tool, but its result is not a function: return a function or, if the "
+            "function is itself the tool, write its name without a table"
         )
     return tool
 

@@ -49,7 +49,8 @@ class CallTemplate:
                 if "<tool_call>\n{" not in re.sub(r"\\n", "\n", tokenizer.chat_template):
                     raise ConfigError(
                         "the kit does not know how this model writes a tool call: set "
-                        "tokenizer.response_template (transformers, response parsing)"
+                        "tokenizer.response_template, as the page on response parsing in "
+                        "transformers' documentation describes"
                     ) from exc
                 tokenizer.response_template = templates.qwen3_template
         # TRL's variant of the template, which leaves earlier turns unchanged; None: not needed

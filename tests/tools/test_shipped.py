@@ -170,5 +170,5 @@ def test_a_table_calls_what_it_names_with_its_keys(tmp_path):
     )
     (add,) = load_tools([{"name": "mine.py:adds", "number": 3}], tmp_path)
     assert add(4) == 7
-    with pytest.raises(ConfigError, match="must return a function"):
+    with pytest.raises(ConfigError, match="must return the tool"):
         load_tools([{"name": "mine.py:nothing"}], tmp_path)
