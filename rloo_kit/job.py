@@ -84,7 +84,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
         if not file.is_file():
             raise ConfigError(
                 f"{str(source)!r} is not the folder of a run, because it has no run.yaml: give a "
-                f"run file, or a folder that rloo-kit train wrote"
+                f"run file, or a folder that `rloo-kit train` wrote"
             )
         base = Path()
     else:
@@ -198,8 +198,8 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         raise missing_file(path, base)
     if task is not None and task.train is None:
         raise DataError(
-            f"{data.prompts} is for evaluation only: train on gsm8k or dapo-math, and then use "
-            f"rloo-kit eval RUN --prompts {data.prompts}"
+            f"{data.prompts} is for evaluation only: train on gsm8k or dapo-math, and then run "
+            f"`rloo-kit eval RUN --prompts {data.prompts}`"
         )
     load = partial(
         load_prompts,
@@ -249,9 +249,9 @@ def held_out_judges(
 ) -> list[LoadedReward]:
     """Return the rewards that score held-out prompts: ``data.held_out_rewards`` and the run's own.
 
-    If the held-out prompts have a column ``answer``, the default reward of their task (``accuracy``
-    if it has none) is added unless it is there already, and comes first. It is not added if the
-    reward ``math`` is there, which recognises more correct answers.
+    If the held-out prompts have a column ``answer``, the default reward of their task comes first.
+    For a task without one, this is ``accuracy``. If the default reward is not among the rewards, it
+    is added, except if ``math`` is among them, which recognises more correct answers.
 
     Args:
         rewards: Rewards of the run.
