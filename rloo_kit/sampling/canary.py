@@ -110,10 +110,11 @@ class Position:
 def position_between(
     sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor, noise: torch.Tensor
 ) -> Position | None:
-    """Return the sampler's position on the line from ``other`` to ``now``; None if they are equal.
+    """Return the sampler's position on the line from ``other`` to ``now``.
 
-    The position (``share``) is the least-squares estimate. Its distance from 1/2, divided by its
-    standard error under rounding, shows which of the two policies is nearer.
+    It is None if ``other`` and ``now`` are equal, so that there is no line. The position
+    (``share``) is the least-squares estimate. Its distance from 1/2, divided by its standard error
+    under rounding, shows which of the two policies is nearer.
 
     Args:
         sampler: ``(N,)`` log-probabilities of N tokens, as the engine reported them.
@@ -147,8 +148,8 @@ def is_other(positions: Sequence[Position]) -> bool:
     """Return True if log-probabilities prove that the engine did not use the current policy.
 
     They prove it if the engine's log-probabilities are much nearer to those of another policy: the
-    base without adapter, or the policy of one step ago. Either the last batch alone or the sum of
-    the last batches must prove this.
+    base without adapter, or the policy of one step ago. The newest batch alone must prove this, or
+    all given batches together if there are at least 3.
 
     Args:
         positions: For each of the last batches, the position of the engine between that other
@@ -321,8 +322,8 @@ class Canary:
         position = position_between(sampler, within, outside, torch.ones_like(within))
         if position is not None and position.share < 0.5:
             raise StalePolicyError(
-                f"the adapter does not reach {engine.name}, which ignored a test change of it: "
-                f"restart the engine, or set trainer.generation: transformers"
+                f"the adapter does not reach {engine.name}, whose samples ignored a test change "
+                f"of the adapter: restart the engine, or set trainer.generation: transformers"
             )
 
     def check(

@@ -37,8 +37,8 @@ def start_engine(
         model: The policy, from ``attach_lora``.
         args: A ``LeaveOneOutConfig``.
         why_not: The caller's reason why vLLM cannot sample here; None if there is none.
-        trains: True for a training. False for an evaluation, where settings that have no effect on
-            the engine are not rejected.
+        trains: True for a training, which rejects settings that have no effect on the engine. False
+            for an evaluation, which accepts them.
 
     Returns:
         The engine, or None if transformers samples; and the choice, with the reason if a faster
@@ -102,7 +102,8 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
     if length and length != shared.max_seq_length:
         raise ConfigError(
             f"trainer.vllm_max_model_length is {length}, but vLLM was already started with the "
-            f"model, for {shared.max_seq_length} tokens: set model.max_seq_length"
+            f"model, for {shared.max_seq_length} tokens: leave it out, or set "
+            f"model.max_seq_length to the same number"
         )
 
 

@@ -28,7 +28,7 @@ from rloo_kit.types import Score, Tokenizer
 
 @dataclass(kw_only=True, eq=False)
 class Completer:
-    """Sampler of one completion for each row, which also calls the rewards."""
+    """Sampler that draws one completion for each row of prompts, and scores it with the rewards."""
 
     draw: Draw  # samples a completion of each tokenized prompt
     processing_class: Tokenizer  # the tokenizer, or a processor that has one

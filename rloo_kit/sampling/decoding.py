@@ -50,15 +50,15 @@ def complete(
     thought: ThoughtLimit | None = None,
     **how: Any,
 ) -> list[list[int]]:
-    """Sample one completion of each of B prompts; return its ids including the end token.
+    """Sample one completion of each of B prompts; return the sampled ids, including end tokens.
 
     Args:
         model: A causal language model of transformers, with or without PEFT's wrapper.
         prompt_ids: B prompts; adjacent equal prompts share their prefill.
         pad_token_id: The id that pads prompts on the left.
         ends: Ids of the tokens that end a completion.
-        thought: Limit that ends a completion whose thought is too long, without an end token. None
-            for no limit.
+        thought: Limit on the length of a thought. A completion whose thought is still open at the
+            limit is truncated there, so it has no end token. None for no limit.
         **how: Further arguments of ``generate``.
 
     Raises:
@@ -128,9 +128,10 @@ def _generate(
 
 @contextlib.contextmanager
 def as_sampled(model: Any) -> Iterator[None]:
-    """Speed up sampling during a ``with`` block, by merged layers and attention without copies.
+    """Speed up sampling during a ``with`` block.
 
-    If Unsloth has replaced the model's forward pass, nothing changes.
+    LoRA layers are merged if memory allows. On a CPU, attention does not copy keys and values for
+    each query head. If Unsloth has replaced the model's forward pass, nothing changes.
     """
     if _decodes_itself(model):
         yield
@@ -207,11 +208,14 @@ class _Growth:
     ) -> torch.Tensor:
         """Record the newest token of each row, and find the rows that have reached a limit.
 
+        L is the number of rows, of B at the start, that have not been dropped.
+
         Args:
-            live: ``(L,)`` row numbers.
-            ids: ``(L, W + t)`` prompts and completions so far.
+            live: ``(L,)`` numbers of these rows among the B rows.
+            ids: ``(L, W + t)`` ids: W columns for prompts with the completions to continue, padded
+                on the left, and t columns for the tokens sampled since.
             logits: ``(L, vocabulary)`` logits from which the newest tokens were sampled.
-            grows: ``(L,)`` bool, True for rows that had not ended before.
+            grows: ``(L,)`` bool, True for rows that had not ended before the newest token.
 
         Returns:
             ``(L,)`` bool, True for rows at the limit of length or of the thought.
@@ -233,12 +237,19 @@ class _Growth:
         return at_limit
 
     def is_enough(self, rows: torch.Tensor) -> bool:
-        """Record that these rows have ended; return True if enough completions have ended."""
+        """Record that rows have ended; return True if enough completions have ended.
+
+        ``rows`` has the numbers of the rows that have ended.
+        """
         self._ended.update(rows.tolist())
         return self._begun.is_enough(self._ended)
 
     def cut(self, drawn: list[list[int]]) -> Generations:
-        """Return the new tokens of B rows with their log-probabilities, after removing padding."""
+        """Return the new tokens of all B completions, and their log-probabilities.
+
+        Args:
+            drawn: For each completion its new ids, with padding at the end, which is removed.
+        """
         counts = self._new.tolist()
         log_probs = torch.stack(self._columns, 1).tolist()  # (B, C)
         return Generations(
@@ -248,7 +259,11 @@ class _Growth:
 
 
 def can_grow(model: Model) -> bool:
-    """Return True if ``grow`` works for the model: rows can be dropped before all have ended."""
+    """Return True if ``grow`` works for the model.
+
+    It works if rows that have ended can be dropped from the model's cache while others continue,
+    and if Unsloth has not replaced the model's forward pass.
+    """
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False
@@ -266,7 +281,7 @@ def _decodes_itself(model: Model) -> bool:
 
 
 def continues_prompts(model: Model) -> bool:
-    """Return True if several completions can share one pass over their prompt through its cache."""
+    """Return True if completions can continue from the cache of one pass over a shared prompt."""
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
         return False

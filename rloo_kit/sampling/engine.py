@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ThoughtLimit:
-    """Limit that truncates a completion whose thought is still open after this many tokens."""
+    """Limit that truncates a completion to ``tokens`` tokens if its thought is still open there."""
 
     tokens: int
     marks: ThoughtMarks  # the marks around a thought, which may begin in the prompt
@@ -143,7 +143,11 @@ class PartialEngine(Engine, Protocol):
     """Interface of an engine that can stop sampling early, and continue completions later."""
 
     def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
-        """Continue B completions until ``begun.is_enough`` is True; return their new tokens."""
+        """Continue B completions until all have ended or ``begun.is_enough`` returns True.
+
+        Returns:
+            The new tokens of each completion, and their log-probabilities.
+        """
         ...
 
 

@@ -58,7 +58,8 @@ class VllmEngine:
         model: The policy, with its LoRA adapter.
         max_length: Maximum tokens of prompt and completion together.
         num_sequences: Number of completions that are sampled at the same time.
-        sleeps: True to free GPU memory from ``sleep`` until the engine is used again.
+        sleeps: True if ``sleep`` shall free GPU memory until the engine is used again; False if
+            ``sleep`` shall do nothing.
         memory_share: Fraction of the GPU's memory for an engine with its own copy of the weights;
             None computes it (``engine_memory``).
         seed: Seed of vLLM.
@@ -94,9 +95,9 @@ class VllmEngine:
             self._sleeps &= config.enable_sleep_mode
             if config.max_model_len < max_length:  # Unsloth lowers it if its cache is too small
                 raise GenerationError(
-                    f"vLLM was started with the model for at most {config.max_model_len} tokens, "
-                    f"but the run needs {max_length}: lower model.max_seq_length, or set "
-                    f"trainer.generation: transformers"
+                    f"vLLM, which was started with the model, has room for {config.max_model_len} "
+                    f"tokens, but the run needs {max_length}: lower model.max_seq_length to the "
+                    f"first number, or set trainer.generation: transformers"
                 )
             return
         self._sleeps = self._sleeps and may_sleep()
@@ -276,7 +277,7 @@ class VllmEngine:
         """Continue completions until enough have ended (see ``PartialEngine``).
 
         Each row becomes a new request, whose prompt is the row's prompt and its completion so far.
-        Requests that have not ended when enough have ended are aborted.
+        As soon as enough have ended, the other requests are aborted.
 
         Raises:
             GenerationError: Unsloth merges the adapter into the base to sample, which works only
