@@ -174,8 +174,9 @@ def evaluate(
         num_samples: Number of completions for each prompt, for pass@k.
         thinking_budget: Maximum number of tokens in a thought. A thought that is still open then
             ends its completion. None means no limit.
-        sample: Function that samples instead of ``model`` and ``engine``. It is called with rows
-            of the dataset (each ``num_samples`` times) and returns one completion for each row.
+        sample: Function that samples instead of ``model`` and ``engine``. It is called with a list
+            of rows and returns one completion for each. Over all calls, it gets every row of the
+            dataset ``num_samples`` times.
         tool_loop: Loop that runs the tools that completions call. None means no tools.
 
     Returns:

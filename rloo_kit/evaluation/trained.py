@@ -96,7 +96,7 @@ def _adapter_of(run: Path) -> Path:
         return adapter
     raise ConfigError(
         f"the run in {format_value(str(run))} has no adapter yet and no checkpoint: train it "
-        f"first with rloo-kit train {run} --resume"
+        f"first with `rloo-kit train {run} --resume`"
     )
 
 
