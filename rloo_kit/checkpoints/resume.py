@@ -552,9 +552,9 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     then = checkpoint.facts
     if (step := then.get("step", "kit")) != now.get("step", "kit"):
         raise CheckpointError(
-            f"{name} was written with trainer.step {step}, but this run uses the other training "
-            f"step: set trainer.step to {step} and start as many processes as before, or begin a "
-            "new run"
+            f"{name} was written with trainer.step {step}, but this run uses the other of the "
+            f"two (kit and trl): set trainer.step to {step} and start as many processes as before, "
+            "or begin a new run"
         )
     for what, text in (
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
@@ -575,7 +575,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     )
     if changed:
         run = checkpoint.folder.parent
-        own = f" (rloo-kit train {run} --resume has them)" if (run / "run.yaml").is_file() else ""
+        own = f" (`rloo-kit train {run} --resume` does so)" if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
             f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
             f"new run"

@@ -94,10 +94,11 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
             say("\nstopping: this step is finished and saved first; ask again to stop at once")
 
     def note(number: int, _: FrameType | None) -> None:
-        """Record the first signal.
+        """Record the first signal; raise an exception at a later one.
 
         Raises:
-            KeyboardInterrupt: The first signal arrived ``APART`` seconds ago or earlier.
+            KeyboardInterrupt: A later SIGINT, at least ``APART`` seconds after the first signal.
+            Terminated: A later SIGTERM, at least ``APART`` seconds after the first signal.
         """
         now = time.monotonic()
         if request.received is None:

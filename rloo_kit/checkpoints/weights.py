@@ -70,8 +70,8 @@ def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
     )
     if wrong:
         raise CheckpointError(
-            f"the adapter of {name} has other layers or another rank than this one ({wrong[0]}): "
-            f"set lora back to its old values, or begin a new run"
+            f"the adapter of {name} has other layers or another rank than the adapter of "
+            f"this run ({wrong[0]}): set lora back to its old values, or begin a new run"
         )
     with torch.no_grad():
         for key, values in kept.items():

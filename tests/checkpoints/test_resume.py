@@ -249,7 +249,7 @@ def test_another_value_of_a_setting_names_the_command_that_has_the_old_one(tmp_p
     with pytest.raises(CheckpointError, match=r"is 'leave_one_out'; set them back, or"):
         check_same_run(Checkpoint(tmp_path / "checkpoint-1", 1, None, older), now)
     (tmp_path / "run.yaml").touch()
-    with pytest.raises(CheckpointError, match=f"rloo-kit train {tmp_path} --resume has them"):
+    with pytest.raises(CheckpointError, match=f"`rloo-kit train {tmp_path} --resume` does so"):
         check_same_run(Checkpoint(tmp_path / "checkpoint-1", 1, None, older), now)
 
 
