@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass
 class SharedExtent:
-    """Counter of the positions that some rows need as one micro-batch with shared prompts."""
+    """Counter of the positions of a micro-batch with shared prompts, as rows are added to it."""
 
     tokens: "TokenRows"
     num_rows: int = 0
@@ -143,7 +143,7 @@ class TokenRows:
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
-        """Return True if a micro-batch costs less with each distinct prompt run once.
+        """Return True if it is cheaper to run each distinct prompt once than once in each row.
 
         Args:
             rows: Numbers of the rows of the micro-batch.

@@ -75,7 +75,7 @@ class StepGuard:
         if self.in_a_row >= self.limit:
             raise DivergedError(
                 f"{self.in_a_row} optimizer steps in a row were skipped because of NaN or Inf, "
-                f"the last one step {step} ({found}): {REMEDY}; {RESUME}"
+                f"most recently step {step} ({found}): {REMEDY}; {RESUME}"
             )
         warnings.warn(
             f"step {step} is skipped because of NaN or Inf ({found}); training stops after "

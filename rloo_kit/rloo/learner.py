@@ -132,7 +132,7 @@ class Learner:
         return found
 
     def learn(self, rollout: Rollout, weights: torch.Tensor) -> Rollout:
-        """Add the gradient of a rollout to the parameters' ``grad``.
+        """Train rows of a rollout: add the gradient of their losses to the parameters' ``grad``.
 
         Args:
             rollout: The rollout. If it is on-policy, this pass also computes the old

@@ -262,7 +262,7 @@ class Rollout:
 
     @property
     def comparable(self) -> torch.Tensor:
-        """Bool mask over the rows, True if a row and another of its group are scorable."""
+        """Bool mask over rows, True for scorable rows whose group has another scorable row."""
         baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
         return ~baselines.isnan().view(-1)
 
@@ -274,7 +274,7 @@ class Rollout:
 
     @property
     def pull(self) -> torch.Tensor:
-        """Difference of ``score_advantages`` from the leave-one-out advantages, for each row.
+        """``score_advantages`` minus the leave-one-out advantages, for each row.
 
         It is 0 if ``shaping.baseline`` is ``leave_one_out``.
         """
@@ -338,10 +338,10 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
-        The sequence-level KL is subtracted from the scores before the leave-one-out baseline is.
-        If ``shaping.baseline`` names another baseline, it is used for the scores only, and the KL
-        keeps the leave-one-out baseline, so that a group does not need the KL of other groups. The
-        token-level KL is subtracted after the baseline.
+        The sequence-level KL is subtracted from the scores first, and the leave-one-out baseline is
+        computed from the differences. If ``shaping.baseline`` names another baseline, it is used
+        for the scores only, and the KL keeps the leave-one-out baseline, so that a group does not
+        need the KL of other groups. The token-level KL is subtracted after the baseline.
 
         Args:
             groups: Numbers of the groups whose log-probabilities are known; None for all.
@@ -374,10 +374,12 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     """Return the numbers of the rows whose old log-probabilities need a separate pass.
 
     The forward pass of the first optimizer step also computes the old log-probabilities of the rows
-    that it trains. So at beta 0 only the learnable rows that this step does not train need the
-    separate pass. With beta above 0 a row's advantage also needs the KL of other rows. Then no row
-    needs the separate pass if the first step trains the whole rollout and advantages are not
-    normalised. Otherwise all learnable rows need it.
+    that it trains. With beta above 0 a row's advantage also needs the KL of other rows. The rows
+    that need the separate pass are therefore:
+
+    - with beta 0, the learnable rows that the first step does not train;
+    - with beta above 0, none if the first step trains the whole rollout and advantages are not
+      normalised, else all learnable rows.
 
     Args:
         rollout: The rollout.

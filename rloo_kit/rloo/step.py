@@ -117,8 +117,8 @@ class Step:
         """Compute the gradient of a step into the parameters' ``grad``; return the step's loss.
 
         Args:
-            batches: One list for each slice of the step. Each list has the rows of a whole
-                rollout, but it is used only if its slice begins a new rollout.
+            batches: One list of training-set rows for each slice of the step. Each list is enough
+                for a whole rollout, but it is used only if its slice begins a new rollout.
             number: The number of the step, from 1.
 
         Raises:
@@ -175,11 +175,12 @@ class Step:
         return self.rollout, self.waiting.pop(0)
 
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
-        """Return a rollout with scores and, if beta is not 0, reference log-probabilities.
+        """Sample and score completions, and return them as a rollout.
 
-        With beta 0 the advantages are final. Otherwise they need the KL and therefore the old
-        log-probabilities, so they are computed later: in ``next_slice`` if it runs a separate pass
-        for the old log-probabilities, and in ``Learner.learn`` if not.
+        With beta 0 the rollout's advantages are final. Otherwise the rollout has the reference's
+        log-probabilities. The advantages then need the KL and therefore the old log-probabilities,
+        so they are computed later: in ``next_slice`` if it runs a separate pass for the old
+        log-probabilities, and in ``Learner.learn`` if not.
 
         Args:
             rows: The training-set rows to sample completions for.
@@ -208,7 +209,7 @@ class Step:
         return self.rows_to_learn(rollout)
 
     def sample_and_score(self, rows: list[Row]) -> ScoredBatch:
-        """Sample and score completions of more rows, and wait for the scores."""
+        """Sample and score one completion of each training-set row, and wait for the scores."""
         return self.score(rows, self.sample(rows)).result()
 
     def state_dict(self) -> dict[str, Any]:
