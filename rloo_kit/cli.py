@@ -181,8 +181,9 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "continue the newest run in output_dir (or the run whose folder is given in place of a run "
-    "file) from its newest complete checkpoint; start a new run if there is none",
+    "continue the newest run in output_dir, or the run whose folder is given in place of a run "
+    "file, from its newest complete checkpoint, or from step 0 if it has none; start a new run if "
+    "output_dir has no run",
     action="store_true",
 )
 # Options of eval and judge
@@ -280,7 +281,9 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
 
     if source is None:
         if overrides or cards > 1:
-            raise ConfigError("--set and --cards need a run file: rloo-kit plan RUN.yaml ...")
+            raise ConfigError(
+                "--set and --cards need a run file: add them to `rloo-kit plan RUN.yaml`"
+            )
         print(describe_fits(find_room(gpu)[0]))
         return 0
     if is_model(source):
@@ -479,15 +482,15 @@ def _serve(model: str, more: list[str]) -> None:
     ),
     _argument(
         "--dtype",
-        "data type of the weights: with --to gguf bf16 (default), f16, q8_0, q5_k_m or q4_k_m; "
-        "with --to merged bf16 (default) or nf4",
+        "data type of the weights: bf16 (default), f16, q8_0, q5_k_m or q4_k_m with --to gguf; "
+        "bf16 (default) or nf4 with --to merged",
         metavar="TYPE",
     ),
     _argument(
         "--base",
-        "with --to merged or gguf: the 16-bit base model to merge the adapter into, or dequantized "
-        "to use the run's 4-bit base model converted to 16 bit; with --to adapter or hub: the name "
-        "of the base model that is written into the adapter's config",
+        "with --to merged or gguf: the 16-bit base model to merge the adapter into, or the word "
+        "'dequantized' to use the run's 4-bit base model converted to 16 bit; with --to adapter or "
+        "hub: the name of the base model that is written into the adapter's config",
         metavar="NAME",
     ),
     _argument(
@@ -521,9 +524,9 @@ def _export(**options: Any) -> None:
 
 @_command(
     "hand-over",
-    "write a folder with which verl trains on several cards, with the settings of a run file",
+    "convert a run file to a folder with which another trainer, verl, trains on several cards",
     RUN_FILE,
-    _argument("--to", "the other trainer; only verl is possible", required=True, metavar="TRAINER"),
+    _argument("--to", "name of the other trainer: verl", required=True, metavar="TRAINER"),
     _argument(
         "--output", "folder to write (a number is added if it exists)", required=True, metavar="DIR"
     ),
