@@ -82,7 +82,7 @@ CARDS = {
 def find_card(text: str) -> Hardware:
     """Return the card that a text names by model or by memory, such as ``RTX 4070`` or ``12GB``.
 
-    All memory of the returned card is free.
+    The returned card counts all of its memory as free.
 
     >>> find_card("12GB").total_memory == find_card("RTX 4070").total_memory == 12 * GIB
     True
@@ -219,7 +219,7 @@ def installed_version(package: str) -> str | None:
 def why_not_unsloth(device: str) -> str | None:
     """Return why Unsloth cannot start on a device (``cuda``, ``xpu`` or ``cpu``).
 
-    None means that nothing is known that prevents it.
+    None means that no such reason is known.
     """
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"

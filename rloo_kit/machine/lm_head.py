@@ -47,7 +47,7 @@ def token_log_probs(
     """
 
     def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the results for a chunk of hidden states and their targets."""
+        """Return what ``token_log_probs`` returns, for a chunk of hidden states and targets."""
         offset = None if bias is None else bias.to(part.dtype)
         # (chunk, H) x (V, H) -> (chunk, V)
         logits = linear(part, weight.to(part.dtype), offset).float() * scale_before_cap

@@ -24,7 +24,7 @@ def from_first(value: T) -> T:
     """Send a value from the first process to all processes, and return it.
 
     Every process must call this function. The settings of the trainer (``TrainingArguments``) must
-    have been created before, because this connects the processes.
+    exist already, because creating them connects the processes.
 
     Args:
         value: The value to send; it is ignored in all processes except the first.
@@ -54,8 +54,9 @@ def check_launch(trainer: Mapping[str, Any]) -> None:
     for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
         if trainer.get(name) and "RANK" not in os.environ:
             raise ConfigError(
-                f"trainer.{name} needs a launcher: leave it out, and start with accelerate launch "
-                f"--config_file examples/accelerate/{file}.yaml -m rloo_kit train RUN.yaml"
+                f"trainer.{name} needs a launcher: remove this setting, and start the training "
+                f"with `accelerate launch --config_file examples/accelerate/{file}.yaml "
+                f"-m rloo_kit train RUN.yaml`"
             )
     for name, package in (("deepspeed", "deepspeed"), ("use_liger_kernel", "liger-kernel")):
         if trainer.get(name) and installed_version(package) is None:

@@ -169,7 +169,7 @@ def test_model(case, tmp_path, capsys):
 
 SETTINGS = {
     "trainer.deepspeed=ds.json": "examples/accelerate/zero3.yaml -m rloo_kit train RUN.yaml",
-    "trainer.fsdp=true": "leave it out, and start with accelerate launch --config_file",
+    "trainer.fsdp=true": "remove this setting, and start the training with `accelerate launch",
     "trainer.use_liger_kernel=true": "pip install liger-kernel",
     "trainer.sync_ref_model=true": "base model without the adapter: leave it out",
     "data.skip_empty=true": "skip_empty has no effect on the prompts 'arithmetic': drop it",
@@ -186,7 +186,7 @@ def test_setting_that_cannot_act_here(setting, tmp_path, capsys):
 
 
 def test_deepspeed_under_a_launcher_needs_its_package(monkeypatch):
-    with pytest.raises(ConfigError, match="start with accelerate launch"):
+    with pytest.raises(ConfigError, match="start the training with `accelerate launch"):
         check_launch({"deepspeed": "ds.json"})
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="pip install deepspeed"):
