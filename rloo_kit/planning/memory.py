@@ -258,8 +258,8 @@ def _sampling(job: Job) -> dict[str, Held]:
 def planned_engine(job: Job) -> EngineMemory:
     """Return the GPU memory that vLLM will request in the run.
 
-    If vLLM does not fit, ``refusal`` of the result says why. The memory is then that for the KV
-    cache of all completions at full length.
+    If vLLM does not fit, ``refusal`` of the result says why, and ``cache`` is the size that the KV
+    cache of all completions at full length would have.
     """
     size = engine_size(
         job.shape,

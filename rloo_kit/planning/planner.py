@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the peak fits into the memory and vLLM, if it is used, can start."""
+        """True if the peak fits into the memory, and if vLLM can start or is not used."""
         return self.peak_bytes <= self.room and self.refusal is None
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def refusal(self) -> str | None:
-        """Reason why vLLM cannot start, even if the peak fits; None if it can or is not used."""
+        """Reason why vLLM cannot start; None if vLLM can start or is not used."""
         return None if self.vllm_share is None else planned_engine(self.job).refusal
 
     def fitting_ways(self, cards: int) -> list[Way]:
