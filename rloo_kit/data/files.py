@@ -60,7 +60,10 @@ def read_source(  # noqa: PLR0913
     empty: list[str] = []
 
     def checked(place: str, prompt: Any) -> Any:
-        """Check and convert a prompt; return None, and note its place, if it is empty."""
+        """Check a prompt and return it converted.
+
+        If it is empty, add its place to the list ``empty`` and return None.
+        """
         if not prompt or not str(prompt).strip():
             empty.append(place)
             return None
@@ -365,8 +368,8 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:
         raise DataError(
-            "columns leaves no column 'prompt': name the column that has the prompts with "
-            "{prompt: COLUMN}"
+            "columns leaves no column 'prompt': write {prompt: COLUMN} for the column that has the "
+            "prompts, and give that column no second name"
         )
     return renamed
 

@@ -129,7 +129,10 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     where = format_name(f"{PREFIX}{task}")
     for key in {"seed", "size"} & set(settings):
-        raise DataError(f"data.settings has {key!r}: use seed or data.num_prompts instead")
+        raise DataError(
+            f"data.settings has {key!r}: leave it out, and set the seed of the run in place of "
+            "seed, or data.num_prompts in place of size"
+        )
     create = _factory(task).create_dataset
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -77,9 +77,9 @@ HUB_TASKS = {
 
 
 def hub_task(name: str) -> HubTask | None:
-    """Return the dataset that ``NAME`` or ``NAME:PATH`` refers to; None if NAME is not in the list.
+    """Return the entry NAME of ``HUB_TASKS`` for a name of the form ``NAME`` or ``NAME:PATH``.
 
-    The list is ``HUB_TASKS``.
+    If there is no such entry, return None.
     """
     return HUB_TASKS.get(name.partition(":")[0])
 
@@ -100,11 +100,13 @@ def read_hub_task(name: str, split: str) -> list[Row]:
 
     Args:
         name: ``NAME`` or ``NAME:PATH``.
-        split: ``train`` or ``held_out``. ``train`` reads all rows if PATH is a file, and the
-            held-out rows if the dataset is only for evaluation.
+        split: ``train`` or ``held_out``. If PATH is a single file, ``train`` means all of its
+            rows. If the dataset is only for evaluation and thus has no training rows, ``train``
+            means its held-out rows.
 
     Raises:
-        DataError: The dataset cannot be loaded, has no such split, or a row has other columns.
+        DataError: The dataset cannot be loaded, it does not have the split, or a row does not have
+            the columns of this dataset.
     """
     short, _, path = name.partition(":")
     task = HUB_TASKS[short]
@@ -114,8 +116,8 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     own = task.held_out if split == "held_out" else task.train or task.held_out
     if own is None or (whole_file and split == "held_out"):
         raise DataError(
-            f"{short} has no held-out split, or the path after its name is a single file, which "
-            "has none: set data.held_out to use the last rows"
+            f"{short} has no held-out split: either the dataset itself has none, or the path after "
+            "its name is a single file; set data.held_out to hold out the last of the training rows"
         )
     placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
     rows: dict[str, Row] = {}

@@ -96,8 +96,8 @@ def text_as_parts(messages: Any) -> Any:
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
     """Return the prompts with their images in a column of type ``datasets.Image``.
 
-    A column that has this type already is not changed. Each other image is opened once to check it,
-    but not decoded.
+    A column that has this type already is not changed. Images from messages, and from columns of
+    another type, are opened once to check them, but not decoded.
 
     Args:
         dataset: Prompts whose images are paths, bytes, or dicts with the keys ``path`` and
@@ -203,10 +203,14 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
 
 
 def save_thumbnails(value: Any, folder: Path) -> Any:
-    """Return nested dicts and lists with each PIL image replaced by the name of a thumbnail file.
+    """Save a thumbnail of each PIL image in a value, and return the value with file names.
 
-    The thumbnail is saved as ``images/DIGEST.jpg`` (a few kB) in ``folder``, unless the file exists
-    already.
+    A thumbnail (a few kB) is saved as ``images/DIGEST.jpg`` in ``folder``, unless this file exists
+    already. In the returned value this name replaces the image.
+
+    Args:
+        value: Nested dicts and lists, which are not changed.
+        folder: Folder of the record of the run.
     """
     if isinstance(value, Mapping):
         return {key: save_thumbnails(item, folder) for key, item in value.items()}

@@ -49,8 +49,9 @@ def tokenize_prompts(
     except Exception as exc:
         # A template is a program and may raise anything
         raise DataError(
-            f"the model's chat template cannot render a prompt ({first_line(exc)}): set data.chat: "
-            "false for a model without one, or change roles and data.system"
+            f"the model's chat template cannot render a prompt ({first_line(exc)}): if the "
+            "model has no chat template, set data.chat: false; otherwise change the roles of the "
+            "messages, or data.system"
         ) from exc
 
 
@@ -83,7 +84,8 @@ def longest_prompt(
     """Return the token ids of the longest prompt.
 
     Only the 1,000 prompts with the highest upper bound on their tokens are tokenized. In a larger
-    dataset another prompt may therefore be longer.
+    dataset another prompt may therefore be longer. ``settings`` are keyword arguments for the chat
+    template.
     """
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])
@@ -93,9 +95,14 @@ def longest_prompt(
 def quantile_of_lengths(
     dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
 ) -> int:
-    """Return the quantile ``share`` (0 to 1) of the lengths of all prompts, in tokens.
+    """Return a quantile of the lengths of all prompts, in tokens.
 
-    It is the smallest length that at least this share of the prompts does not exceed.
+    Args:
+        dataset: Rows with a column ``prompt``.
+        tokenizer: The tokenizer, or a processor that has a tokenizer.
+        share: Share of the prompts, above 0 and at most 1. The result is the smallest N such that
+            at least this share of the prompts has N tokens or fewer; for 0.5 it is the median.
+        settings: Keyword arguments for the chat template.
     """
     prompts = iter_column(dataset, "prompt")
     lengths = sorted(len(prompt_ids(tokenizer, prompt, settings)) for prompt in prompts)
@@ -106,6 +113,8 @@ def drop_long_prompts(
     dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
 ) -> "tuple[Dataset, int]":
     """Return the prompts of at most ``limit`` tokens, and the number of prompts left out.
+
+    Tokens of images are not counted. ``settings`` are keyword arguments for the chat template.
 
     Raises:
         DataError: Every prompt has more than ``limit`` tokens.

@@ -48,9 +48,11 @@ def load_prompts(  # noqa: PLR0913
         name: A built-in task (``arithmetic``, ``countdown``, ``sums``), ``reasoning_gym:TASK``, a
             math dataset (``gsm8k``, ``dapo-math``, ``math500``, or ``gsm8k:PATH`` for a local
             copy), a .jsonl, .csv or .parquet file, a folder with a dataset, or a hub dataset.
-        split: Split of a hub dataset; for a task, ``train`` or ``held_out``.
+        split: ``train`` or ``held_out`` for a task or a math dataset. Otherwise the name of a split
+            of the hub dataset.
         config: Configuration of a hub dataset; None: the dataset has only one.
-        num_prompts: Number of prompts to load; None: all, or 1,024 problems of a task.
+        num_prompts: Number of prompts to load. None: 1,024 problems of a built-in or reasoning-gym
+            task, and all prompts of any other source.
         system: System message to put before every prompt. None: no system message, except for a
             math dataset, which asks for step-by-step reasoning and a boxed answer.
         chat: Turn a plain string into a user message, so that the chat template is applied.

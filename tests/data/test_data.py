@@ -317,7 +317,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
          "column to prompt, or name it with columns, as in {prompt: question}"),
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
          "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
-        ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': name"),
+        ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': write"),
         ({"prompt": "question", "id": "solution"}, "to 'id', but a column of that name"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
@@ -546,7 +546,7 @@ def test_a_gym_task_that_prints_is_kept_from_it(capsys):
             "reasoning-gym has no task 'chain_sums'; did you mean 'chain_sum'?",
         ),
         ("chain_sum", {"max_term": 3}, "unexpected keyword argument 'max_term'"),
-        ("chain_sum", {"seed": 3}, "data.settings has 'seed': use seed or data.num_prompts"),
+        ("chain_sum", {"seed": 3}, "data.settings has 'seed': leave it out"),
         ("chain_sum", {"max_terms": 1}, "makes no problems with the settings {'max_terms': 1}"),
     ],
 )
