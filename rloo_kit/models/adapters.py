@@ -173,9 +173,9 @@ def drop_old_reference(model: Model) -> None:
 def without_engine(model: Model) -> Iterator[None]:
     """Hide the vLLM engine that Unsloth loaded with a model, during a ``with`` block.
 
-    This is needed when TRL's trainer is created. As patched by Unsloth, the trainer would sample
-    with the engine. TRL's own code for vLLM would set environment variables of torch.distributed
-    and put the engine to sleep.
+    TRL's trainer must be created in such a block. If the trainer found the engine, Unsloth's patch
+    of TRL would make it sample with the engine, and TRL's code for vLLM would set environment
+    variables of torch.distributed and put the engine to sleep.
     """
     modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]

@@ -130,8 +130,8 @@ def engine_memory(
 
     Args:
         size: Memory that the engine needs.
-        free: Free GPU memory in bytes, before the engine starts. If the engine shares the model's
-            weights, before the weights are loaded.
+        free: GPU memory in bytes that is free before the engine starts. For an engine that shares
+            the model's weights, the memory that is free before the weights are loaded.
         sleeps: True if the engine frees its memory during the learning step.
         card: Total memory of the GPU, in bytes.
         share: Fraction of the GPU's memory for the engine, set by the user; None computes it.
@@ -178,5 +178,8 @@ def cpu_cache(size: EngineSize, free: int) -> int:
 
 
 def reserved_rank(rank: int) -> int:
-    """Return the smallest rank in ``LORA_RANKS`` that is at least ``rank``, or the largest one."""
+    """Return the smallest rank in ``LORA_RANKS`` that is at least ``rank``.
+
+    If ``rank`` is greater than all of them, return the greatest rank in ``LORA_RANKS``.
+    """
     return next((reserved for reserved in LORA_RANKS if reserved >= rank), LORA_RANKS[-1])

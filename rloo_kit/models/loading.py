@@ -92,8 +92,8 @@ def load_model(
         The model, and its tokenizer or processor.
 
     Raises:
-        ModelError: The model is missing or too large, is not a language model or not a vision
-            model, has no safetensors, or needs code that is not trusted.
+        ModelError: The model is missing or too large, is not a language model, has no safetensors,
+            or needs code that is not trusted. Or ``images`` is true, but the model reads only text.
         ConfigError: A setting does not work on this machine or with this model.
         GenerationError: The shared engine cannot start.
     """
@@ -229,8 +229,8 @@ def _taken_from(
     """
     if kwargs.get("load_in_8bit"):
         raise ConfigError(
-            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave it out, and "
-            "set load_in_4bit"
+            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
+            "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
         )
     extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
     if extra and why_not_shared:
@@ -778,9 +778,10 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def set_padding(model: Model, tokenizer: Tokenizer) -> None:
-    """Use the EOS token as padding token if the tokenizer has none that the model can embed.
+    """Make the EOS token the padding token if the tokenizer has no usable padding token.
 
-    A padding token is unusable if its id is not smaller than the model's vocabulary size.
+    A padding token is usable if the model can embed it, that is, if its id is smaller than the
+    model's vocabulary size.
     """
     size = model.config.get_text_config().vocab_size
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= size:

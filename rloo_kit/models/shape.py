@@ -253,8 +253,9 @@ def shape_of_config(
 def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """Return the transformers class that loads a model.
 
-    It is AutoModelForImageTextToText if ``images`` is true, or if transformers has no class for the
-    text part of a vision model alone. Otherwise it is AutoModelForCausalLM.
+    It is AutoModelForImageTextToText if ``images`` is true, or if the config is that of a vision
+    model which transformers cannot load without its vision part. Otherwise it is
+    AutoModelForCausalLM.
     """
     import transformers
 

@@ -97,7 +97,8 @@ def load_shared(
         ``notes_of(model).why_not_shared`` has the reason in one line.
 
     Raises:
-        GenerationError: The engine is required but cannot start.
+        GenerationError: ``engine.required`` is true, but the weights cannot be shared or the engine
+            cannot start.
         ConfigError: The weights can be shared, but ``engine.not_shared`` names settings that only
             an engine with its own weights can use.
     """
