@@ -106,7 +106,7 @@ def test_train_and_rewards_check_name_code_first(ran, rewards):
         lambda say: rk.check_rewards("run.yaml", completions=[{"prompt": "a"}], say=say),
     ):
         said = []
-        with pytest.raises(RewardLoadError, match="there is no 'lost' in it"):
+        with pytest.raises(RewardLoadError, match="there is no 'lost' in its file or module"):
             run(said.append)
         assert said == ["running code of mine.py (lost)"]
 

@@ -158,7 +158,7 @@ class Composed:
         return any(isinstance(part, AsyncCheckedReward) for part in self.parts)
 
     def bind(self, tokenizer: Tokenizer) -> "Composed":
-        """Return this reward with its parts bound to a tokenizer."""
+        """Return a copy of this reward whose parts are bound to a tokenizer."""
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
     def check_columns(self, names: Iterable[str]) -> None:
@@ -188,7 +188,7 @@ class Composed:
             coroutine.send(None)
         except StopIteration as done:
             return done.value
-        raise AssertionError("a reward that is not async awaited something")
+        raise AssertionError("no part of this reward is async, but its call awaited something")
 
 
 async def _gated(

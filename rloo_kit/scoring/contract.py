@@ -116,9 +116,9 @@ class CheckedReward:
             self.reward.release()
 
     def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
-        """Return this wrapper with its reward bound to a tokenizer.
+        """Return a copy of this wrapper whose reward is bound to a tokenizer.
 
-        A reward without a ``bind`` method is left as it is.
+        If the reward has no ``bind`` method, return this wrapper itself.
         """
         if not callable(getattr(self.reward, "bind", None)):
             return self
@@ -268,9 +268,13 @@ def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score
 
 
 def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the columns with only the given rows.
+    """Return the keyword arguments of a reward with only the given rows of their columns.
 
-    Arguments that are not columns (lists with one value per completion) are returned unchanged.
+    A column is a list with one value per completion. All other arguments are returned unchanged.
+
+    Args:
+        columns: The keyword arguments, with ``completions``.
+        rows: Indices of the rows, counted from 0.
     """
     count = len(columns["completions"])
     return {

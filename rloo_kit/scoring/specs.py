@@ -359,7 +359,7 @@ def _checked_weight(value: Any, name: str) -> Weight:
     if not math.isfinite(weight):
         raise RewardLoadError(
             f"weight {format_value(value)} of reward {format_value(name)} is not a finite number; "
-            f"give one such as 0.5 (for parameters, {_TABLE_HINT})"
+            f"give a number such as 0.5; to set parameters of the reward, {_TABLE_HINT}"
         )
     return weight
 
@@ -420,7 +420,8 @@ def _attribute(module: ModuleType, attribute: str, spec: str, what: str) -> Any:
     ]
     raise RewardLoadError(
         f"{what} {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
-        f"it{did_you_mean(attribute, names)}; add ':function' with one of: {', '.join(names)}"
+        f"its file or module{did_you_mean(attribute, names)}; after a colon, as in "
+        f"'file.py:function', give one of: {', '.join(names)}"
     )
 
 

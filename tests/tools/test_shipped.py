@@ -100,7 +100,7 @@ def test_a_run_file_names_tools_and_environments(tmp_path):
         load_tools(["mine.py:number"], tmp_path)
     with pytest.raises(RewardLoadError, match="tool file"):
         load_tools(["other.py:say"], tmp_path)
-    with pytest.raises(RewardLoadError, match="there is no 'sey' in it"):
+    with pytest.raises(RewardLoadError, match="there is no 'sey' in its file or module"):
         load_tools(["mine.py:sey"], tmp_path)
 
 
