@@ -242,7 +242,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
         raise DataError(
             f"held_out {held_out:g} cannot split {len(pairs)} pairs with {len(sizes)} prompts, "
             "because pairs of a prompt stay together and each split needs at least one pair; "
-            "lower it, or add pairs"
+            f"{'lower' if held else 'raise'} it, or add pairs"
         )
     return train, held
 

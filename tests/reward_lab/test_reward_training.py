@@ -127,12 +127,14 @@ def test_no_pairs_are_named(tmp_path):
             read_pairs(empty)
 
 
-@pytest.mark.parametrize(("held_out", "expected"), [(0.1, 8), (0.001, 0), (7, 6), (8, 8)])
+@pytest.mark.parametrize(("held_out", "what"), [(0.001, "raise"), (10**6, "lower")])
+def test_an_empty_split_is_refused(held_out, what):
+    with pytest.raises(DataError, match=f"{what} it, or add pairs"):
+        split_pairs(read_pairs(ROWS), held_out, 42)
+
+
+@pytest.mark.parametrize(("held_out", "expected"), [(0.1, 8), (7, 6), (8, 8)])
 def test_all_pairs_of_a_prompt_are_on_one_side(held_out, expected):
-    if not expected:
-        with pytest.raises(DataError, match="lower it, or add pairs"):
-            split_pairs(read_pairs(ROWS), held_out, 42)
-        return
     pairs = read_pairs(ROWS)
     train, held = split_pairs(pairs, held_out, 42)
     assert len(held) == expected
