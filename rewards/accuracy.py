@@ -105,7 +105,9 @@ def chosen_letter(text: str) -> str | None:
     1. the last letter that is stated as the answer ("Answer: B", "\boxed{B}")
     2. the last letter that is stated as the choice ("option (B)", "I pick B")
     3. the last letter that is marked ("(B)", "**B**", or "B. Paris" at the beginning of a line)
-    4. the only capital letter that stands alone as a word
+    4. the only capital letter that stands alone as a word. An "I" before another word does not
+       count. Nor does an "A" before another word, unless it follows a lower-case letter, a comma or
+       a colon, and a space.
 
     >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
     ['B', 'B', 'C', 'B']

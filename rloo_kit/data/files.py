@@ -60,9 +60,9 @@ def read_source(  # noqa: PLR0913
     empty: list[str] = []
 
     def checked(place: str, prompt: Any) -> Any:
-        """Check a prompt and return it converted.
+        """Check a prompt, and return the prompt that ``change`` makes of it.
 
-        If it is empty, add its place to the list ``empty`` and return None.
+        For an empty prompt, return None, and add ``place`` to the outer function's ``empty``.
         """
         if not prompt or not str(prompt).strip():
             empty.append(place)
@@ -362,8 +362,9 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
             )
         if new in there and new not in columns.values():
             raise DataError(
-                f"columns renames {format_value(old)} to {format_value(new)}, but a column of that "
-                "name exists already: choose another name"
+                f"columns would rename {format_value(old)} to {format_value(new)}, but the data "
+                f"already has a column {format_value(new)}: leave this entry out to use that "
+                "column, or rename that column in columns too"
             )
     renamed = dataset.rename_columns({old: new for new, old in columns.items()})
     if "prompt" not in renamed.column_names:

@@ -141,7 +141,7 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, A
     except Exception as exc:
         # Each task checks in its own way, most by assert
         raise DataError(
-            f"{where} makes no problems with the settings {format_value(settings)} "
+            f"{where} cannot make prompts with the settings {format_value(settings)} "
             f"({first_line(exc)}): change data.settings, the level or the seed"
         ) from exc
 

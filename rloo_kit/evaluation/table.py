@@ -32,7 +32,11 @@ class Row:
 
     @property
     def mode(self) -> str:
-        """How the model was sampled, in words, such as ``4 sampled at 1`` or ``greedy``."""
+        """How the model was sampled, in words.
+
+        It is ``greedy``, or the number of samples per prompt and the temperature, such as
+        ``4 sampled at 0.7``.
+        """
         found = self.evaluation
         return f"{found.num_samples} {found.drawn}" if found.temperature else found.drawn
 

@@ -110,11 +110,11 @@ class Position:
 def position_between(
     sampler: torch.Tensor, now: torch.Tensor, other: torch.Tensor, noise: torch.Tensor
 ) -> Position | None:
-    """Return the sampler's position on the line from ``other`` to ``now``.
+    """Return where the sampler is on the line from ``other`` (0) to ``now`` (1).
 
-    It is None if ``other`` and ``now`` are equal, so that there is no line. The position
-    (``share``) is the least-squares estimate. Its distance from 1/2, divided by its standard error
-    under rounding, shows which of the two policies is nearer.
+    The result is None if ``other`` and ``now`` are equal, so that there is no line. Its ``share``
+    is the least-squares estimate of the place. Its ``errors`` is the distance from the midpoint 1/2
+    in standard errors, and negative if the sampler is nearer to ``other``.
 
     Args:
         sampler: ``(N,)`` log-probabilities of N tokens, as the engine reported them.

@@ -208,10 +208,10 @@ class _Growth:
     ) -> torch.Tensor:
         """Record the newest token of each row, and find the rows that have reached a limit.
 
-        L is the number of rows, of B at the start, that have not been dropped.
+        Sampling starts with B rows and drops rows that have ended; L rows are left.
 
         Args:
-            live: ``(L,)`` numbers of these rows among the B rows.
+            live: ``(L,)`` numbers of the rows that are left, counted among the B rows.
             ids: ``(L, W + t)`` ids: W columns for prompts with the completions to continue, padded
                 on the left, and t columns for the tokens sampled since.
             logits: ``(L, vocabulary)`` logits from which the newest tokens were sampled.

@@ -547,7 +547,7 @@ def test_a_gym_task_that_prints_is_kept_from_it(capsys):
         ),
         ("chain_sum", {"max_term": 3}, "unexpected keyword argument 'max_term'"),
         ("chain_sum", {"seed": 3}, "data.settings has 'seed': leave it out"),
-        ("chain_sum", {"max_terms": 1}, "makes no problems with the settings {'max_terms': 1}"),
+        ("chain_sum", {"max_terms": 1}, "cannot make prompts with the settings {'max_terms': 1}"),
     ],
 )
 def test_a_wrong_gym_task_or_setting_says_what_there_is(name, settings, message):
