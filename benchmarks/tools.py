@@ -58,7 +58,8 @@ def main() -> None:
     ):
         mean, low, high = interval([row[key] for row in rows])
         before = interval([row[f"{key} before"] for row in rows])[0]
-        lines.append([what, f"{before:.2f}", f"{mean:.2f} ({max(low, 0):.2f} to {min(high, 1):.2f})"])
+        after = f"{mean:.2f} ({max(low, 0):.2f} to {min(high, 1):.2f})"
+        lines.append([what, f"{before:.2f}", after])
     shown = markdown(["held-out sums, five seeds", "before", "after"], lines)
     write_part(ROOT / "docs" / "how-to" / "tools.md", "tools", shown)
 
