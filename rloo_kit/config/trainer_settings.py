@@ -339,7 +339,7 @@ class BatchPlan:
         If it is False, a forward pass without gradient must first compute the log-probabilities of
         the policy that sampled, before an optimizer step changes it.
         """
-        return self.steps_per_generation <= self.accumulation
+        return self.accumulation % self.steps_per_generation == 0
 
     @property
     def num_prompts(self) -> int:

@@ -228,11 +228,13 @@ class AdapterFolder:
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         if place is not None:
             _remove_leftovers(place)
-        if parent and not os.access(place := Path(parent).resolve(), os.W_OK):
-            raise GenerationError(
-                f"trainer.vllm_adapter_dir {parent!r} cannot be written to: set it to a writable "
-                f"folder that the server can read too"
-            )
+        if parent:
+            place = Path(parent).resolve()
+            if not (place.is_dir() and os.access(place, os.W_OK)):
+                raise GenerationError(
+                    f"trainer.vllm_adapter_dir {parent!r} is not a writable folder: set it to one "
+                    "that the server can read too"
+                )
         prefix = f"rloo-kit-{_namespace()}-{os.getpid()}-"
         self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
 

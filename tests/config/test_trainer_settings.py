@@ -342,6 +342,15 @@ def test_the_plan_counts_completions_slices_and_prompts(batch, expected):
     assert (*found, plan.num_prompts) == expected
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "slices", "expected"),
+    [(2, 2, True), (4, 2, True), (2, 4, False), (3, 2, False)],
+)
+def test_a_batch_is_on_policy_if_it_fills_whole_steps(accumulation, slices, expected):
+    batch = {"gradient_accumulation_steps": accumulation, "steps_per_generation": slices}
+    assert batch_plan(batch).is_on_policy == expected
+
+
 def test_a_correction_of_the_trainers_own_numbers_is_refused():
     other = {"generation": "transformers"}  # tests/reference has the pairs that exclude each other
     (error,) = check_values({"rollout_correction": "token"} | other)

@@ -68,6 +68,12 @@ def refusal(function, *args, **keywords):
     return str(caught.value)
 
 
+def test_a_place_for_the_adapter_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for name in ("file", "gone"):
+        assert "is not a writable folder" in refusal(AdapterFolder, str(tmp_path / name))
+
+
 # --- sampling ------------------------------------------------------------------------------------
 
 
