@@ -151,9 +151,16 @@ def test_prompts_without_a_score_do_not_count():
     assert (one.signal, [row["n"] for row in one.with_signal]) == (pytest.approx(1 / 3), [2])
 
 
-@pytest.mark.parametrize("scores", [[[-1.0, 1.0]], [[0.0, 2.0]], [[None, None]]])
-def test_a_reward_that_is_no_share_is_refused(scores):
-    with pytest.raises(ConfigError, match=r"reward length .* not in \[0, 1\]: rescale it with"):
+@pytest.mark.parametrize(
+    ("scores", "what"),
+    [
+        ([[-1.0, 1.0]], r"its scores are not in \[0, 1\]"),
+        ([[0.0, 2.0]], r"its scores are not in \[0, 1\]"),
+        ([[None, None]], "it scored no completion"),
+    ],
+)
+def test_a_reward_that_is_no_share_is_refused(scores, what):
+    with pytest.raises(ConfigError, match=rf"reward length .* but {what}: rescale it with"):
         _by_level([{}], scores, "length")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import trl
 import yaml
+from rloo_kit.rewards import Coverage, Rouge
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -154,6 +155,16 @@ def test_a_family_is_known_by_its_tokenizer_and_template(template, tokens, speci
     text = (TEMPLATES / f"{template}.jinja").read_text() if template else None
     marks = thought_marks(words(*tokens, special=special, template=text))
     assert (marks is None) if end is None else (end in marks.end.text)
+
+
+@pytest.mark.parametrize(
+    "reward", [Coverage(), Rouge(measure="precision")], ids=["coverage", "rouge"]
+)
+def test_the_models_own_mark_in_a_plain_prompt_opens_the_thought(reward):
+    bound = reward.bind(words(special=("[THINK]", "[/THINK]")))
+    columns = {"completions": ["a cat"], "reference": ["a cat"]}
+    assert bound(prompts=["a cat [THINK]"], **columns) == [0.0]
+    assert bound(prompts=["a cat [THINK] [/THINK]"], **columns) == [1.0]
 
 
 def test_the_documentation_lists_every_family():
