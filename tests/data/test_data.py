@@ -318,7 +318,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
          "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
         ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': write"),
-        ({"prompt": "question", "id": "solution"}, "to 'id', but a column of that name"),
+        ({"prompt": "question", "id": "solution"}, "to 'id', but the data already has a column 'id'"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
     ],
@@ -452,7 +452,7 @@ def test_prompt_ids_says_what_to_do_about_a_template_that_fails():
         def apply_chat_template(self, *_, **__):
             raise ValueError("no template\nat all")
 
-    with pytest.raises(DataError, match=r"\(no template\): set data\.chat: false"):
+    with pytest.raises(DataError, match=r"\(no template\): .*set data\.chat: false"):
         prompt_ids(Bare(), [USER])
 
 

@@ -557,7 +557,7 @@ def test_hub_gets_what_was_exported(run, tmp_path, hub, stand_in, monkeypatch):
 def test_failed_upload_names_the_folder_of_the_export(run, tmp_path, capsys):
     words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
     assert main(["export", str(run), "--to", "hub", *words]) == 2  # HF_HUB_OFFLINE is set
-    assert f"upload the export from {tmp_path / 'out'}" in capsys.readouterr().err
+    assert f"upload the folder {tmp_path / 'out'}" in capsys.readouterr().err
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 

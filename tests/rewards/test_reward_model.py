@@ -78,8 +78,8 @@ def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folde
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        ('{"mean": 0, "std": 0}', "above 0 for std"),
-        ('{"std": 1}', "above 0 for std"),
+        ('{"mean": 0, "std": 0}', "std to a number above 0"),
+        ('{"std": 1}', "std to a number above 0"),
         ("[1, 2]", "write it again"),
     ],
 )

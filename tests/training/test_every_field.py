@@ -225,7 +225,7 @@ REFUSED = {
     "vllm_model_impl": ("transformers", "ignores this setting: leave it out"),
     "vllm_tensor_parallel_size": (2, "ignores this setting: leave it out"),
     "vllm_structured_outputs_regex": ("a+", "ignores this setting: leave it out"),
-    "fsdp": (True, "leave it out"),
+    "fsdp": (True, "needs a launcher: remove this setting"),
     # with the package, transformers patches the model; its kernels want a GPU
     "use_liger_kernel": (True, "needs the package liger-kernel"),
     "deepspeed": ({"zero_optimization": {"stage": 3}}, "deepspeed"),
