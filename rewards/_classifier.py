@@ -234,7 +234,8 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
     Args:
         place: Folder or hub name of the model.
         load_in_4bit: Quantise the weights to NF4 with bitsandbytes, except the head.
-        device: Device of 4-bit weights.
+        device: Device of 4-bit weights; other weights are on the CPU. For ``cpu``, weights that are
+            not quantised are in float32.
     """
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig

@@ -204,7 +204,8 @@ class Server:
         """Return the judge's number from a response.
 
         Raises:
-            _Unusable: The response is not a chat completion, or has no number in the allowed range.
+            _Unusable: The response is not a chat completion, was cut off at the token limit, or has
+                no number in the allowed range.
         """
         judge = self.judge
         try:

@@ -214,7 +214,8 @@ def _is_formula(text: str) -> bool:
 def _is_bounded(node: ast.AST) -> bool:
     """Return whether a node is allowed in a formula.
 
-    Infinite numbers, names that begin with ``_`` and large powers are not allowed.
+    Constants that are not finite real numbers, names that begin with ``_`` and large powers are
+    not allowed.
     """
     match node:
         case ast.Constant(value):

@@ -39,10 +39,11 @@ def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
 
 
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
-    """Return one part of a completion, or None if the thought is not closed.
+    """Return one part of a completion, or None if there is no such part.
 
-    The thought ends at the first ``</think>``, and the answer begins after the last one. The whole
-    completion is never None.
+    The thought ends at the first ``</think>``; without one it is None. The answer begins after the
+    last one. It is None if the completion ends inside a thought, and the whole text if there is no
+    thought. The whole completion is never None.
 
     Args:
         text: Text of the completion.

@@ -127,7 +127,7 @@ def prompts_beside(name: str, base: Path) -> str:
 def _path_in(name: str) -> tuple[str, str]:
     """Split a value of ``data.prompts`` into a task with its colon, and a path or hub name.
 
-    Each of the two may be "".
+    Each of the two may be "". Both are "" for a built-in task or a task of reasoning-gym.
     """
     task, colon, path = name.partition(":")
     if hub_task(name):
@@ -168,7 +168,7 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
         reward: The value as in a run file.
         base: Folder that relative paths start from.
         is_path: True if the value must be a path. Otherwise only text that looks like a path is
-            changed.
+            changed. In both cases a path that does not exist is not changed.
     """
     if isinstance(reward, dict):
         paths = ("model", "file")

@@ -432,8 +432,9 @@ class ResumableTrainer(Trainer):
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
         """Restore the learning rate schedule.
 
-        If the settings of the schedule have changed since the checkpoint, its state is not loaded.
-        Instead, the new schedule is advanced to the step of the checkpoint.
+        If the settings of the schedule have changed since the checkpoint, the state of a
+        ``LambdaLR`` is not loaded. Instead, the new schedule is advanced to the step of the
+        checkpoint. The state of a schedule of another class is always loaded.
         """
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]

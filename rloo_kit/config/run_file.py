@@ -300,8 +300,9 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: Settings in the form ``section.key=value`` that replace those of the file.
 
     Raises:
-        ConfigError: The file is missing or not YAML, or any setting is wrong. One message has all
-            errors.
+        ConfigError: The file is missing or not YAML, or any setting is wrong. One message has up to
+            12 wrong settings. Some checks, such as those of settings that contradict each other,
+            are made only if there is no other error.
     """
     name = format_value(str(path))
     try:

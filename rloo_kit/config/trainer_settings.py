@@ -230,8 +230,10 @@ def translate_trainer_arguments(
         all_types: As in ``check_values``.
 
     Raises:
-        ConfigError: A name is unknown or given twice, a value is out of range, or a batch would
-            not consist of whole groups. One message has all errors.
+        ConfigError: A name is unknown or given twice, a value is wrong, settings contradict each
+            other, or a batch would not consist of whole groups. One message has up to 12 errors.
+            Contradictions are looked for only if each value is right, and the batch is checked only
+            if there is no other error.
     """
     errors: list[str] = []
     notes: list[str] = []
@@ -334,7 +336,10 @@ class BatchPlan:
 
     @property
     def is_on_policy(self) -> bool:
-        """True if a batch is sampled and learned without an optimizer step in between.
+        """True if an optimizer step uses at least as many slices as a batch has.
+
+        If it is True, and ``accumulation`` is a multiple of ``steps_per_generation``, a batch is
+        sampled and learned for the first time without an optimizer step in between.
 
         If it is False, a forward pass without gradient must first compute the log-probabilities of
         the policy that sampled, before an optimizer step changes it.

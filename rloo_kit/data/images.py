@@ -94,7 +94,7 @@ def text_as_parts(messages: Any) -> Any:
 
 
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
-    """Return the prompts with their images in a column of type ``datasets.Image``.
+    """Return the prompts with their images in a column of ``datasets.Image``, or of lists of them.
 
     A column that has this type already is not changed. Images from messages, and from columns of
     another type, are opened once to check them, but not decoded.

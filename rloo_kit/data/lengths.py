@@ -83,9 +83,9 @@ def longest_prompt(
 ) -> list[int]:
     """Return the token ids of the longest prompt.
 
-    Only the 1,000 prompts with the highest upper bound on their tokens are tokenized. In a larger
-    dataset another prompt may therefore be longer. ``settings`` are keyword arguments for the chat
-    template.
+    It is the longest of the 1,000 prompts with the highest upper bound on their tokens. In a larger
+    dataset another prompt may therefore be longer. Besides these, only the first prompt of each
+    sequence of roles is tokenized. ``settings`` are keyword arguments for the chat template.
     """
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])

@@ -76,7 +76,8 @@ def install_command(torch: str | None) -> str | None:
     """Return the pip command that installs the kit's GPU packages, or None without an NVIDIA GPU.
 
     The command keeps the minor version of torch if the kit has tested versions for it. It leaves
-    vLLM out for a torch with CUDA 12, because vLLM's wheels are for CUDA 13.
+    vLLM out on systems other than Linux, and for a torch with CUDA 12, because vLLM's wheels are
+    for CUDA 13.
 
     Args:
         torch: The installed version of torch, such as ``2.13.0+cu130``. None: not installed.

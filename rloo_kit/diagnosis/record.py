@@ -33,7 +33,7 @@ SIGNIFICANT = 3.0
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the values, or NaN if there are none.
 
-    Every comparison with NaN is false, so a rule finds nothing in a metric that is missing.
+    ``<`` and ``>`` with NaN are false, so a rule finds nothing in a metric that is missing.
     """
     return fmean(values) if values else math.nan
 
@@ -71,8 +71,8 @@ class HeldOut:
     def change(self) -> float:
         """Change of the mean score, in standard errors; negative if the score fell.
 
-        It is 0 if the score changed by less than 0.01, or, if the score before was above 1, by less
-        than 1% of it.
+        It is 0 if the score changed by less than 0.01, or, if the score before was above 1 or below
+        -1, by less than 1% of it. Any other change is infinite if the standard error is 0.
         """
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):

@@ -45,7 +45,8 @@ class TrainedModel:
     def short_name(self) -> str:
         """Name of the run's folder, or of the adapter's folder if there is no run.
 
-        It is ``base`` for a base model alone.
+        It is ``base`` for a base model alone, and ``adapter`` if the name of the folder is "" or
+        ``base``.
         """
         folder = self.run or self.adapter
         if self.adapter is None or folder is None:

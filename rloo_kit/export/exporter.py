@@ -78,12 +78,14 @@ def export_model(  # noqa: PLR0913
         to: ``adapter`` (PEFT), ``merged`` (safetensors), ``gguf`` (llama.cpp, Ollama) or ``hub``
             (the adapter, uploaded).
         output: Folder to create; if it exists, a number is added to the name. None uses
-            ``export-TO`` next to the adapter.
+            ``export-TO`` next to the adapter, and ``export-adapter`` for ``hub``.
         dtype: Format of the weights. For a GGUF file: ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or
             ``q4_k_m``. For merged weights: ``bf16`` or ``nf4``. None uses ``bf16``.
         base: Base model to merge the adapter into: the name or folder of a 16-bit model, or
             ``dequantized`` for the run's 4-bit base converted back to 16 bit. For an adapter, the
-            name of the base to write into its config. None uses the run's base.
+            name of the base to write into its config. None uses the run's base. A merge uses
+            the 16-bit original of a hub model named ``...-bnb-4bit``, if it can be loaded (not with
+            ``dequantized``).
         converter: Folder of llama.cpp, or path of its ``convert_hf_to_gguf.py``.
         check: If True, load merged weights or a GGUF file back, and compare the log-probabilities
             of answers with those of the trained model.
@@ -298,7 +300,7 @@ class _Export:
     def _merged(self, folder: Path) -> tuple[str, list[str], Answers | None]:
         """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and save them.
 
-        Returns the results of ``_merge``, with a note about NF4 added.
+        Returns the results of ``_merge``; if ``dtype`` is ``nf4``, with a note about NF4 added.
         """
         if self.dtype != "nf4":
             return self._merge(folder)

@@ -8,8 +8,9 @@ from rloo_kit.types import Tokenizer
 
 
 def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
-    """Return the text of a Modelfile with the run's sampling settings and system message.
+    """Return the text of a Modelfile with the run's temperature and system message.
 
+    Other sampling settings of the run are not used: top-k, top-p and the repeat penalty are off.
     It has no TEMPLATE line: Ollama recognises common chat templates and has its own version of
     each.
 

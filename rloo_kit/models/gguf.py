@@ -38,8 +38,8 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         cache_dir: The parent of the converted folder; None for the kit's cache folder.
 
     Returns:
-        The folder. Its name consists of the file's name and a hash of the file's path, size and
-        modification time.
+        The folder. Its name consists of the file's name without its suffix, and a hash of the
+        file's path, size and modification time and of the version of the conversion code.
 
     Raises:
         ModelError: The file is missing, not a GGUF file, damaged, incomplete, or of an architecture

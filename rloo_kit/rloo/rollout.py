@@ -77,7 +77,8 @@ class ScoredBatch(Completions):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores after missing-EOS penalty and clipping, and which rows are masked.
 
-        If ``shaping.combine`` is ``normalize_then_sum``, the scores are sums of normalised rewards.
+        If ``shaping.combine`` is ``normalize_then_sum`` and the weights of the rewards are known,
+        the scores are sums of normalised rewards.
 
         Returns:
             One score for each row, and a bool mask over the rows. The mask is True for truncated

@@ -211,10 +211,11 @@ def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 
 
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
-    """Return settings that load ``num_prompts`` prompts of every level of a built-in task.
+    """Return settings that load ``num_prompts`` prompts of every level of a task.
 
-    If ``data.level`` is a list, only these levels are loaded. The settings of a source without
-    levels are returned unchanged.
+    The task is a built-in one, or one of reasoning-gym with levels. No prompts are held out. If
+    ``data.level`` is a list, only these levels are loaded. The settings of a source without levels
+    are returned unchanged.
     """
     data = config.data
     last = count_levels(config.data.prompts)

@@ -117,7 +117,9 @@ def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Start the subprocess; on exit kill it and all processes that it started.
+    """Start the subprocess; on exit kill it and the processes that it started.
+
+    On Windows only the subprocess itself is killed; elsewhere, its whole process group.
 
     Args:
         order: File with the pickled function and its arguments.

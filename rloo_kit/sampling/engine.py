@@ -221,7 +221,7 @@ class AdapterFolder:
             the system's temporary folder.
 
     Raises:
-        GenerationError: ``parent`` is not a folder, or cannot be written to.
+        GenerationError: ``parent`` does not exist, or cannot be written to.
     """
 
     def __init__(self, parent: str | None = None) -> None:

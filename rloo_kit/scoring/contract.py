@@ -84,8 +84,9 @@ class CheckedReward:
         """Return one score per completion, each a finite float or None.
 
         Raises:
-            RewardContractError: The reward raised, took too long, needs a column that is missing,
-                or did not return one valid score per completion.
+            RewardContractError: A column that the reward needs is missing. Or, if ``on_error`` is
+                ``stop``, the reward raised, took too long, or did not return one valid score per
+                completion; with ``skip``, rows without a valid score get None.
         """
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))

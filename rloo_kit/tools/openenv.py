@@ -54,6 +54,8 @@ class OpenEnv:
     def _step(self, **action: Any) -> str:
         """Send an action to the server and return the observation as text.
 
+        If the episode has ended, nothing is sent, and the returned text says that it has ended.
+
         Args:
             **action: Fields of the action, as the server defines them.
 

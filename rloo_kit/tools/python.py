@@ -58,9 +58,10 @@ class PythonSession:
 
 
 def _run(code: str, before: list[str]) -> tuple[str, bool]:
-    """Return (what a program prints, whether it ended within its limits).
+    """Return (what a program prints, whether it ended within its limits and with exit code 0).
 
-    ``before`` are the earlier programs, which run first.
+    If it did not, the reason is added to the text. ``before`` are the earlier programs, which run
+    first.
     """
     outcome = run_python(_FRAME.format(code=code, before=before))
     why = "" if outcome.ok else f"\nThe program was ended: {outcome.reason}."
