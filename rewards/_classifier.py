@@ -412,7 +412,8 @@ def _rendered(tokenizer: Tokenizer, prompt: list[Any], answer: str, *, keep_thou
     """Return the prompt and the answer as text, rendered by the tokenizer's chat template.
 
     Many templates remove the thought from an answer. If the thought must be kept, such a template
-    renders only the prompt, and the answer is appended to it unchanged.
+    renders only the prompt, and the answer and the end-of-sequence token are appended to it. If the
+    rendered prompt ends with ``<think>``, a leading ``<think>`` of the answer is removed.
     """
     if not keep_thought or not _drops_thoughts(tokenizer):
         turn = [*prompt, {"role": "assistant", "content": answer}]

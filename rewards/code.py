@@ -59,13 +59,14 @@ _Test = dict[str, Any]
 class Code(AnswerReward):
     r"""Reward a program by the share of its tests that pass.
 
-    Range: [0.0, 1.0]; with ``all_or_nothing``, 1.0 or 0.0. The program is the last block between
-    ``` fences after the last ``</think>``. It runs in a separate process with only the standard
-    library, in the sandbox that docs/how-to/code_sandbox.md describes. A program can lower only the
-    score of its own completion, whatever it does. The score is None if there are no tests.
+    Range: [0.0, 1.0]; with ``all_or_nothing``, 1.0 or 0.0. The program is the last Python block
+    between ``` fences after the last ``</think>`` or, if there is none, the last block without a
+    language. It runs in a separate process with only the standard library, in the sandbox that
+    docs/how-to/code_sandbox.md describes. A program can lower only the score of its own completion,
+    whatever it does. The score is None if there are no tests.
 
-    Each row of the dataset has, in the column that ``column`` names, a list of tests, or such a
-    list as JSON text. There are three kinds of test:
+    Each row of the dataset has, in the column that ``column`` names, a list of tests of one kind,
+    or such a list as JSON text. There are two kinds of test:
 
     - A string is Python code, such as one assert (MBPP), or a function ``check`` and its call
       (HumanEval). It runs after the program in the same process. The two values of
@@ -73,7 +74,9 @@ class Code(AnswerReward):
     - An object with ``input`` and ``output`` is one separate run of the program. It passes if the
       program prints the output. White space at the end of a line or of the whole output is ignored.
       If a run takes too long, all later runs count as failed.
-    - An object with two lists, ``inputs`` and ``outputs`` (APPS), describes several such runs.
+
+    Instead of a list, an object with two lists, ``inputs`` and ``outputs`` (APPS), describes
+    several such runs.
 
     >>> row = {"tests": [["assert add(1, 2) == 3", "assert add(1, 1) == 2"]]}
     >>> Code()(completions=["```python\ndef add(a, b): return 3\n```"], **row)
@@ -89,8 +92,8 @@ class Code(AnswerReward):
     all_or_nothing: bool = False
     """Score 1.0 if all tests pass, else 0.0."""
     require_fence: bool = True
-    """Score 0.0 if the answer has no closed block between fences. False: run the whole answer in
-    that case."""
+    """Score 0.0 if the answer has no closed block of Python, or without a language, between fences.
+    False: run the whole answer in that case."""
     timeout_seconds: float = 5.0
     """Limit of one run's wall time, in seconds. All tests in Python are one run, and so is each
     input."""

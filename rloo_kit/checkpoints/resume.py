@@ -76,8 +76,9 @@ SCORED_STEPS = 4
 class ResumableTrainer(Trainer):
     """A ``Trainer`` that resumes exactly from its checkpoints, and saves before a signal ends it.
 
-    After Ctrl-C or SIGTERM it finishes the step in progress, writes a checkpoint and stops. A
-    subclass adds its own state to ``state_dict`` and ``load_state_dict``.
+    After Ctrl-C or SIGTERM it finishes the step in progress, writes a checkpoint (unless
+    ``save_strategy`` is "no") and stops. A subclass adds its own state to ``state_dict`` and
+    ``load_state_dict``.
     """
 
     # transformers declares wider types for these, or none
@@ -105,8 +106,9 @@ class ResumableTrainer(Trainer):
     ) -> Any:
         """Train, and save the last finished step if training ends early.
 
-        After Ctrl-C or SIGTERM the optimizer step in progress is finished, a checkpoint is written,
-        and KeyboardInterrupt is raised. A second signal raises it at once.
+        After Ctrl-C or SIGTERM the optimizer step in progress is finished, a checkpoint is written
+        (unless ``save_strategy`` is "no"), and KeyboardInterrupt is raised. A second signal raises
+        it at once.
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint or of a run; True for the run in

@@ -37,9 +37,9 @@ NOT_BY_VLLM = (
 
 @functools.cache
 def lora_fields() -> frozenset[str]:
-    """Return the field names of PEFT's ``LoraConfig``, read from its source file.
+    """Return the names of the fields that PEFT's ``LoraConfig`` defines, read from its source file.
 
-    The result is empty if PEFT is not installed.
+    Inherited fields are left out. The result is empty if PEFT is not installed.
     """
     package = importlib.util.find_spec("peft")
     places = (package and package.submodule_search_locations) or ()

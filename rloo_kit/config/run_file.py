@@ -424,7 +424,9 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
         overrides: Settings in the form ``section.key=value`` that replace those of the content.
 
     Raises:
-        ConfigError: A setting is wrong. One message has all errors.
+        ConfigError: A setting is wrong. One message lists the first 12 errors and counts the
+            others. Settings that contradict each other are reported only if there is no other
+            error.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(

@@ -141,7 +141,8 @@ def as_dataset(rows: Iterable[Row], features: "Features | None" = None) -> "Data
         features: Types of the columns; None: inferred from the values.
 
     Raises:
-        DataError: A column has values of two types, or values that cannot be stored.
+        DataError: A column has values of types that cannot be combined (integers and floats can),
+            or values that cannot be stored.
     """
     import pyarrow
 

@@ -99,7 +99,7 @@ class BestWeights:
 
 
 class RunWatch(TrainerCallback):
-    """Trainer callback that diagnoses the run after every step.
+    """Trainer callback that diagnoses the run while it trains (see ``on_log``).
 
     If ``data.held_out_every`` is set and ``see_held_out`` was called for step 0, the scores of
     held-out prompts choose the best weights. Otherwise the scores of the training batches do.
@@ -109,7 +109,8 @@ class RunWatch(TrainerCallback):
         tell: Function that is called with all current findings when they change.
         stop: Function that is called at most once, with the reason, when a finding must end the
             run.
-        stop_on: Kinds of findings that end the run. The best weights are then restored.
+        stop_on: Kinds of findings that end the run if their level is ``error``. The best weights
+            are then restored.
         parameters: Function that returns the parameters that are trained.
     """
 
@@ -164,9 +165,10 @@ class RunWatch(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Read the completions of the finished steps, and restore the best weights in ``held``.
+        """Read completions of the finished steps, and take over the best weights from ``held``.
 
-        The completions are those in ``completions.jsonl``; ``held`` is the state of a checkpoint.
+        The completions are the first and the last ones in ``completions.jsonl``. ``held`` is the
+        state of a checkpoint. The weights of the model are not changed.
         """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step

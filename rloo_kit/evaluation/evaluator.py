@@ -154,7 +154,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample ``num_samples`` completions of every prompt and score them.
 
-    The random number generators are restored afterwards.
+    The state of torch's random number generators is restored after sampling.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -167,7 +167,8 @@ def evaluate(
         sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
             Those left out have TRL's defaults.
         chat_template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
-        batch_size: Number of completions that are sampled at a time.
+        batch_size: Number of completions that ``model.generate`` samples at a time. With
+            environments, it is also the number of completions that are sampled and scored together.
         seed: Seed of sampling.
         engine: Engine that samples instead of ``model.generate``. The model's adapter is sent to
             it first.
@@ -186,7 +187,7 @@ def evaluate(
         ConfigError: Several greedy completions of a prompt were asked for, which would all be the
             same, or a thinking budget was set for a model that has no thinking tokens.
         DataError: The dataset is empty, or has images and ``sample`` is None.
-        DivergedError: A trained weight is NaN or Inf.
+        DivergedError: A trained weight or a logit of the model is NaN or Inf.
         MemoryRanOutError: Not even a single completion fits in memory.
         RewardContractError: A reward raised an error, or did not return one score per completion.
     """

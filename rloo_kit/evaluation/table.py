@@ -108,7 +108,8 @@ def evaluate_models(  # noqa: PLR0913
         num_prompts: Maximum number of prompts. None uses all of them.
         num_samples: Number of sampled completions for each prompt, for pass@k. 0 samples none.
         greedy: If True, also generate one greedy completion for each prompt.
-        base: If True, also evaluate the base model without an adapter, as the first model.
+        base: If True and all models have an adapter, also evaluate the base model without an
+            adapter, as the first model.
         batch_size: Number of completions at a time. None uses a number that is known to fit.
         output: Folder for ``eval.json`` and ``eval_samples.jsonl``. None uses the run's folder.
         say: Function that is called with each line of output.
@@ -269,7 +270,9 @@ def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
 def write_results(
     path: Path, name: str, result: dict[str, Any], samples: list[dict[str, Any]], say: Say
 ) -> None:
-    """Add a result to a JSON file, and rewrite its samples file and the run's report.
+    """Add a result to a JSON file, and rewrite its samples file.
+
+    If the folder is that of a run, also rewrite the run's report, and say where the files are.
 
     Args:
         path: The JSON file, such as ``eval.json``, which contains ``{name: [result, ...]}``.

@@ -66,8 +66,8 @@ def find_trained(given: str | Path) -> TrainedModel:
 
     Args:
         given: The folder of a run, of a checkpoint or of an adapter, or a model's name as in
-            ``load_model``. From a run's folder, ``adapter/`` is used if the run has ended, and
-            otherwise its newest complete checkpoint.
+            ``load_model``. From a run's folder, ``adapter/`` is used if the run has ended or has
+            no valid checkpoint, and otherwise its newest valid checkpoint.
 
     Raises:
         ConfigError: The run has neither an adapter nor a checkpoint.

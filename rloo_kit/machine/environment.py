@@ -85,7 +85,8 @@ def setup(backend: str = "auto") -> Environment:
             can start, and transformers otherwise.
 
     Raises:
-        ImportOrderError: trl, transformers or peft was imported before Unsloth.
+        ImportOrderError: Unsloth is to be used, but trl, transformers or peft was imported before
+            it (see ``check_import_order``).
         BackendError: The backend is unknown; ``unsloth`` was requested but cannot start; this
             process has already started another backend; or the GPU of this machine cannot train.
     """
@@ -125,7 +126,8 @@ def check_import_order() -> None:
     """Check that no library that Unsloth patches was imported before Unsloth.
 
     Raises:
-        ImportOrderError: trl, transformers or peft was imported first.
+        ImportOrderError: trl, transformers or peft was imported first. ``import trl`` alone is
+            allowed.
     """
     if "unsloth" in sys.modules:
         return

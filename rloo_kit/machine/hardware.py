@@ -90,7 +90,8 @@ def find_card(text: str) -> Hardware:
     True
 
     Raises:
-        ConfigError: ``text`` is neither a size of memory nor a name in ``CARDS``.
+        ConfigError: ``text`` is neither a size of memory from 1 to 1024 GiB nor a name in
+            ``CARDS``.
     """
     whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", text.lower().replace("-", " ")).split())
     name = _without_brand(whole)

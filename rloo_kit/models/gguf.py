@@ -124,8 +124,9 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
 def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
     """Return a tokenizer made by transformers' fast GGUF converters; None if none is suitable.
 
-    AutoTokenizer uses these converters for one architecture only (transformers 5.17). For the
-    others it uses a slow reader, which takes 4 s for 49,000 tokens and runs twice.
+    AutoTokenizer uses these converters too, but reads the file with a fast reader for one
+    architecture only (transformers 5.17). For the others it uses a slow reader, which takes 4 s for
+    49,000 tokens and runs twice.
 
     Args:
         metadata: The metadata of the GGUF file.

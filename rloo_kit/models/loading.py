@@ -343,6 +343,8 @@ def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
 def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
     """Return those of ``target_modules`` that the model has; a pattern is returned unchanged.
 
+    For names, only the language model of a vision model counts. For a pattern, all layers count.
+
     Raises:
         ConfigError: No layer of the model has one of the names or matches the pattern.
     """

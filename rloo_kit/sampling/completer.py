@@ -118,8 +118,8 @@ class Completer:
             for each completion.
 
         Raises:
-            RewardContractError: A reward raised an error or returned wrong values. This can also be
-                raised when the result is read.
+            RewardContractError: A reward raised an error or returned wrong values. It is raised
+                when the result is read, not by this call.
         """
         with_tools = {}
         if self.tool_loop is not None:

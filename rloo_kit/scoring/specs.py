@@ -282,7 +282,8 @@ def _target(name: str, base: Path, say: Say | None) -> Any:
 def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
     """Return the object that ``file.py:name`` or ``package.module:name`` refers to.
 
-    Return None if the text has neither form.
+    Return None if the text has neither form. ``file.py`` without a name is an error, after the file
+    was run.
 
     Args:
         name: The text.

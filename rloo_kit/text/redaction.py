@@ -70,7 +70,9 @@ def _how_secret(name: str) -> str | None:
 def is_plain(value: str) -> bool:
     """Return whether a value is too ordinary to be a secret.
 
-    Plain values are short texts, numbers, dates, single words, paths, and URLs without a password.
+    Plain values are texts of less than 8 characters, texts of at most 15 characters without a
+    digit, texts without letters such as numbers and dates, paths without a digit, URLs without a
+    password, and masks.
     """
     text = value.strip()
     if len(text) < MIN_LENGTH or _is_hidden(text):

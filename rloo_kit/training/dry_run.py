@@ -219,7 +219,9 @@ class WorstCase:
     def _stepped_optimizer(self) -> Iterator[None]:
         """Keep the states of an optimizer like the run's in memory during a ``with`` block.
 
-        The optimizer makes one step to allocate its states; the weights are then restored.
+        The optimizer makes one step to allocate its states; the weights are then restored, and the
+        gradients are None. Nothing happens without ``make_optimizer``, or if the optimizer is one
+        of ``NOT_STEPPED``.
         """
         parameters = self.learner.parameters
         name = OptimizerNames(self.args.optim).value

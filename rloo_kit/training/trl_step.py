@@ -223,10 +223,11 @@ class TrlStep(RLOOTrainer):
 
 
 def route_trl_lm_head() -> bool:
-    """Replace TRL's fused LM head with one in plain torch if Triton is not available.
+    """Replace TRL's fused LM head with one in plain torch if Triton or a CUDA GPU is missing.
 
     Returns:
-        True if the head was replaced now; False if TRL's head works or was replaced before.
+        True if the head was replaced now; False if TRL's head works, or was replaced before by this
+        function or by Unsloth.
     """
     import trl.trainer.utils
 
