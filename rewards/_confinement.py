@@ -242,8 +242,8 @@ def _readable() -> list[str]:
 def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     """Restrict this process with Landlock, and return whether that worked.
 
-    It can then read only Python's own files and the working directory. Newer kernels also deny TCP
-    and signals to other processes.
+    It can then read only Python's own files, the system's libraries and time zones, and the working
+    directory. Newer kernels also deny TCP and signals to other processes.
 
     Args:
         libc: The C library.

@@ -36,6 +36,9 @@ def write_weights(model: Model, folder: Path) -> None:
 def read_weights(model: Model, folder: Path) -> None:
     """Load the weights in a folder of ``write_weights`` into the existing tensors of a model.
 
+    TRL's frozen copy of the adapter (``ref``) is added or deleted, so that the model has it only if
+    the folder has it.
+
     Raises:
         CheckpointError: The model has other layers or another LoRA rank than the checkpoint.
     """

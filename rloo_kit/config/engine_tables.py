@@ -1,7 +1,7 @@
 """Names that a run file must not have in its sections ``trainer:``, ``unsloth:`` and ``vllm:``.
 
-They have another place in the run file, or the kit sets them itself. A name that TRL, Unsloth or
-vLLM does not know is reported by that library when it loads; this module does not import them.
+They have another place in the run file, or the kit sets them itself. A name that Unsloth or vLLM
+does not know is reported by that library when it loads; this module does not import them.
 """
 
 from collections.abc import Iterable
@@ -73,7 +73,8 @@ def check_table(table: str, names: Iterable[object]) -> list[str]:
     """Return an error message for each key that is not allowed in a section of a run file.
 
     These are the keys that rloo-kit sets itself, and those whose value another key of the run file
-    sets. Unknown keys are not reported: TRL, Unsloth or vLLM reports them later.
+    sets. Unknown keys are not reported here. ``translate_trainer_arguments`` reports those in the
+    section ``trainer``, and Unsloth or vLLM reports those in its own section when it loads.
 
     Args:
         table: The section: ``trainer``, ``unsloth`` or ``vllm``.

@@ -159,8 +159,8 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
 
     Args:
         values: Settings with the names of the installed TRL and of the kit.
-        all_types: Also check the types of TRL's fields that have no ``Rule``. Set it for run files.
-            Python code may pass objects of other types, which TRL converts.
+        all_types: Also check the types of TRL's fields that have neither a range nor choices. Set
+            it for run files. Python code may pass objects of other types, which TRL converts.
     """
     errors = []
     hints = {**_trl_types(), **KIT_TYPES}

@@ -124,9 +124,10 @@ def engine_memory(
     """Return the memory that an engine will use on a GPU that also trains.
 
     If ``share`` is None, the KV cache is large enough for all completions at full length, as far as
-    memory allows. First the memory for weights, for starting the engine and for training is
-    reserved. The cache gets at most nine tenths of what is left if the engine frees its memory
-    during the learning step, and at most half of it otherwise.
+    memory allows. First two amounts are reserved: the memory of the engine without its cache, and
+    the memory for starting the engine or for training, whichever is larger. The cache gets at most
+    nine tenths of what is left if the engine frees its memory during the learning step, and at most
+    half of it otherwise.
 
     Args:
         size: Memory that the engine needs.

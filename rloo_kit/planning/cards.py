@@ -49,7 +49,8 @@ def find_ways(job: Job, cards: int) -> list[Way]:
 def _server_bytes(job: Job, cards: int) -> int:
     """Return the bytes that vLLM's server needs on each GPU.
 
-    They are the GPU's share of the base model and of the smallest possible KV cache.
+    They are the CUDA context, and the GPU's share of the base model, of vLLM's buffers and of the
+    smallest possible KV cache.
     """
     size = planned_engine(job).size
     return CONTEXT + (size.fixed + size.smallest_cache) // cards

@@ -345,10 +345,13 @@ class Canary:
             and 0 if it used the base model. ``sampling/step_reached`` is 1 for the current policy
             and 0 for the policy of one step ago. Either is missing if rounding hides the
             difference. ``sampling/probe_difference`` is the mean difference of engine and trainer
-            in nats; ``sampling/rounding_noise`` is how much of it rounding explains.
+            in nats; ``sampling/rounding_noise`` is how much of it rounding explains. Only these two
+            are returned if a setting such as ``top_k`` excludes tokens, because the policies can
+            then not be compared.
 
         Raises:
             StalePolicyError: Another policy has sampled; the message names the most likely one.
+                Never raised if a setting such as ``top_k`` excludes tokens.
             GenerationError: The engine reported NaN or Inf.
         """
         tokens, log_probs = _cut_probe(tokens, log_probs)

@@ -172,8 +172,8 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
 
     Args:
         args: A ``LeaveOneOutConfig``.
-        run: The run file, with absolute paths, to check that a server can sample for it. None skips
-            this check.
+        run: The run file, with absolute paths, to check its LoRA settings, and that a server can
+            sample for it. None skips these two checks.
         trains: True for a training, False for an evaluation.
 
     Raises:

@@ -47,9 +47,10 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     are translated or rejected.
 
     Some defaults differ from TRL's, to suit one consumer GPU and a LoRA adapter:
-    ``num_generations`` is 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``report_to`` none, and
-    ``num_completions_to_print`` 0 (``log_completions`` only fills the tables of ``report_to``).
-    ``bf16`` and ``fp16`` depend on the device. ``gradient_checkpointing`` is on only on a GPU.
+    ``num_generations`` is 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``save_steps`` 10,
+    ``report_to`` none, and ``num_completions_to_print`` 0 (``log_completions`` only fills the
+    tables of ``report_to``). ``bf16`` and ``fp16`` depend on the device. ``gradient_checkpointing``
+    and ``vllm_enable_sleep_mode`` are on only on a GPU.
 
     Unsloth replaces ``RLOOConfig`` by a class with some other defaults. They are reset to TRL's, so
     that a run file means the same with and without Unsloth. ``TrlParser`` and ``HfArgumentParser``
