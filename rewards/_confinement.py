@@ -294,8 +294,9 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     """Return the seccomp filter, a BPF program that denies system calls, for a machine type.
 
-    It denies the system calls in ``_DENIED`` and ``_DENIED_BY_ARGUMENT``. Each instruction is
-    (operation, jump if true, jump if false, operand).
+    It denies the system calls in ``_DENIED``, those in ``_DENIED_BY_ARGUMENT`` if the argument
+    meets the condition given there, ``clone3``, and all that are newer than these lists.
+    Each instruction is (operation, jump if true, jump if false, operand).
 
     Args:
         machine: ``x86_64`` or ``aarch64``.

@@ -189,7 +189,8 @@ def _consists_of(tree: ast.AST, kinds: tuple[type, ...]) -> bool:
 def _is_literal(text: str) -> bool:
     """Return whether ``eval`` of the text is harmless.
 
-    It is harmless if it fails, or if it only creates constants and lists or tuples of them.
+    It is harmless if it fails, or if the text has only constants, names, and lists or tuples of
+    these.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")

@@ -301,10 +301,11 @@ class Thinking(ThoughtTokens, TokenReward):
 class ClosedOnce(ThoughtTokens, TemplateAware):
     """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
-    Only token ids are read, not the decoded text. ``</think>`` must occur once in the completion;
-    with tools, once in each turn. ``<think>`` may occur at most once in the prompt and the
-    completion together, before ``</think>``. A completion scores 0.0 if its thought is never closed
-    or is closed more than once, or if it has a second thought.
+    Only token ids are read, not the decoded text. ``</think>`` must occur once in the completion.
+    ``<think>`` may occur at most once in the prompt and the completion together, before
+    ``</think>``. So a completion scores 0.0 if its thought is never closed or is closed more than
+    once, or if it has a second thought. With tools, each turn is judged like a completion, and the
+    score is 1.0 if all turns pass.
 
     >>> reward = ClosedOnce(start_token_id=8, end_token_id=9)
     >>> reward(completions=[""] * 4, completion_ids=[[1, 9, 2], [8, 1, 9, 2], [1, 9, 9], [1]])

@@ -318,7 +318,7 @@ def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of one generation batch: the completions that one process samples at once.
+    """Sizes of one generation batch: the completions that one process gets from one sampling.
 
     It is divided into slices of ``per_device_train_batch_size`` completions.
     """

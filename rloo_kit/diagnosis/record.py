@@ -225,7 +225,7 @@ class RunRecord:
     def scored_twice(self) -> list[HeldOut]:
         """Scores of all rewards on held-out prompts before and after training.
 
-        ``accuracy`` comes first. Rewards that are 0 both times come last.
+        Rewards that are 0 both times come last. In each of the two parts ``accuracy`` comes first.
         """
         try:
             before = self.evaluation["before"]

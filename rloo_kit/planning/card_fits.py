@@ -37,7 +37,8 @@ class Fit:
 def describe_fits(card: Hardware) -> str:
     """Return a text that lists the models that fit on a GPU, the largest first.
 
-    For each model the text has the longest completions that fit, and the command that trains it.
+    Only the Qwen3 models of the run files that ship with the kit are tried. For each of
+    them that fits, the text has the longest completions that fit, and the command that trains it.
 
     Raises:
         ConfigError: ``card`` is this machine's CPU.

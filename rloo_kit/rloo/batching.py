@@ -39,8 +39,9 @@ class SharedPrompts:
 class MicroBatch:
     """N rows of a generation batch as padded tensors.
 
-    W is the length of the longest row, prompt and completion together. C is the length of the
-    longest completion. If prompts are shared, a row has only the last token of its prompt.
+    W is the length of the longest row, prompt and completion together, rounded up if ``pad`` gets
+    ``multiple_of``. C is the length of the longest completion. If prompts are shared, a row has
+    only the last token of its prompt.
     """
 
     rows: torch.Tensor  # (N,) int64: indices of the rows in the generation batch

@@ -222,8 +222,9 @@ def tokenized(
     """Return the token ids of prompt and completion of each row.
 
     The prompt has the same tokens as in the run. The completion ends with the token that ends a
-    turn. If the chat template already opens a thought at the end of the prompt, the mark that opens
-    a thought is removed from the completion.
+    turn or, after a plain-text prompt, with the one that ends a text. If the chat
+    template already opens a thought at the end of the prompt, the mark that opens a thought is
+    removed from the completion.
 
     Args:
         tokenizer: The tokenizer of the policy.

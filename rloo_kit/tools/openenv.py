@@ -79,8 +79,9 @@ class OpenEnv:
     def _ask(self, what: str, *args: Any, **columns: Any) -> str:
         """Call a method of the client, add up the reward, and return the observation as text.
 
-        If the call fails or is interrupted, close the session. A late result of that call could
-        otherwise be read as the result of the next one.
+        If the call is interrupted, or fails without an answer from the server, close the session. A
+        late result of that call could otherwise be read as the result of the next one. If the
+        server answers with an error (RuntimeError), the session stays open.
         """
         try:
             result = getattr(self._client, what)(*args, **columns)

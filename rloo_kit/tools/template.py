@@ -23,8 +23,9 @@ class CallTemplate:
         settings: Keyword arguments for the chat template.
 
     Raises:
-        ConfigError: The chat template cannot show tool calls, it changes earlier turns when a turn
-            is added, or the format in which the model writes a call is unknown.
+        ConfigError: The tokenizer is a processor for images, the chat template cannot show tool
+            calls, or the format in which the model writes a call is unknown. Or the chat template
+            changes earlier turns when a turn is added, and TRL has no variant that does not.
     """
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:

@@ -125,6 +125,8 @@ class Sampler:
     ) -> Generations:
         """Call ``draw`` after syncing the weights, and check that the engine used them.
 
+        In a block of ``turns``, the check follows at the end of the block.
+
         Args:
             engine: The engine that samples.
             prompt_ids: The prompts; for continued completions, prompts with the tokens so far.

@@ -428,7 +428,7 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check that the training set has enough rows and the columns that the settings need.
+    """Check the training set: its number of rows, its column ``prompt``, and if it may be a stream.
 
     Raises:
         DataError: The training set has too few rows or no column ``prompt``. Or it is a stream, but
