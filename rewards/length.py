@@ -101,9 +101,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
     def bind(self, tokenizer: Tokenizer) -> Self:
         """Return a copy of this reward with the settings that it needs from a tokenizer.
 
-        These are the tokens that mark a thought if ``unit`` is ``tokens``, and ``thought_opened``
-        if it is not. A setting that is not None is kept. If ``part`` is ``completion``, no setting
-        is needed, and the reward itself is returned.
+        These are ``thought_opened`` and, if ``unit`` is ``tokens``, the tokens that mark a thought.
+        A setting that is not None is kept. If ``part`` is ``completion``, no setting is needed, and
+        the reward itself is returned.
 
         Raises:
             RewardLoadError: ``unit`` is ``tokens``, the tokenizer has no known mark, and

@@ -141,7 +141,8 @@ class RewardModel:
     def _load(self) -> "_Loaded":
         """Load the model and its tokenizer.
 
-        A parameter that is None gets the value that the model's training has recorded.
+        If ``load_in_4bit``, ``keep_thought`` or ``max_length`` is None, the value that the model's
+        training has recorded is used.
         """
         import torch
 

@@ -233,9 +233,10 @@ def template_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def system_message(data: DataSection) -> str | None:
-    """Return the system message for the prompts of a run; None if there is none.
+    """Return the system message for the prompts of a run; None or "" if there is none.
 
-    Without ``data.system``, tasks from the hub (such as gsm8k) use the system message of the kit.
+    Without ``data.system``, chat prompts of tasks from the hub (such as gsm8k) get the system
+    message of the kit.
     """
     of_task = data.system is None and data.chat and hub_task(data.prompts)
     return SYSTEM if of_task else data.system

@@ -391,7 +391,7 @@ class ResumableTrainer(Trainer):
         """Load the state of optimizer, learning rate schedule and gradient scaler.
 
         Args:
-            state: State of the checkpoint; the parts that were loaded are removed from it.
+            state: State of the checkpoint; ``optimizer`` and ``scheduler`` are removed from it.
             name: Name of the checkpoint, for the message.
 
         Raises:

@@ -209,9 +209,9 @@ def read_held_out(
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
     """Change a run's settings for training into settings for evaluation: sampling engine, memory.
 
-    An engine that the user gave for the evaluation is kept. Otherwise a run that trained with
-    transformers is also evaluated with transformers, and for any other run ``generation`` becomes
-    ``auto``. vLLM's share of the GPU memory is computed again, unless the user gave it.
+    An engine that the user gave for the evaluation is kept. Otherwise ``generation`` becomes
+    ``auto``, except for a run whose settings request transformers, which keeps it. vLLM's share of
+    the GPU memory is computed again, unless the user gave it.
 
     Args:
         args: Settings of the run, changed in place.
@@ -234,7 +234,8 @@ def _prompts(
     Args:
         config: Settings of the run.
         prompts: A file, task or dataset. None uses the prompts that the run held out.
-        most: Maximum number of prompts; None: all that there are, or the task's default number.
+        most: Maximum number of prompts; None: all that there are. Of a task, which has no end, None
+            means as many as the run's ``data.held_out``, or 256 if that is not set.
         given: Settings under ``data`` that the user gave for the evaluation.
     """
     data = config.data

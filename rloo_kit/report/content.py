@@ -148,9 +148,10 @@ def _sign(change: float) -> str:
 
 
 def _samples(record: RunRecord, most: int) -> dict[str, Any]:
-    """Return held-out prompts, each with its completions from before and after training.
+    """Return pairs of completions of held-out prompts, from before and after training.
 
-    Prompts whose rewards changed most come first. ``most`` is the maximum number of prompts.
+    A prompt has as many pairs as it has samples. Pairs whose rewards changed most come first.
+    ``most`` is the maximum number of pairs.
     """
     before, after = (
         [*map(as_dict, as_list(scored(record, when).get("samples")))]

@@ -210,9 +210,10 @@ def _load(
     tokenizer: Tokenizer | None = None,
     say: Say | None = None,
 ) -> list[LoadedReward]:
-    """Load the rewards to check, with the weights that the run gives them.
+    """Load the rewards to check.
 
-    These are the rewards in ``specs``, or those of the run file if ``specs`` is None.
+    These are the rewards in ``specs``, with the weights in ``specs``. If ``specs`` is None, they
+    are those of the run file, with the weights that the run gives them.
     """
     template = template_settings(job.config)
     if specs is not None:

@@ -69,7 +69,8 @@ class HeldOutScores(TrainerCallback):
     def follow(self) -> None:
         """Score the prompts before the first step, and register this callback for later steps.
 
-        If the scores from before training are known already, they are not computed again.
+        If the scores from before training are known already, they are not computed again. With
+        TRL's step, ``on_train_begin`` computes them.
         """
         if self.job.splits[1] is None:
             return

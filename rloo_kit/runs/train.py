@@ -67,7 +67,7 @@ def train(
     Raises:
         KitError: The run cannot start or continue; the message says what to change. If this
             happens before the first step, no folder is left. Later, a checkpoint of the last
-            finished step is saved.
+            finished step is saved, except with TRL's step.
     """
     if left := 0 if in_subprocess else sleep_pool_bytes():
         say(

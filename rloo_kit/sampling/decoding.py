@@ -54,7 +54,8 @@ def complete(
 
     Args:
         model: A causal language model of transformers, with or without PEFT's wrapper.
-        prompt_ids: B prompts; adjacent equal prompts share their prefill.
+        prompt_ids: B prompts; adjacent equal prompts share their prefill if ``sample_rows`` decodes
+            (not Unsloth or transformers).
         pad_token_id: The id that pads prompts on the left.
         ends: Ids of the tokens that end a completion.
         thought: Limit on the length of a thought. A completion whose thought is still open at the

@@ -223,9 +223,9 @@ class ToolLoop:
     # --- calls -----------------------------------------------------------------------------------
 
     def _guarded(self, tool: Tool) -> Tool:
-        """Return a tool with a time limit, which returns text of at most 10,000 characters.
+        """Return a tool with a time limit, which returns the first 10,000 characters of its result.
 
-        A longer result is cut, and ends with the number of characters left out.
+        If the result is longer, the number of characters left out follows them.
         """
         timeout = self.limits.timeout
         if inspect.iscoroutinefunction(tool):

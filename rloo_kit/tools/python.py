@@ -36,9 +36,10 @@ def python(code: str) -> str:
 class PythonSession:
     """Environment in which a Python program can use the names that earlier programs have defined.
 
-    For each call, a new sandbox runs all earlier programs of the trajectory again, without their
-    output, and then the new program. The time limit applies to all of them together. The random
-    generator has the same seed each time, but the time of day differs.
+    For each call, a new sandbox runs the earlier programs of the trajectory again, without their
+    output, and then the new program. A program that was ended, for example at the time limit, is
+    not run again. The time limit applies to all programs of a call together. The random generator
+    has the same seed each time, but the time of day differs.
     """
 
     def reset(self, **row: Any) -> None:

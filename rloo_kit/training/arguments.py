@@ -198,7 +198,7 @@ def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
     An ``RLOOConfig`` does not record which of its values the user set. So all its values are used,
     including those that Unsloth's patched class adds, and the kit's own settings get their
     defaults. If a setting in ``BY_DEVICE`` still has TRL's default, its value depends on the
-    machine.
+    machine. ``bf16`` and ``fp16`` depend on it only if Unsloth's class has both off.
 
     Raises:
         ConfigError: ``args`` is the configuration of another trainer.
