@@ -122,7 +122,8 @@ def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
     """Check that a verifier which runs text of the entry as Python code would run only arithmetic.
 
     Raises:
-        RewardContractError: The verifier would run other code.
+        RewardContractError: The verifier would run other code, or the task is ``composite``, which
+            is never allowed.
     """
     text: Any = entry
     for key in _RUN_BY_VERIFIER.get(task, ()):

@@ -136,8 +136,8 @@ class Math(AnswerReward):
     process, which starts at the first call. An answer that needs too much time or memory scores
     0.0.
 
-    Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults). One difference: a single
-    line without delimiters is read as LaTeX.
+    Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults). One difference: a short
+    line that is only mathematics is read as LaTeX even without delimiters.
 
     >>> reward = Math()
     >>> reward(completions=["hm</think>It is $\\frac{2}{4}$.", "0.51"], answer=["1/2", "1/2"])
@@ -169,7 +169,9 @@ class Math(AnswerReward):
         prompts: Completions | None = None,
         **columns: Any,
     ) -> Scores:
-        """Return one score per completion: 1.0, 0.0, or None if the row has no expected answer.
+        """Return one score per completion: 1.0, 0.0, or None.
+
+        None means that the row has no expected answer, or one that math-verify cannot read.
 
         Raises:
             RewardContractError: The dataset has no column of expected answers.

@@ -526,7 +526,7 @@ class PreparedJob:
 def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
     """Return arguments for ``load_model`` with which training and vLLM can share the base weights.
 
-    The result is empty if vLLM does not run in this process.
+    The result is empty if the settings request vLLM's server or transformers.
     """
     if requested_engine(args) in ("server", "transformers"):
         return {}

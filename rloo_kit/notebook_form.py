@@ -128,7 +128,7 @@ class Form:
             self.fields[name].value = value
 
     def _write(self) -> RunConfig:
-        """Write the fields to the run file, and return its settings.
+        """Write all fields except ``card`` to the run file, and return its settings.
 
         Raises:
             ConfigError: A field has an error. Nothing is written.

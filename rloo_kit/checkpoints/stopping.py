@@ -118,7 +118,8 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 def terminate_as_interrupt() -> Iterator[None]:
     """Raise Terminated in the body when SIGTERM arrives, so that the body can clean up.
 
-    It is used before and after training, when no optimizer step has to be finished.
+    It is used when no optimizer step has to be finished: before and after training, and in all
+    other commands.
 
     Raises:
         Terminated: SIGTERM has arrived.

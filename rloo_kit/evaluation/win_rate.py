@@ -94,7 +94,8 @@ def judge_models(  # noqa: PLR0913
         num_prompts: Maximum number of prompts. None uses all of them.
         sampled: If True, sample at the run's temperature. If False, complete greedily.
         batch_size: Number of completions at a time. None uses a number that is known to fit.
-        output: Folder for ``judge.json``. None uses the run's folder.
+        output: Folder for ``judge.json``. None uses the run's folder; if ``model`` has no run,
+            nothing is written.
         say: Function that is called with each line of output.
 
     Raises:

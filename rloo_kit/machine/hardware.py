@@ -232,7 +232,8 @@ def why_not_unsloth(device: str) -> str | None:
 def why_not_vllm() -> str | None:
     """Return why vLLM cannot run here.
 
-    None means that vLLM is installed and built for the CUDA version of torch.
+    None means that vLLM is installed, and that torch is not known to be built for another CUDA
+    version.
     """
     if found := installed_version("vllm"):
         return why_not_together(found, installed_version("torch") or "")

@@ -174,9 +174,10 @@ def _content(message: object) -> str:
 def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
     """Split the completion of a row into ``thought`` and ``answer``, and shorten both.
 
-    Together they have at most ``limit`` characters. If the row has ``answer_at``, the answer begins
-    at that character. Otherwise the text is split at the last ``</think>``, which is in neither
-    part. ``thought`` is None if no thought is closed.
+    If the completion has several turns, only the last one is used. Together the two parts have at
+    most ``limit`` characters. If the row has ``answer_at``, the answer begins at that character.
+    Otherwise the text is split at the last ``</think>``, which is in neither part. ``thought`` is
+    None if no thought is closed.
 
     >>> completion_parts({"completion": "<think>4+5=9</think> 9"}, 100)
     {'thought': '4+5=9', 'answer': ' 9'}

@@ -250,7 +250,8 @@ class Tally:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, by name.
 
-        Means over rows include the rows that were not trained, which count as 0.
+        The loss and the shares of clipped actions are means over all rows, of which the rows that
+        were not trained count as 0. Other means are over the trained rows or their tokens.
         """
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)

@@ -321,7 +321,7 @@ class Rollout:
         """Return the rollout with the old log-probabilities of some rows added.
 
         Tokens that an earlier policy sampled keep the log-probabilities that the engine reported
-        when it sampled them.
+        when it sampled them, unless ``rollout_correction`` is set.
 
         Args:
             rows: ``(N,)`` row numbers.

@@ -80,8 +80,8 @@ def calibrate(  # noqa: PLR0913
             has them too.
         num_prompts: Number of prompts per level.
         num_generations: Number of completions per prompt; None: as in the run file.
-        output: Path of the new run file; None: next to ``source``, with ``-calibrated`` added to
-            its name.
+        output: Path of the new run file. None: the name of ``source`` with ``-calibrated`` added,
+            in the folder of ``source`` if that is a file, and else in the working folder.
         precision: Also measure whether sampler and learner differ less in bf16 or in float16
             (``precision.mismatch``), and write the better one to the new run file.
         say: Called with each line that is printed for the user.

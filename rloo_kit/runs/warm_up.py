@@ -166,7 +166,8 @@ def _example(place: str, row: Row) -> Row:
         row: The row as it was read, perhaps with ``messages``.
 
     Raises:
-        DataError: The row has no prompt, no text in its completion, or several turns in it.
+        DataError: The row has no prompt, several turns in its completion, or neither text in its
+            completion nor a ``score``.
     """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)

@@ -51,8 +51,8 @@ LIVE_IDS = 1_000_000
 class VllmEngine:
     """Engine that runs vLLM in this process.
 
-    If Unsloth started vLLM when it loaded the model, that engine is used. Otherwise a new one is
-    started.
+    If Unsloth started vLLM when it loaded the model, that engine is used, and ``num_sequences``,
+    ``seed`` and ``extra`` have no effect. Otherwise a new one is started.
 
     Args:
         model: The policy, with its LoRA adapter.
@@ -66,7 +66,8 @@ class VllmEngine:
         extra: Further arguments of ``vllm.LLM``.
 
     Raises:
-        GenerationError: vLLM cannot start; the message has the reason in one line.
+        GenerationError: vLLM cannot start, or Unsloth's engine has room for fewer than
+            ``max_length`` tokens; the message has the reason in one line.
     """
 
     def __init__(  # noqa: PLR0913

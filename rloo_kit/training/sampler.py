@@ -172,7 +172,9 @@ class Sampler:
             self._check(engine, *pair)
 
     def _check(self, engine: Engine, prompt_ids: list[list[int]], drawn: Generations) -> None:
-        """Check that the engine sampled from the current policy, if there is a canary.
+        """Check that the engine sampled from the current policy.
+
+        Nothing is checked without a canary, or if the model is not in training mode.
 
         Raises:
             StalePolicyError: It did not.

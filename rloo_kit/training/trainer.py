@@ -409,7 +409,7 @@ def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOut
 
 
 def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:
-    """Load and return the rewards, and write their weights into ``args.reward_weights``.
+    """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
 
     Raises:
         ConfigError: Weights are given both with the rewards and in ``args``.
