@@ -318,7 +318,7 @@ def test_two_columns_may_change_names_with_each_other(tmp_path):
         ({"prompt": "question", "answer": "text"}, "columns names 'text' as the source of "
          "'answer', but there are only ['id', 'question', 'solution']: name one of these"),
         ({"prompt": "question", "answer": "question"}, "columns leaves no column 'prompt': write"),
-        ({"prompt": "question", "id": "solution"}, "to 'id', but the data already has a column 'id'"),
+        ({"prompt": "question", "id": "solution"}, "but the data already has a column 'id'"),
         ({"answer": "solution"}, "has no `prompt`, only ['id', 'question', 'solution']: rename the "
          "column to prompt, or name it with columns, as in {prompt: question}"),
     ],
