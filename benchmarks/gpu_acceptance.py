@@ -6,7 +6,7 @@
 
 A part that fails or hangs costs no other. The result is written after every part:
 gpu_acceptance_CARD.json and .md. A part that passed is not run again (--again), so a call that was
-cut off goes on where it stopped. Nothing is downloaded: weights are random and made in --keep,
+cut off continues where it stopped. Nothing is downloaded: weights are random and made in --keep,
 where compiled kernels stay too. Exit code 0: every part passed or was skipped with a reason.
 """
 
@@ -258,8 +258,8 @@ def markdown(facts: dict, rows: list[dict]) -> str:
     lines += ["| call | part | result | seconds | measured |", "|---|---|---|---|---|"]
     for row in rows:
         values = "; ".join(f"{k} {v}" for k, v in row.get("measured", {}).items())
-        told = " ".join(part for part in (row.get("reason", ""), values) if part)
-        shown = told.replace("|", "/").replace("\n", " ")[:600]
+        cell = " ".join(part for part in (row.get("reason", ""), values) if part)
+        shown = cell.replace("|", "/").replace("\n", " ")[:600]
         lines.append(
             f"| {row['call']} | {row['name']} | {row['status']} | {row['seconds']:.0f} | {shown} |"
         )
@@ -284,7 +284,7 @@ def run_call(number: int, parts: list[Part], options, result: Result, variables:
         reason = None if options.toy else why_not(part, memory)
         left = ends - time.monotonic()
         if reason is None and left < 30:
-            reason = "not begun: the time of this call was over; the same call goes on with it"
+            reason = "not begun: the time of this call was over; the same call continues with it"
         if reason:
             row = {"call": part.call, "name": part.name, "status": "skipped", "seconds": 0.0}
             result.add(row | {"reason": reason})

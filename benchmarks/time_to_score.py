@@ -8,7 +8,7 @@ completions, whose prompts the model has not seen before, as a mean over WINDOW 
 from the first step to the end of the last of these; trainers take turns, seed by seed. Results are
 kept after every training, and a further call runs what is missing.
 
-With ``--partial`` a training goes on to ``PARTIAL_STEPS`` steps, and the score at its end is that
+With ``--partial`` a training continues to ``PARTIAL_STEPS`` steps, and the score at its end is that
 of 64 further prompts, each completed 8 times.
 """
 

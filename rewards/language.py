@@ -56,7 +56,7 @@ _NAMED_OTHERWISE = {
     "HIRAGANA": "KANA", "KATAKANA": "KANA", "KATAKANA-HIRAGANA": "KANA",
     "IDEOGRAPHIC": "CJK", "BOPOMOFO": "CJK",
 }  # fmt: skip
-# Languages that cannot be told apart in a short text; one is accepted for the other
+# Languages that a short text does not distinguish; one is accepted for the other
 _RELATIVES = [{"bs", "hr"}, {"id", "ms"}, {"nn", "no"}]
 
 # A sentence with fewer letters is joined to the next one before its language is guessed. Of 60

@@ -95,8 +95,10 @@ class Coverage(TemplateAware):
         sources = list(map(text_of, prompts))
         if self.column is not None:
             sources = column_of(columns, self.column, self.__name__)
-        known = {"thought_opened": self.thought_opened, "_tokenizer": self._tokenizer}
-        return Rouge("1", "precision", **known)(completions, prompts, reference=sources)
+        reward = Rouge(
+            "1", "precision", thought_opened=self.thought_opened, _tokenizer=self._tokenizer
+        )
+        return reward(completions, prompts, reference=sources)
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:

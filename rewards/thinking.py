@@ -73,7 +73,7 @@ class Bound:
 class TemplateAware(Bound):
     """Base class of rewards that must know whether the prompt opens the thought.
 
-    Without this knowledge, an unfinished thought could not be told from an answer.
+    Without this knowledge, an unfinished thought would look like an answer.
     """
 
     thought_opened: bool | None = None

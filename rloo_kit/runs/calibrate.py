@@ -299,10 +299,8 @@ def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> 
         ConfigError: A score is not in [0, 1], or no completion has a score.
     """
     known = [[score for score in group if score is not None] for group in scores]
-    wrong = None if any(known) else "it scored no completion"
-    if not all(0 <= score <= 1 for group in known for score in group):
-        wrong = "its scores are not in [0, 1]"
-    if wrong:
+    if not any(known) or not all(0 <= score <= 1 for group in known for score in group):
+        wrong = "its scores are not in [0, 1]" if any(known) else "it scored no completion"
         raise ConfigError(
             f"the reward {judge} has the largest weight, but {wrong}: rescale it with scaled_by, "
             "or raise the weight of another reward"

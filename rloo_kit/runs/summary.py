@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 # Number of held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
-# Model, prompts and rewards of the quickstart; after it the user is told how to train a model
+# Model, prompts and rewards of the quickstart; after it a line says how to train a model
 QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
 
 

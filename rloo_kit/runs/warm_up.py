@@ -256,7 +256,7 @@ def tokenized(
 def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
     """Return the token ids (prompt, completion) of the examples that fit into the run's limits.
 
-    Examples that are too long are left out, and the user is told how many.
+    Examples that are too long are left out, and a printed line says how many.
 
     Raises:
         DataError: All examples are too long, or the run's prompts have images.

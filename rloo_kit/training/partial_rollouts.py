@@ -138,11 +138,11 @@ class InFlight:
         ]
 
     def _choose(self, num: int, ended: Collection[tuple[Group, int]] = ()) -> list[Group] | None:
-        """Return the ``num`` oldest complete groups; None if sampling must go on.
+        """Return the ``num`` oldest complete groups; None if sampling must continue.
 
-        Sampling must go on if fewer than ``num`` groups are complete. It must also go on if some
-        group is not complete and one of the groups left over would become older than ``max_age``
-        before it is trained.
+        Sampling must continue if fewer than ``num`` groups are complete. It must also continue if
+        some group is not complete and one of the groups left over would become older than
+        ``max_age`` before it is trained.
 
         Args:
             num: The number of groups of a batch.

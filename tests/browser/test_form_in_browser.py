@@ -71,7 +71,7 @@ class FormPage:
 
     def __init__(self, driver):
         self.driver = driver
-        # JupyterLab draws parts of the page anew, so an element may go stale before it is used
+        # JupyterLab draws parts of the page again, so an element may go stale before it is used
         self.wait = WebDriverWait(driver, SECONDS, 0.2, [StaleElementReferenceException])
 
     def open(self, address):

@@ -50,6 +50,8 @@ def test_arithmetic_as_a_dataset():
     plain = load_prompts("arithmetic", num_prompts=3, chat=False)
     assert plain["prompt"][:] == [row["prompt"] for row in make_rows("arithmetic", 3)]
     assert dataset[0]["prompt"] == [{"role": "user", "content": plain[0]["prompt"]}]
+    with pytest.raises(DataError, match="'arithmetic' has no rows"):
+        load_prompts("arithmetic", num_prompts=0)
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -50,8 +50,8 @@ def run(arms, folder, options):
             (folder / f"{arm}.gone").touch()
             if children.pop(arm).returncode:
                 text = (folder / f"{arm}.log").read_text()
-                told = [line for line in text.splitlines() if "Error" in line]
-                faults.append(f"{arm}: {told[-1] if told else 'no answer'}")
+                errors = [line for line in text.splitlines() if "Error" in line]
+                faults.append(f"{arm}: {errors[-1] if errors else 'no answer'}")
 
     try:
         for arm in arms:  # one after another: each engine measures the card while it starts
