@@ -42,6 +42,7 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
                     _empty_engine(llm)
                     free = _free_memory()
                     pool = sleep_pool_bytes()
+                    _unmap_pools()
             finally:
                 llm.llm_engine.engine_core.shutdown()
     except Exception as exc:  # an error of any kind in vLLM
@@ -140,6 +141,21 @@ def _empty_pools(pools: list[Any]) -> None:
         place = bisect.bisect_right(starts, address) - 1
         if tensor.is_cuda and place >= 0 and address < blocks[place][1]:
             empty_tensors([tensor])
+
+
+def _unmap_pools() -> None:
+    """Return all GPU memory of vLLM's sleep allocator to the driver.
+
+    vLLM would do this when it drops its pools, but then memory is lost. It has already freed the
+    unused blocks of a pool (``CuMemAllocator._trim``), which torch does not know. When torch frees
+    such a block again, vLLM's callback raises a KeyError, and the error makes every later call of
+    the callback fail: the blocks that follow are forgotten while their memory stays mapped.
+    """
+    allocator = _sleep_allocator()
+    if allocator is not None:
+        cumem = sys.modules["vllm.device_allocator.cumem"]
+        for address in list(allocator.pointer_to_data):
+            cumem.unmap_and_release(allocator.python_free_callback(address))
 
 
 def _drop_caches(llm: Any) -> None:
