@@ -3,13 +3,15 @@
     python benchmarks/gpu_peers.py kit --models FOLDER --answer kit.json
 
 Each has what its own documentation gives it: the kit and Unsloth a 4-bit base shared with vLLM, TRL
-a 16-bit base and a vLLM with merged weights. Weights are random, so completions have full length.
-The first step compiles and is not counted. On a CPU all sample by transformers.
+a 16-bit base and a vLLM with merged weights. ``kit-16bit`` is the kit with a 16-bit base, to
+compare with TRL's. Weights are random, so completions have full length. The first step compiles
+and is not counted. On a CPU all sample by transformers.
 
-``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C
-A B C: each one is timed on a quiet card, and what slows the card down slows all of them. The caller
-makes a file ``hold`` in that folder, removes it once every arm has written ``ARM.ready``, and
-writes ``ARM.gone`` for an arm that ended.
+``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C D
+A B C D: each one is timed on a quiet card, and what slows the card down slows all of them. The
+caller makes a file ``hold`` in that folder, removes it once every arm has written ``ARM.ready``,
+and writes ``ARM.gone`` for an arm that ended. An arm imports its libraries at once, and loads its
+model when the caller has written ``ARM.go``.
 """
 
 import argparse
@@ -19,7 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ARMS = {"kit": "auto", "trl-rloo": "transformers", "unsloth-grpo": "auto"}
+# Backend of each arm, in the order in which they take turns
+ARMS = {"kit": "auto", "unsloth-grpo": "auto", "trl-rloo": "transformers", "kit-16bit": "auto"}
+IN_4_BIT = ("kit", "unsloth-grpo")
 
 
 class Turns:
@@ -27,6 +31,11 @@ class Turns:
 
     def __init__(self, folder: Path | None, arm: str) -> None:
         self.folder, self.arm = folder, arm
+
+    def wait_to_load(self) -> None:
+        """Wait until no other arm starts an engine, which measures the whole card."""
+        while self.folder is not None and not (self.folder / f"{self.arm}.go").exists():
+            time.sleep(0.1)
 
     def wait(self, step: int) -> None:
         """Wait for the turn of a counted step, 0 or more; -1 is the step that compiles."""
@@ -109,7 +118,7 @@ def policy(arm: str, options, on_gpu: bool):
 
     import rloo_kit as rk
 
-    in_4bit = arm != "trl-rloo"
+    in_4bit = arm in IN_4_BIT
     folder = gpu_models.model_folder(
         options.models, options.geometry, load_in_4bit=in_4bit, device="cuda" if on_gpu else "cpu"
     )
@@ -117,7 +126,7 @@ def policy(arm: str, options, on_gpu: bool):
     if arm != "unsloth-grpo":
         model, tokenizer = rk.load_model(
             folder, max_seq_length=longest, load_in_4bit=in_4bit, num_sequences=options.rows,
-            fast_inference="auto" if arm == "kit" else False,
+            fast_inference=False if arm == "trl-rloo" else "auto",
         )  # fmt: skip
         return rk.attach_lora(model, r=16, lora_alpha=16), tokenizer
     from unsloth import FastLanguageModel
@@ -155,7 +164,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         "train_dataset": Dataset.from_dict({"prompt": ["12 + 34 = "] * 64}),
         "callbacks": [steps.callback()],
     }  # fmt: skip
-    if arm == "kit":
+    if arm.startswith("kit"):
         others = {"doctor": False, "dry_run": False, "optim": "adamw_8bit" if on_gpu else None}
         others = {name: value for name, value in others.items() if value is not None}
         made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed, **others), **parts)
@@ -192,13 +201,17 @@ def main() -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
+    turns = Turns(options.turns, options.arm)
+    if on_gpu:
+        import vllm  # noqa: F401  # takes ten seconds
+    turns.wait_to_load()
     if not on_gpu and options.arm == "unsloth-grpo":
         from unsloth.models.rl import patch_trl_rl_trainers
 
         patch_trl_rl_trainers()  # on a GPU it does that by itself
         os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # its word for neither bf16 nor fp16
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # read by its GRPO loss
-    steps = Steps(torch, Turns(options.turns, options.arm), options.answer)
+    steps = Steps(torch, turns, options.answer)
     if on_gpu:
         from small_card import Watch
 

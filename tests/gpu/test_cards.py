@@ -1,6 +1,7 @@
 """The main job on a card of a size: train with vLLM, release, train again in the same process."""
 
 import os
+import time
 
 import pytest
 from runs_here import metrics_of, model_folder, run_file
@@ -88,7 +89,9 @@ def test_it_trains_twice_in_one_process(
         folder = tmp_path / f"run-{number}"
         with monkeypatch.context() as patches:
             watch_start(patches, card, seen)
+            started = time.perf_counter()
             result = rk.train(path, [*overrides, f"output_dir={folder}"], lines.append)
+            record_property(f"run_{number}_seconds", round(time.perf_counter() - started))
         peaks.append(max(card.take_peak(), seen.get("start_peak", 0)) if card else 0)
         record_property(f"run_{number}", f"{seen}, peak {gib(peaks[-1])} GiB")
         note_run(record_property, number, metrics_of(folder), lines, card)
