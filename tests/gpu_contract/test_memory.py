@@ -57,7 +57,7 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
 
     from rloo_kit.models.shape import TINY_THINKER
 
-    made = plan(name, gpu=f"{gib}GB")
+    made = plan(name, gpu=f"{gib}GB", overrides=["trainer.generation=auto"])
     job = made.job
     here = card(gib, used_gib=CONTEXT / 2**30)
     here.total = made.facts.card.usable
