@@ -7,6 +7,7 @@ the kit unmaps the pools before torch frees their blocks. Prints MiB of memory: 
 of the driver while the engine lives, then of both after its end.
 """
 
+import contextlib
 import ctypes
 import sys
 from pathlib import Path
@@ -45,8 +46,7 @@ say()
 if "unmap" in sys.argv:
     engines._unmap_pools()
 numbers = ctypes.c_ulonglong * len(blocks)
-try:
-    driver.free_all(library.my_free, *(numbers(*row) for row in zip(*blocks)), len(blocks))
-except (KeyError, TypeError, SystemError):  # a MemPool's destructor drops the error
-    pass
+addresses, sizes = (numbers(*row) for row in zip(*blocks, strict=True))
+with contextlib.suppress(KeyError, TypeError, SystemError):  # as a MemPool's destructor does
+    driver.free_all(library.my_free, addresses, sizes, len(blocks))
 say()
