@@ -48,19 +48,6 @@ def geometry_of(name: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def disk_bytes(name: str, load_in_4bit: bool) -> int:
-    """Return about how many bytes the folder of a model takes."""
-    shape = geometry_of(name)
-    hidden, inner, layers = (
-        shape[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
-    )
-    queries = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    linear = layers * hidden * (2 * queries + 2 * keys + 3 * inner)
-    tables = shape["vocab_size"] * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return int(linear * (0.52 if load_in_4bit else 2) + 2 * tables)
-
-
 def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> Path:
     """Make a model's folder under ``root``, or return the one that is there.
 
@@ -69,20 +56,10 @@ def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> P
         name: Of ``PUBLISHED`` or ``SMALL``.
         load_in_4bit: NF4 weights with double quantisation; else bfloat16.
         device: Where weights are drawn and quantised.
-
-    Raises:
-        OSError: The disk has too little room.
     """
     folder = root / f"{name}-{'bnb-4bit' if load_in_4bit else 'bf16'}"
     if (folder / "config.json").exists():
         return folder
-    room = shutil.disk_usage(root).free
-    needed = disk_bytes(name, load_in_4bit)
-    if room < needed * 1.1:
-        raise OSError(
-            f"{root} has {room / 1e9:.1f} GB free, and {folder.name} takes {needed / 1e9:.1f}: "
-            f"give --scratch a folder on a larger disk"
-        )
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

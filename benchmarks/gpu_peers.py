@@ -55,9 +55,8 @@ class Turns:
 
     def _is_over(self, turn: int) -> bool:
         """Return whether a turn was taken, or never will be."""
-        step, place = divmod(turn, len(ARMS))
-        arm = list(ARMS)[place]
-        names = (f"{step}-{arm}.done", f"{arm}.gone")
+        arm = list(ARMS)[turn % len(ARMS)]
+        names = (f"{turn // len(ARMS)}-{arm}.done", f"{arm}.gone")
         return any((self.folder / name).exists() for name in names)
 
 
@@ -135,11 +134,8 @@ def policy(arm: str, options, on_gpu: bool):
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(folder), max_seq_length=longest, load_in_4bit=True, **(engine if on_gpu else {})
     )
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = FastLanguageModel.get_peft_model(
-        model, r=16, lora_alpha=16, target_modules=targets, use_gradient_checkpointing="unsloth"
-    )
-    return model, tokenizer
+    lora = {"r": 16, "lora_alpha": 16, "use_gradient_checkpointing": "unsloth"}
+    return FastLanguageModel.get_peft_model(model, **lora), tokenizer
 
 
 def trainer(arm: str, options, on_gpu: bool, steps: Steps):
@@ -165,19 +161,18 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         "callbacks": [steps.callback()],
     }  # fmt: skip
     if arm.startswith("kit"):
-        others = {"doctor": False, "dry_run": False, "optim": "adamw_8bit" if on_gpu else None}
-        others = {name: value for name, value in others.items() if value is not None}
-        made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed, **others), **parts)
+        fixed |= {"doctor": False, "dry_run": False} | ({"optim": "adamw_8bit"} if on_gpu else {})
+        made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed), **parts)
         made.completer.draw = steps.sampled(made.completer.draw)
         return made
     import trl
 
-    colocate = {"use_vllm": True, "vllm_mode": "colocate"} if on_gpu else {}
+    fixed |= {"use_vllm": True, "vllm_mode": "colocate"} if on_gpu else {}
     if arm == "trl-rloo":
-        colocate |= {"vllm_gpu_memory_utilization": options.share} if on_gpu else {}
-        made = trl.RLOOTrainer(args=trl.RLOOConfig(**fixed, **colocate), **parts)
+        fixed |= {"vllm_gpu_memory_utilization": options.share} if on_gpu else {}
+        made = trl.RLOOTrainer(args=trl.RLOOConfig(**fixed), **parts)
     else:
-        made = trl.GRPOTrainer(args=trl.GRPOConfig(**fixed, **colocate), **parts)
+        made = trl.GRPOTrainer(args=trl.GRPOConfig(**fixed), **parts)
     made._generate_single_turn = steps.sampled(made._generate_single_turn)
     return made
 
@@ -201,10 +196,14 @@ def main() -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    turns = Turns(options.turns, options.arm)
     if on_gpu:
         import vllm  # noqa: F401  # takes ten seconds
+    turns = Turns(options.turns, options.arm)
     turns.wait_to_load()
+    if not on_gpu:
+        from rloo_kit.training.trl_step import route_trl_lm_head
+
+        route_trl_lm_head()
     if not on_gpu and options.arm == "unsloth-grpo":
         from unsloth.models.rl import patch_trl_rl_trainers
 

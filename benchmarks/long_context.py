@@ -1,7 +1,6 @@
 """Completions of 1k to 16k tokens on a CPU: seconds and peak memory of every phase of a step.
 
     python benchmarks/long_context.py           # about ten minutes of one core
-    python benchmarks/long_context.py --quick   # up to 4k tokens, two minutes; writes nothing
     python benchmarks/long_context.py --draw    # the picture and the tables, from the JSON
     python benchmarks/long_context.py --only window   # one arm again, beside the others in the JSON
 
@@ -33,7 +32,6 @@ RESULT = shared.RESULTS / "long_context_cpu.json"
 PICTURE = shared.ROOT / "docs" / "pictures" / "long_context.svg"
 PAGE = shared.ROOT / "docs" / "explanation" / "long_contexts.md"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-QUICK = (1024, 2048, 4096)
 ROWS = 2
 WINDOW = 1024
 MIB = 1024**2
@@ -331,7 +329,7 @@ def step_of_embedded(length: int, folder: str) -> None:
     rk.train(make_run_config(content), say=lambda line: None)
 
 
-def run_arm(arm: Arm, lengths: list[int]) -> None:
+def run_arm(arm: Arm) -> None:
     """Print one line of JSON for every length."""
     import rloo_kit as rk
 
@@ -343,7 +341,7 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     clock = watched()
-    for length in (lengths[0] // 8, *lengths):  # the first one warms up
+    for length in (arm.lengths[0] // 8, *arm.lengths):  # the first one warms up
         with tempfile.TemporaryDirectory() as folder:
             rk.release()
             before = measure().resident
@@ -353,7 +351,7 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
             else:
                 step_of_random(arm, length, folder)
             clock.switch("rest")
-        if length < lengths[0]:
+        if length < arm.lengths[0]:
             continue
         point: dict[str, Any] = {
             "length": length,
@@ -367,9 +365,9 @@ def run_arm(arm: Arm, lengths: list[int]) -> None:
         print(json.dumps(point), flush=True)
 
 
-def in_child(arm: Arm, lengths: list[int]) -> list[dict[str, Any]]:
+def in_child(arm: Arm) -> list[dict[str, Any]]:
     """Run an arm in a process of its own."""
-    command = [sys.executable, __file__, "--arm", arm.name, "--lengths", *map(str, lengths)]
+    command = [sys.executable, __file__, "--arm", arm.name]
     environment = {**os.environ, "RLOO_KIT_LIVE": "off", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
         points = []
@@ -520,29 +518,23 @@ ARM = {arm.name: arm for arm in ARMS}
 
 def main() -> None:
     parser = shared.parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="up to 4k tokens; writes nothing")
     parser.add_argument("--only", nargs="+", choices=list(ARM), help="measure these arms again")
     parser.add_argument("--draw", action="store_true", help="write picture and tables again")
     parser.add_argument("--arm", choices=list(ARM), help=argparse.SUPPRESS)
-    parser.add_argument("--lengths", nargs="+", type=int, default=[], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.arm:
-        run_arm(ARM[asked.arm], asked.lengths)
+        run_arm(ARM[asked.arm])
         return
     if asked.draw:
         draw()
         return
-    longest = QUICK[-1] if asked.quick else LENGTHS[-1]
     arms = json.loads(RESULT.read_text())["arms"] if asked.only and RESULT.exists() else {}
     for name in asked.only or ARM:
-        arms[name] = in_child(ARM[name], [n for n in ARM[name].lengths if n <= longest])
-        if not asked.quick:
-            measured = {name: arms[name] for name in ARM if name in arms}
-            shared.write_result(
-                RESULT.stem, model=SMALL, rows=ROWS, fits=fits(measured), arms=measured
-            )
+        arms[name] = in_child(ARM[name])
+        measured = {name: arms[name] for name in ARM if name in arms}
+        shared.write_result(RESULT.stem, model=SMALL, rows=ROWS, fits=fits(measured), arms=measured)
     print(growth_table(fits(arms)))
-    if not asked.quick and set(arms) == set(ARM):
+    if set(arms) == set(ARM):
         draw()
 
 

@@ -145,8 +145,9 @@ class Turns:
 class Arm(TrainerCallback):
     """One trainer class on a model of its own; ``steps`` has the seconds and tokens of each."""
 
-    def __init__(self, name: str, cell: Cell, options: argparse.Namespace) -> None:
+    def __init__(self, name: str, cell: Cell, options: argparse.Namespace, save) -> None:
         self.name = name
+        self.save = save
         self.cell = cell
         self.options = options
         self.clock = Clock()
@@ -230,24 +231,28 @@ class Arm(TrainerCallback):
         )
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items())
         print(f"{self.cell.model[-40:]:<12} {self.name:<9} {parts}", flush=True)
+        if self.name == self.options.arms[-1]:
+            self.save()
         control.should_training_stop = not self.turns.give_on(self.name)
 
     def pairs(self) -> list[dict[str, float]]:
-        """Return the means of the counted steps, one for each pair."""
-        size = self.options.steps
-        counted = self.steps[self.warm_up :]
-        return [
-            {
-                key: statistics.fmean(one[key] for one in counted[start : start + size])
-                for key in counted[0]
-            }
-            for start in range(0, len(counted), size)
-        ]
+        """Return the means of the counted steps, one for each complete pair."""
+        steps = iter(self.steps[self.warm_up :])
+        pairs = zip(*[steps] * self.options.steps, strict=False)
+        return [{key: statistics.fmean(one[key] for one in of) for key in of[0]} for of in pairs]
 
 
-def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
-    """Let the arms take steps in turn; return medians and the ratios pair by pair."""
-    arms = [Arm(one, CELLS[name], options) for one in options.arms]
+def compare(name: str, options: argparse.Namespace, rows: list[dict]) -> None:
+    """Let the arms take steps in turn; after each pair write medians and ratios, below ``rows``."""
+
+    def save() -> None:
+        found = [arm.pairs() for arm in arms]
+        if found[0] and len(found[0]) > len(saved):
+            saved.append(row_of(name, options, dict(zip(options.arms, found, strict=True))))
+            shared.write_result(options.name, rows=[*rows, saved[-1]])
+
+    saved: list[dict] = []
+    arms = [Arm(one, CELLS[name], options, save) for one in options.arms]
     order = [arm.name for arm in arms for _ in range(arm.warm_up)]
     turns = Turns(order + options.arms * (options.steps * options.pairs))
     threads = [threading.Thread(target=arm.train, args=(turns,)) for arm in arms]
@@ -257,7 +262,11 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, object]:
         thread.join()
     if turns.failed:
         raise turns.failed
-    counted = {arm.name: arm.pairs() for arm in arms}
+    rows.append(saved[-1])
+
+
+def row_of(name: str, options: argparse.Namespace, counted: dict[str, list]) -> dict[str, object]:
+    """Return medians of all pairs, and the ratios pair by pair."""
     row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
     row["batches in flight"] = options.in_flight or 1
     for arm, found in counted.items():
@@ -394,8 +403,7 @@ def main() -> None:
     prepare()
     rows = []
     for name in options.cells:
-        rows.append(compare(name, options))
-        shared.write_result(options.name, rows=rows)
+        compare(name, options, rows)
 
 
 if __name__ == "__main__":
