@@ -227,6 +227,7 @@ def _validator(schema: str) -> Any:
     """
     try:
         import jsonschema.validators
+        import referencing.exceptions
         import referencing.jsonschema
     except ImportError as exc:
         raise RewardLoadError(
@@ -234,13 +235,32 @@ def _validator(schema: str) -> Any:
             "pip install jsonschema"
         ) from exc
     loaded = json.loads(schema)
+    registry = referencing.jsonschema.EMPTY_REGISTRY
     kind = jsonschema.validators.validator_for(loaded, jsonschema.Draft202012Validator)
     try:
         kind.check_schema(loaded)
+        draft = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
+        root = draft.create_resource(loaded)
+        _check_references(root, registry.resolver_with_root(root))
     except jsonschema.SchemaError as exc:
         raise ValueError(exc.message) from exc
+    except referencing.exceptions.Unresolvable as exc:
+        raise ValueError(f"it refers to {exc.ref!r}, which it does not contain") from exc
     timed = jsonschema.validators.extend(kind, {"pattern": _check_pattern})
-    return timed(loaded, registry=referencing.jsonschema.EMPTY_REGISTRY)
+    return timed(loaded, registry=registry)
+
+
+def _check_references(schema: Any, resolver: Any) -> None:
+    """Raise referencing's ``Unresolvable`` if a reference of a schema cannot be resolved.
+
+    Args:
+        schema: A ``referencing.Resource``.
+        resolver: A ``referencing`` resolver, whose base is the schema.
+    """
+    if isinstance(schema.contents, dict) and "$ref" in schema.contents:
+        resolver.lookup(schema.contents["$ref"])
+    for part in schema.subresources():
+        _check_references(part, resolver.in_subresource(part))
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:

@@ -122,9 +122,11 @@ def load_shared(
             # Unsloth may load without vLLM and only print the reason
             if getattr(model, "vllm_engine", None) is not None:
                 notes_of(model).shared_engine = engine
-            else:
-                notes_of(model).why_not_shared = "Unsloth loaded the model without vLLM"
-            return model, tokenizer
+                return model, tokenizer
+            reason = "Unsloth loaded the model without vLLM: see its output"
+            if not engine.required:
+                notes_of(model).why_not_shared = reason
+                return model, tokenizer
     if engine.required:
         raise GenerationError(reason)
     gc.collect()  # frees the memory of the failed load

@@ -1,6 +1,7 @@
 """The formats: regular expressions, tags, JSON, and the factory behind the name."""
 
 import pickle
+import re
 import time
 
 import pytest
@@ -152,6 +153,21 @@ def test_a_pattern_in_a_schema_has_a_time_limit():
 @pytest.mark.parametrize("schema", [3, "object", [1], {"type": "objekt"}, {"enum": {1, 2}}])
 def test_a_bad_schema_is_refused(schema):
     with pytest.raises(ValueError, match=r"is not a JSON schema .* give a table such as"):
+        JsonFormat(schema=schema)
+
+
+NUMBER = {"$defs": {"n": {"type": "number"}, "list": {"items": {"$ref": "#/$defs/n"}}}}
+
+
+def test_a_reference_inside_the_schema_is_followed():
+    reward = JsonFormat(schema={"$ref": "#/$defs/list", **NUMBER})
+    assert [score(reward, text) for text in ("[1, 2]", '["1"]')] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["#/$defs/none", "https://example.com/schema", "other.json"])
+def test_a_reference_out_of_the_schema_is_refused(name):
+    schema = {"properties": {"total": {"items": {"$ref": name}}}, **NUMBER}
+    with pytest.raises(ValueError, match=f"refers to '{re.escape(name)}', which it does not"):
         JsonFormat(schema=schema)
 
 
