@@ -149,6 +149,19 @@ def test_what_unsloth_refuses_is_loaded_without_vllm(refusal, small_card):
         load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
 
 
+def test_a_model_that_unsloth_loads_without_vllm_is_refused_if_vllm_is_required(small_card):
+    name = "unsloth/Qwen3-4B-bnb-4bit"
+    model, _ = load_shared(
+        loader(SimpleNamespace()), name, EngineSettings(768, True, 16, 16), False
+    )
+    assert "without vLLM" in notes_of(model).why_not_shared
+    settings = EngineSettings(768, True, 16, 16, required=True)
+    with pytest.raises(GenerationError, match="Unsloth loaded the model without vLLM"):
+        load_shared(loader(SimpleNamespace()), name, settings, False)
+    model, _ = load_shared(loader(SimpleNamespace(vllm_engine="here")), name, settings, False)
+    assert notes_of(model).shared_engine == settings
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"share": 0.4, "given": True}, {"length": 4096}],
