@@ -6,6 +6,7 @@ if memory runs out. docs/how-to/plan.md explains which passes are made, and why.
 """
 
 import contextlib
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ class WorstCase:
             ) from exc
         finally:
             learner.may_share = shares
+            _forget_compiled()
             return_to_system()
             take_peak()  # the peak that the training reports is measured from here on
         return DryRun(
@@ -267,6 +269,17 @@ class WorstCase:
                 parameter.grad = None
             self.learner.take_tally()
             set_random_states(states)
+
+
+def _forget_compiled() -> None:
+    """Drop the code that torch.compile made, so that the training compiles its own.
+
+    Unsloth does this too, but only for passes before ``train``: code from outside of a training's
+    context can give gradients of zero or NaN (``_unsloth_reset_stray_compile_cache``).
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:

@@ -116,6 +116,22 @@ def test_trainer_is_left_as_it_was(trainer):
     assert trainer.learner.budget == found.budget
 
 
+def test_the_training_does_not_use_code_compiled_in_it(trainer):
+    compiled = []
+
+    def backend(module, inputs):
+        compiled.append(inputs)
+        return module.forward
+
+    double = torch.compile(lambda values: 2 * values, backend=backend)
+    double(torch.ones(2))
+    double(torch.ones(2))
+    assert len(compiled) == 1
+    trainer.dry_run()
+    double(torch.ones(2))
+    assert len(compiled) == 2
+
+
 # --- it is the worst case ------------------------------------------------------------------------
 
 
