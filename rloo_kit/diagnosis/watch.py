@@ -5,7 +5,6 @@ enough. A finding that only held-out prompts show needs two evaluations that agr
 """
 
 import math
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,8 +30,9 @@ CHECKS_IN_A_ROW = 3
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
-# Share of the run's time that the checks may use
-TIME_SHARE = 0.005
+# Number of checks while the number of logs doubles. A check takes 12 microseconds per log, so the
+# checks together take one or two milliseconds per log.
+CHECKS = 100
 # Number of batches over which the score of the weights is averaged
 BEST_OVER = 4
 # A finding with these fields is the same in the next check, even if its numbers have changed
@@ -138,7 +138,7 @@ class RunWatch(TrainerCallback):
         self._num_checks = self._num_evaluations = 0
         self._since: dict[str, tuple[int, int]] = {}
         self._suspected: set[str] = set()
-        self._next_check = 0.0
+        self._failed = False
 
     @property
     def by_held_out(self) -> bool:
@@ -221,26 +221,27 @@ class RunWatch(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Check the run for findings, but not so often that it takes more than 0.5% of the time.
+        """Check the run for findings.
 
+        The first ``2 * CHECKS`` logs are checked, and later one of every ``n // CHECKS``, where n
+        is their number. This does not depend on time, so a resumed run makes the same checks.
         Nothing is checked if ``logs`` has no reward, or after a finding ended the run.
         """
-        started = time.monotonic()
-        if "reward" not in logs or self.stopped_on or started < self._next_check:
+        if "reward" not in logs or self.stopped_on or self._failed:
+            return
+        num_logs = sum("reward" in row for row in state.log_history)
+        if num_logs % max(1, num_logs // CHECKS):
             return
         try:
             self._check(state)
         except Exception as exc:  # a faulty rule must not end a run
-            self._next_check = math.inf
+            self._failed = True
             warnings.warn(
                 f"the doctor failed and makes no more checks, but the run continues "
                 f"({type(exc).__name__}: {exc})",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return
-        taken = time.monotonic() - started
-        self._next_check = started + taken / TIME_SHARE
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the best weights if a finding ended the run."""

@@ -80,9 +80,10 @@ class WorstCase:
     def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
         """Return True if the settings ask for a dry run.
 
-        ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU and
-        the length of its prompts has an upper bound. The prompts of a stream have this bound only
-        if ``max_prompt_tokens`` or the model's ``max_seq_length`` is set.
+        ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU, the
+        length of its prompts has an upper bound, and its batches are not small. The prompts of a
+        stream have this bound only if ``max_prompt_tokens`` or the model's ``max_seq_length`` is
+        set.
 
         Args:
             max_prompt_tokens: Number of tokens of a stream's longest prompt; None if this number is
@@ -91,8 +92,20 @@ class WorstCase:
         if self.args.dry_run is not None:
             return self.args.dry_run
         limit = max_prompt_tokens or notes_of(self.model).max_seq_length
-        is_bounded = limit is not None or hasattr(self.dataset, "__len__")
-        return is_bounded and self.learner.device.type != "cpu"
+        if self.learner.device.type == "cpu" or not (limit or hasattr(self.dataset, "__len__")):
+            return False
+        return not self._is_small(max_prompt_tokens)
+
+    def _is_small(self, max_prompt_tokens: int | None) -> bool:
+        """Return True if a whole generation batch needs at most a quarter of the free memory.
+
+        The token budget of one pass is estimated to fill at most half of it.
+        """
+        longest = self.args.max_completion_length
+        positions = self.learner.budget // 2 // self.args.generation_batch_size
+        if self.args.tokens_per_micro_batch or longest >= positions:
+            return False
+        return len(self._longest_prompt(max_prompt_tokens)) + longest <= positions
 
     def run(
         self,

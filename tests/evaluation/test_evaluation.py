@@ -303,7 +303,8 @@ def test_engine_that_was_asked_for_and_does_not_start_ends_the_evaluation(run, m
     found = rk.evaluate_models([run], output=run.parent / "here", say=str, **FEW)
     assert {row.sampler for row in found.rows} == {"transformers"}
     whole = "trainer={generation: vllm, max_completion_length: 48}"
-    for how in ("trainer.generation=vllm", whole, "trainer.use_vllm=true"):
+    by_trls_name = "trainer={use_vllm: true, max_completion_length: 48}"
+    for how in ("trainer.generation=vllm", whole, by_trls_name):
         with pytest.raises(GenerationError, match="no room"):
             rk.evaluate_models([run], overrides=[how], say=str, **FEW)
 

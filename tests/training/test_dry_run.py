@@ -289,6 +289,27 @@ def test_on_a_cpu_it_is_made_only_on_request(trainer, asked, expected):
     assert (found is not None) == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "settings", "expected"),
+    [
+        (0, {}, False),  # the batch needs half of a pass: a quarter of the memory
+        (-1, {}, True),
+        (0, {"max_completion_length": 25}, True),
+        (0, {"tokens_per_micro_batch": 16_384}, True),  # not estimated from memory
+        (0, {"dry_run": True}, True),
+    ],
+)
+def test_on_a_gpu_small_batches_have_none(trainer, more, settings, expected, monkeypatch):
+    case = trainer._worst_case()
+    width = len(case._longest_prompt(None)) + trainer.args.max_completion_length
+    budget = 2 * width * trainer.args.generation_batch_size + more
+    monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
+    monkeypatch.setattr(trainer.learner, "budget", budget)
+    for name, value in settings.items():
+        setattr(trainer.args, name, value)
+    assert case.is_wanted() == expected
+
+
 @pytest.mark.long
 def test_training_in_python_makes_one_dry_run(tmp_path, capsys):
     trainer = make_trainer(tmp_path / "run", dry_run=True, max_steps=1, save_strategy="steps")
