@@ -1,7 +1,6 @@
 """The formats: regular expressions, tags, JSON, and the factory behind the name."""
 
 import pickle
-import re
 import time
 
 import pytest
@@ -167,7 +166,8 @@ def test_a_reference_inside_the_schema_is_followed():
 @pytest.mark.parametrize("name", ["#/$defs/none", "https://example.com/schema", "other.json"])
 def test_a_reference_out_of_the_schema_is_refused(name):
     schema = {"properties": {"total": {"items": {"$ref": name}}}, **NUMBER}
-    with pytest.raises(ValueError, match=f"refers to '{re.escape(name)}', which it does not"):
+    last = name.rpartition("/")[2]
+    with pytest.raises(ValueError, match=f"refers to '.*{last}', which it does not contain"):
         JsonFormat(schema=schema)
 
 
