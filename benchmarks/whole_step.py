@@ -243,7 +243,7 @@ class Arm(TrainerCallback):
 
 
 def compare(name: str, options: argparse.Namespace, rows: list[dict]) -> None:
-    """Let the arms take steps in turn; after each pair write medians and ratios, below ``rows``."""
+    """Let the arms take steps in turn; after each pair write ``rows`` and the results so far."""
 
     def save() -> None:
         found = [arm.pairs() for arm in arms]

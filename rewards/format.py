@@ -227,7 +227,6 @@ def _validator(schema: str) -> Any:
     """
     try:
         import jsonschema.validators
-        import referencing.exceptions
         import referencing.jsonschema
     except ImportError as exc:
         raise RewardLoadError(
@@ -239,28 +238,39 @@ def _validator(schema: str) -> Any:
     kind = jsonschema.validators.validator_for(loaded, jsonschema.Draft202012Validator)
     try:
         kind.check_schema(loaded)
-        draft = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
-        root = draft.create_resource(loaded)
-        _check_references(root, registry.resolver_with_root(root))
     except jsonschema.SchemaError as exc:
         raise ValueError(exc.message) from exc
-    except referencing.exceptions.Unresolvable as exc:
-        raise ValueError(f"it refers to {exc.ref!r}, which it does not contain") from exc
+    draft = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
+    root = draft.create_resource(loaded)
+    _check_references(root, registry.resolver_with_root(root))
     timed = jsonschema.validators.extend(kind, {"pattern": _check_pattern})
     return timed(loaded, registry=registry)
 
 
 def _check_references(schema: Any, resolver: Any) -> None:
-    """Raise referencing's ``Unresolvable`` if a reference of a schema cannot be resolved.
+    """Check that the references of a schema lead to a place inside it.
 
     Args:
         schema: A ``referencing.Resource``.
         resolver: A ``referencing`` resolver, whose base is the schema.
+
+    Raises:
+        ValueError: One leads out of the schema, or nowhere.
     """
-    if isinstance(schema.contents, dict) and "$ref" in schema.contents:
-        resolver.lookup(schema.contents["$ref"])
+    from referencing.exceptions import Unresolvable
+
+    contents = schema.contents
+    if not isinstance(contents, dict):  # true, false, or a list of names
+        return
+    for name in ("$ref", "$dynamicRef"):
+        try:
+            if name in contents:
+                resolver.lookup(contents[name])
+        except (Unresolvable, AttributeError) as exc:  # AttributeError: it is no text
+            raise ValueError(f"it refers to {contents[name]!r}, which it does not contain") from exc
     for part in schema.subresources():
-        _check_references(part, resolver.in_subresource(part))
+        if isinstance(part.contents, dict):
+            _check_references(part, resolver.in_subresource(part))
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:

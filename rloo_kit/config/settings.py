@@ -267,7 +267,7 @@ class KitSettings:
     dry_run: bool | None = setting(
         None,
         "Run a worst-case step before training, to fail early if memory is short; null: only on a "
-        "GPU, and if a batch needs over a quarter of the free memory.",
+        "GPU, unless the batch is small.",
         kit_step=True,
     )
 

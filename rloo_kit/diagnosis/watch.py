@@ -30,8 +30,8 @@ CHECKS_IN_A_ROW = 3
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
 BY_HELD_OUT = frozenset({"reward_hacking"})
-# Number of checks while the number of logs doubles. A check takes 12 microseconds per log, so the
-# checks together take one or two milliseconds per log.
+# Of n logs, one in every n // CHECKS is checked. A check takes 12 microseconds per log of the run,
+# so the checks together take one or two milliseconds per log.
 CHECKS = 100
 # Number of batches over which the score of the weights is averaged
 BEST_OVER = 4
@@ -223,14 +223,16 @@ class RunWatch(TrainerCallback):
     ) -> None:
         """Check the run for findings.
 
-        The first ``2 * CHECKS`` logs are checked, and later one of every ``n // CHECKS``, where n
-        is their number. This does not depend on time, so a resumed run makes the same checks.
-        Nothing is checked if ``logs`` has no reward, or after a finding ended the run.
+        The first ``2 * CHECKS`` logs are checked, and later one in every ``n // CHECKS``, where n
+        is their number, or every one while a finding that can end the run waits to be confirmed.
+        This does not depend on time. Nothing is checked if ``logs`` has no reward, or after a
+        finding ended the run.
         """
         if "reward" not in logs or self.stopped_on or self._failed:
             return
         num_logs = sum("reward" in row for row in state.log_history)
-        if num_logs % max(1, num_logs // CHECKS):
+        is_waiting = self.stop_on & self._suspected
+        if not is_waiting and num_logs % max(1, num_logs // CHECKS):
             return
         try:
             self._check(state)

@@ -42,7 +42,8 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
                     _empty_engine(llm)
                     free = _free_memory()
                     pool = sleep_pool_bytes()
-                    _unmap_pools()
+                    if llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
+                        _unmap_pools()
             finally:
                 llm.llm_engine.engine_core.shutdown()
     except Exception as exc:  # an error of any kind in vLLM

@@ -198,8 +198,6 @@ def set_variables() -> None:
         os.environ.setdefault(name, value)
     # Without ipywidgets, tqdm warns in a notebook that it uses text, which TQDM_NOTEBOOK requests
     warnings.filterwarnings("ignore", message="IProgress not found")
-    # It is about the dry run, which already does what this warning says
-    warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward/backward run")
 
 
 def cache_folder() -> Path:

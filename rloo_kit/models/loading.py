@@ -74,8 +74,8 @@ def load_model(
         precision: ``bf16``, ``fp16``, ``fp32``, or ``auto`` for the first of them that the device
             supports.
         fast_inference: True to share one copy of the base weights between training and vLLM.
-            ``auto`` loads the model without vLLM if Unsloth cannot share its weights. Needs a GPU,
-            Unsloth and vLLM, and is ignored without them.
+            If Unsloth cannot share its weights, True is an error, and ``auto`` loads the model
+            without vLLM. Needs a GPU, Unsloth and vLLM, and is ignored without them.
         images: True to load a vision model and its processor, for prompts with images.
         max_lora_rank: Largest LoRA rank for which the engine of ``fast_inference`` is prepared.
         num_sequences: Completions that the engine of ``fast_inference`` samples at a time.

@@ -123,10 +123,11 @@ def load_shared(
             if getattr(model, "vllm_engine", None) is not None:
                 notes_of(model).shared_engine = engine
                 return model, tokenizer
-            reason = "Unsloth loaded the model without vLLM: see its output"
+            reason = "Unsloth loaded the model without vLLM"
             if not engine.required:
                 notes_of(model).why_not_shared = reason
                 return model, tokenizer
+            reason += ": set trainer.generation: transformers, or fast_inference to 'auto'"
     if engine.required:
         raise GenerationError(reason)
     gc.collect()  # frees the memory of the failed load

@@ -3,6 +3,9 @@
 GIB = 1024**3
 # A pass without gradient keeps no activations, so its micro-batches may be this much larger
 NO_GRAD_FACTOR = 4
+# The budget is at least and at most this, whatever the memory
+SMALLEST_BUDGET = 512
+LARGEST_BUDGET = 16_384
 
 
 def default_token_budget(  # noqa: PLR0913
@@ -27,7 +30,7 @@ def default_token_budget(  # noqa: PLR0913
     # with gradient checkpointing only one layer at a time keeps these, and every layer its input
     values = layer + num_layers * hidden_size if checkpointing else num_layers * layer
     room = min(free_memory // 2, 4 * GIB) if on_cpu else free_memory // 2
-    return max(512, min(room // (values * bytes_per_value), 16_384))
+    return max(SMALLEST_BUDGET, min(room // (values * bytes_per_value), LARGEST_BUDGET))
 
 
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:

@@ -301,6 +301,8 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="training stops")  # printed below
+            # about the dry run, which has already dropped its compiled code
+            warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
         if trainer.fault:
             raise trainer.fault

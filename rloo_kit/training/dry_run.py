@@ -26,7 +26,7 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
-from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
+from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, SMALLEST_BUDGET
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
@@ -81,9 +81,9 @@ class WorstCase:
         """Return True if the settings ask for a dry run.
 
         ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU, the
-        length of its prompts has an upper bound, and its batches are not small. The prompts of a
-        stream have this bound only if ``max_prompt_tokens`` or the model's ``max_seq_length`` is
-        set.
+        length of its prompts has an upper bound, and its batches are not small (see ``_is_small``).
+        The prompts of a stream have this bound only if ``max_prompt_tokens`` or the model's
+        ``max_seq_length`` is set.
 
         Args:
             max_prompt_tokens: Number of tokens of a stream's longest prompt; None if this number is
@@ -97,13 +97,17 @@ class WorstCase:
         return not self._is_small(max_prompt_tokens)
 
     def _is_small(self, max_prompt_tokens: int | None) -> bool:
-        """Return True if a whole generation batch needs at most a quarter of the free memory.
+        """Return True if a whole generation batch needs at most half of the token budget.
 
-        The token budget of one pass is estimated to fill at most half of it.
+        A pass of the token budget is estimated to fill at most half of the free memory, so such a
+        batch fills at most a quarter. If the setting ``tokens_per_micro_batch`` or the smallest
+        budget was used, nothing is known of the memory, and no batch is small.
         """
+        budget = self.learner.budget
         longest = self.args.max_completion_length
-        positions = self.learner.budget // 2 // self.args.generation_batch_size
-        if self.args.tokens_per_micro_batch or longest >= positions:
+        positions = budget // 2 // self.args.generation_batch_size
+        is_estimate = budget > SMALLEST_BUDGET and not self.args.tokens_per_micro_batch
+        if not is_estimate or longest >= positions:
             return False
         return len(self._longest_prompt(max_prompt_tokens)) + longest <= positions
 

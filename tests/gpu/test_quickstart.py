@@ -1,4 +1,4 @@
-"""The quickstart as a person runs it, whoever samples: it learns to carry."""
+"""The quickstart as a person types it, and with vLLM: it learns to carry."""
 
 import os
 
@@ -7,12 +7,15 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
-def test_the_quickstart_learns(kit, four_bit, device, tmp_path, record_property):
+@pytest.mark.parametrize("more", [[], ["trainer.generation=vllm"]], ids=["typed", "vllm"])
+def test_the_quickstart_learns(more, kit, four_bit, device, tmp_path, record_property):
+    if more and device == "cpu":
+        pytest.skip("vLLM samples on a GPU only")
     steps = int(os.environ.get("RLOO_KIT_GPU_TEST_STEPS", "40"))
     lines = []
     result = kit.train(
         "quickstart",
-        [f"output_dir={tmp_path / 'run'}", f"trainer.max_steps={steps}"],
+        [f"output_dir={tmp_path / 'run'}", f"trainer.max_steps={steps}", *more],
         lines.append,
     )
     before, after = (x.rewards["accuracy"] for x in (result.before, result.after))

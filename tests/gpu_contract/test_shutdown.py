@@ -140,6 +140,32 @@ def test_blocks_that_vllm_freed_behind_torch_cost_no_memory(words, left, tmp_pat
     assert done.stdout.splitlines()[-2:] == ["2020 2020", left]
 
 
+def test_an_engine_unmaps_its_pools_before_vllm_drops_them(
+    policy, vllm_starts, engine_of, pool, monkeypatch
+):
+    from vllm.device_allocator import cumem
+
+    model, _ = policy()
+    vllm_starts(141)
+    engine = engine_of(model)
+    calls = engine._llm.llm_engine.model_executor.calls
+    pool(5 * 2**20)
+    allocator = cumem.CuMemAllocator.instance
+    allocator.python_free_callback = allocator._python_free_callback
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    unmapped = []
+
+    def unmap(handle):  # the driver's part
+        unmapped.append((handle, [method for method, _ in calls]))
+
+    monkeypatch.setattr(cumem, "unmap_and_release", unmap)
+    engine.close()
+    ((handle, before),) = unmapped
+    assert handle == (0, 5 * 2**20, 4096, 0)
+    assert "shutdown" not in before
+    assert sleep_pool_bytes() == 0
+
+
 def test_a_released_model_ends_the_engine_that_no_trainer_took(policy, share):
     model, _ = policy(four_bit=True)
     llm = share(model, four_bit=True)

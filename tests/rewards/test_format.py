@@ -1,6 +1,7 @@
 """The formats: regular expressions, tags, JSON, and the factory behind the name."""
 
 import pickle
+import re
 import time
 
 import pytest
@@ -163,12 +164,34 @@ def test_a_reference_inside_the_schema_is_followed():
     assert [score(reward, text) for text in ("[1, 2]", '["1"]')] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["#/$defs/none", "https://example.com/schema", "other.json"])
-def test_a_reference_out_of_the_schema_is_refused(name):
-    schema = {"properties": {"total": {"items": {"$ref": name}}}, **NUMBER}
-    last = name.rpartition("/")[2]
-    with pytest.raises(ValueError, match=f"refers to '.*{last}', which it does not contain"):
+@pytest.mark.parametrize("key", ["$ref", "$dynamicRef"])
+@pytest.mark.parametrize("name", ["#/$defs/none", "#none", "https://example.com/a", "other.json"])
+def test_a_reference_out_of_the_schema_is_refused(key, name):
+    schema = {"properties": {"total": {"items": {key: name}}}, **NUMBER}
+    with pytest.raises(ValueError, match=re.escape(f"refers to '{name}', which it does not")):
         JsonFormat(schema=schema)
+
+
+OLD = "http://json-schema.org/draft-0{}/schema#"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$schema": OLD.format(7), "dependencies": {"a": {"required": ["b"]}, "c": ["d"]}},
+        {"$schema": OLD.format(4), "definitions": {"n": {}}, "items": {"$ref": "#/definitions/n"}},
+        {"properties": {"$ref": {"type": "string"}, "next": {"$ref": "#"}}},
+        {"$ref": "#total", "$defs": {"t": {"$anchor": "total"}}},
+        {"items": False},
+    ],
+)
+def test_schemas_of_every_draft_are_accepted(schema):
+    assert score(JsonFormat(schema=schema), "{}") == 1.0
+
+
+def test_a_reference_that_is_no_text_is_refused():
+    with pytest.raises(ValueError, match="refers to 5, which it does not contain"):
+        JsonFormat(schema={"$schema": OLD.format(4), "$ref": 5})
 
 
 # --- the factory ----------------------------------------------------------------------------------
