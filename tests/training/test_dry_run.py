@@ -14,6 +14,7 @@ import rloo_kit as rk
 from rloo_kit.checkpoints.state import random_states
 from rloo_kit.cli import main
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.rloo.token_budget import SMALLEST_BUDGET
 from rloo_kit.training.dry_run import largest_passes
 
 SHORT_RUN = [
@@ -308,6 +309,17 @@ def test_on_a_gpu_small_batches_have_none(trainer, more, settings, expected, mon
     for name, value in settings.items():
         setattr(trainer.args, name, value)
     assert case.is_wanted() == expected
+
+
+def test_the_smallest_budget_says_nothing_about_memory(trainer, monkeypatch):
+    case = trainer._worst_case()
+    trainer.args.max_completion_length = 1
+    needed = (len(case._longest_prompt(None)) + 1) * trainer.args.generation_batch_size
+    assert 2 * needed <= SMALLEST_BUDGET
+    monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
+    for budget, expected in ((SMALLEST_BUDGET, True), (SMALLEST_BUDGET + 1, False)):
+        monkeypatch.setattr(trainer.learner, "budget", budget)
+        assert case.is_wanted() == expected
 
 
 @pytest.mark.long
