@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.state import random_states
@@ -312,8 +313,9 @@ def test_on_a_gpu_small_batches_have_none(trainer, more, settings, expected, mon
 
 
 def test_the_smallest_budget_says_nothing_about_memory(trainer, monkeypatch):
-    case = trainer._worst_case()
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["1 + 1"] * 16})
     trainer.args.max_completion_length = 1
+    case = trainer._worst_case()
     needed = (len(case._longest_prompt(None)) + 1) * trainer.args.generation_batch_size
     assert 2 * needed <= SMALLEST_BUDGET
     monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
