@@ -151,6 +151,23 @@ def test_every_early_step_is_checked_and_fewer_later(monkeypatch):
     assert len(checks) < 500
 
 
+def test_a_finding_that_can_stop_the_run_is_confirmed_at_once(monkeypatch):
+    watch, _, _ = watching(stop_on=["kl_explosion"])
+    drive(watch, [exploded(step) for step in range(1, 30)])
+    explosion = watch.stopped_on
+    assert explosion.level == "error"
+
+    def from_step_1000(record):
+        return [explosion] if record.metrics[-1]["step"] >= 1000 else []
+
+    monkeypatch.setattr(watch_module, "find_in_run", from_step_1000)
+    watch, _, stops = watching(stop_on=["kl_explosion"])
+    drive(watch, [row(step) for step in range(1, 1002)])
+    assert not stops
+    drive(watch, [row(step) for step in range(1, 1003)])
+    assert len(stops) == 1, "steps 1000, 1001 and 1002 agree, though one in ten is checked"
+
+
 def test_a_faulty_rule_does_not_end_the_run(monkeypatch):
     def broken(record):
         raise TypeError("no such thing")

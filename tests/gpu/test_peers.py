@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 from runs_here import TOY
 
+# isort: split
+
+from gpu_peers import ARMS
+
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 PROGRAM = HERE.parents[1] / "benchmarks" / "gpu_peers.py"
 SMALL = ["--geometry", "toy", "--rows", "8", "--length", "8", "--steps", "3"]
-ARMS = ("kit", "unsloth-grpo", "trl-rloo", "kit-16bit")
 # GiB of a card that holds both, each with an engine of its own
 ROOM = 75
 
