@@ -102,9 +102,9 @@ def learnt_gradient(trainer, place):
     found = []
     start = {p: p.detach().clone() for p in trainer.model.parameters() if p.requires_grad}
 
-    def inside(*arguments):
+    def inside(*arguments, **keywords):
         with place(trainer):
-            return learn(*arguments)
+            return learn(*arguments, **keywords)
 
     def note(model):
         wanted = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
