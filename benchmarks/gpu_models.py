@@ -6,6 +6,7 @@ loads as a hub's pre-quantised model does.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -60,12 +61,14 @@ def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> P
     folder = root / f"{name}-{'bnb-4bit' if load_in_4bit else 'bf16'}"
     if (folder / "config.json").exists():
         return folder
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     partial.mkdir(parents=True)
     _write_weights(partial, name, load_in_4bit, device)
     _write_config(partial, name, load_in_4bit)
-    partial.rename(folder)
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
     return folder
 
 

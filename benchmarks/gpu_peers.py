@@ -10,8 +10,7 @@ and is not counted. On a CPU all sample by transformers.
 ``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C D
 A B C D: each one is timed on a quiet card, and what slows the card down slows all of them. The
 caller makes a file ``hold`` in that folder, removes it once every arm has written ``ARM.ready``,
-and writes ``ARM.gone`` for an arm that ended. An arm imports its libraries at once, and loads its
-model when the caller has written ``ARM.go``.
+and writes ``ARM.gone`` for an arm that ended.
 """
 
 import argparse
@@ -31,11 +30,6 @@ class Turns:
 
     def __init__(self, folder: Path | None, arm: str) -> None:
         self.folder, self.arm = folder, arm
-
-    def wait_to_load(self) -> None:
-        """Wait until no other arm starts an engine, which measures the whole card."""
-        while self.folder is not None and not (self.folder / f"{self.arm}.go").exists():
-            time.sleep(0.1)
 
     def wait(self, step: int) -> None:
         """Wait for the turn of a counted step, 0 or more; -1 is the step that compiles."""
@@ -150,6 +144,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         "max_steps": options.steps, "per_device_train_batch_size": options.rows,
         "num_generations": 8, "max_completion_length": options.length, "beta": 0.02,
         "learning_rate": 1e-6, "temperature": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "gradient_accumulation_steps": 1,  # Unsloth's default is 2
     }  # fmt: skip
 
     def reward(completions, **_):
@@ -169,7 +164,9 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
 
     fixed |= {"use_vllm": True, "vllm_mode": "colocate"} if on_gpu else {}
     if arm == "trl-rloo":
-        fixed |= {"vllm_gpu_memory_utilization": options.share} if on_gpu else {}
+        engine = {"vllm_gpu_memory_utilization": options.share,
+                  "vllm_max_model_length": options.length + 64}  # fmt: skip
+        fixed |= engine if on_gpu else {}
         made = trl.RLOOTrainer(args=trl.RLOOConfig(**fixed), **parts)
     else:
         made = trl.GRPOTrainer(args=trl.GRPOConfig(**fixed), **parts)
@@ -189,6 +186,7 @@ def main() -> None:
     add("--steps", type=int, default=4)
     add("--share", type=float, default=0.3, help="of the card, for vLLM of TRL and Unsloth")
     add("--turns", type=Path, help="folder where arms that run at the same time take turns")
+    add("--card", type=int, help="GB of the card that this arm sees; an engine measures it")
     options = parser.parse_args()
     import rloo_kit as rk
 
@@ -196,10 +194,6 @@ def main() -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        import vllm  # noqa: F401  # takes ten seconds
-    turns = Turns(options.turns, options.arm)
-    turns.wait_to_load()
     if not on_gpu:
         from rloo_kit.training.trl_step import route_trl_lm_head
 
@@ -210,11 +204,11 @@ def main() -> None:
         patch_trl_rl_trainers()  # on a GPU it does that by itself
         os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # its word for neither bf16 nor fp16
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # read by its GRPO loss
-    steps = Steps(torch, turns, options.answer)
+    steps = Steps(torch, Turns(options.turns, options.arm), options.answer)
     if on_gpu:
-        from small_card import Watch
+        from small_card import SmallCard, Watch
 
-        steps.watch = Watch()
+        steps.watch = SmallCard(options.card, limited=False) if options.card else Watch()
     trainer(options.arm, options, on_gpu, steps).train()
 
 

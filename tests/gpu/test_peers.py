@@ -1,7 +1,7 @@
 """The whole step against Unsloth's GRPO in 4 bit, and against TRL's RLOO in 16 bit: A B A B.
 
-On a large card both start one after another and then take their steps in turn. On a smaller
-one each runs alone, twice.
+On a large card both start at the same time, each in half of it, and then take their steps in turn.
+On a smaller one each runs alone, twice.
 """
 
 import json
@@ -61,10 +61,8 @@ def run(arms, folder, options):
             with open(folder / f"{arm}.log", "w") as log:
                 turns = [*options, "--turns", str(folder)]
                 children[arm] = start(arm, folder / f"{arm}.json", log, turns)
-        for arm in arms:  # one after another: each engine measures the card while it starts
-            (folder / f"{arm}.go").touch()
-            while arm in children and not (folder / f"{arm}.ready").exists():
-                look()
+        while any(not (folder / f"{arm}.ready").exists() for arm in children):
+            look()
         hold.unlink()
         while children:
             look()
@@ -83,7 +81,8 @@ def test_whole_step(kit, peer, device, tmp_path, record_property):
 
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
     if TOY or memory >= ROOM * 2**30:
-        rounds, options = [(kit, peer)], ["--share", "0.3"]
+        rounds = [(kit, peer)]
+        options = ["--share", "0.3", "--card", str(memory // 2**31)]
     else:
         rounds, options = [(kit,), (peer,)] * 2, []
     steps = {kit: [], peer: []}
