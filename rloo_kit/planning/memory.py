@@ -212,15 +212,15 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
         sizes: Number of elements of each trained tensor.
         on_gpu: True if the run trains on a GPU.
     """
+    if not on_gpu and ("8bit" in name or "paged" in name):
+        name = "adamw_torch"
     # bitsandbytes keeps the states of small tensors in 32 bit, and pages only large states
     states = 0 if name == "sgd" else 1 if "lion" in name or "rmsprop" in name else 2
-    eight_bit = "8bit" in name and on_gpu
-    paged = "paged" in name and on_gpu
     here = 0
     for size in sizes:
-        packed = eight_bit and size >= EIGHT_BIT_FROM
+        packed = "8bit" in name and size >= EIGHT_BIT_FROM
         each = size + 4 * -(-size // EIGHT_BIT_BLOCK) if packed else 4 * size
-        here += 0 if paged and size >= PAGED_FROM else states * each
+        here += 0 if "paged" in name and size >= PAGED_FROM else states * each
     return here
 
 
