@@ -118,12 +118,18 @@ def _generate(
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    with as_sampled(model):
-        rows = model.generate(
-            input_ids=torch.tensor(padded, device=device),  # (B, W)
-            attention_mask=torch.tensor(mask, device=device),
-            **how,
-        )
+    settings = model.generation_config
+    limit = settings.max_length
+    settings.max_length = None  # beside `max_new_tokens`, transformers warns of it in every call
+    try:
+        with as_sampled(model):
+            rows = model.generate(
+                input_ids=torch.tensor(padded, device=device),  # (B, W)
+                attention_mask=torch.tensor(mask, device=device),
+                **how,
+            )
+    finally:
+        settings.max_length = limit
     return rows[:, width:].tolist()  # of (B, W + C)
 
 

@@ -1,6 +1,7 @@
 """Sampling by transformers: the same completions as ``generate``, in less work."""
 
 import collections
+import logging
 import random
 
 import pytest
@@ -114,6 +115,19 @@ def test_sampled_completions_have_generates_distribution(more):
     assert len(common) > 5
     # Difference of two counts over its deviation; 4.5 is exceeded once in 100,000
     assert max(abs(ours[k] - others[k]) / (ours[k] + others[k]) ** 0.5 for k in common) < 4.5
+
+
+def test_a_models_own_maximum_length_is_not_a_second_limit(caplog, monkeypatch):
+    from transformers.generation import utils
+
+    model = make("llama")
+    model.generation_config.max_length = 128  # as Unsloth sets it
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(utils.logger, "disabled", False)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    assert "max_length" not in caplog.text
+    assert model.generation_config.max_length == 128
 
 
 def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
