@@ -22,6 +22,7 @@ states on every process in its own way. The kit only adds ``state.json`` and the
 import copy
 import importlib.metadata
 import json
+import shlex
 import shutil
 import time
 import warnings
@@ -55,6 +56,7 @@ from rloo_kit.config.settings import OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
+from rloo_kit.output_folder import make_run_folder
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.types import Model
@@ -124,6 +126,8 @@ class ResumableTrainer(Trainer):
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
+        if self.resumed_from is None and self.args.save_strategy != "no":
+            _set_aside(Path(self.args.output_dir))
         self._facts = facts_of(
             self.args,
             self.accelerator.unwrap_model(self.model),
@@ -501,6 +505,23 @@ class Boundary(TrainerCallback):
         self._trainer.take_snapshot()
 
 
+def _set_aside(run: Path) -> None:
+    """Move the checkpoints of an earlier training in the same folder to a folder of their own.
+
+    Otherwise the new training would remove them, or a resume could mistake them for its own.
+    """
+    if steps := list_steps(run):
+        kept = make_run_folder(run / "earlier")
+        for step in steps:
+            name = f"checkpoint-{step}"
+            (run / name).rename(kept / name)
+        warnings.warn(
+            f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
+            f"training, call train(resume_from_checkpoint={str(kept)!r})",
+            stacklevel=2,
+        )
+
+
 class _Restore(TrainerCallback):
     """Callback that restores the state of a checkpoint.
 
@@ -578,7 +599,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     )
     if changed:
         run = checkpoint.folder.parent
-        own = f" (`rloo-kit train {run} --resume` does so)" if (run / "run.yaml").is_file() else ""
+        command = f"rloo-kit train {shlex.quote(str(run))} --resume"
+        own = f" (`{command}` does so)" if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
             f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
             f"new run"

@@ -17,7 +17,7 @@ from rloo_kit.checkpoints.resume import check_same_run, facts_of
 from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
-from rloo_kit.errors import CheckpointError
+from rloo_kit.errors import CheckpointError, RewardContractError
 
 STEPS = 5
 CUT = 3
@@ -254,6 +254,23 @@ def test_another_value_of_a_setting_names_the_command_that_has_the_old_one(tmp_p
 
 
 @pytest.mark.faults
+def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
+    def fails(completions, **_):
+        raise RuntimeError("server down")
+
+    new_trainer(tmp_path, max_steps=3).train()
+    with (
+        pytest.warns(UserWarning, match=r"moved to .*earlier.*resume_from_checkpoint="),
+        pytest.raises(RewardContractError),
+    ):
+        new_trainer(tmp_path, reward=fails, max_steps=3).train()
+    assert list_steps(tmp_path / "earlier") == [1, 2, 3]
+    continued = new_trainer(tmp_path, resume_from_checkpoint=str(tmp_path / "earlier"))
+    continued.train()
+    assert continued.resumed_from.step == 3
+    assert list_steps(tmp_path) == [4, 5]
+
+
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)
