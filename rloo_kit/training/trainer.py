@@ -7,6 +7,7 @@ which passes are saved, and why the gradient is exact.
 """
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,13 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage] # patched
+from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
 from trl.trainer.utils import add_fused_lm_head
 
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS, NO_SYNC
+from rloo_kit.config.values import suggest
 from rloo_kit.data.images import check_images, has_images
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
@@ -319,7 +321,8 @@ class LeaveOneOutTrainer(StepTrainer):
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for the newest
-                checkpoint in ``output_dir``. None starts a new training.
+                checkpoint in ``output_dir``. False starts a new training. So does None, unless
+                ``args.resume_from_checkpoint`` is set.
             trial: As in transformers.
             ignore_keys_for_eval: As in transformers.
 
@@ -330,6 +333,8 @@ class LeaveOneOutTrainer(StepTrainer):
             KeyboardInterrupt: A signal stopped the training. Its last step is saved, unless a
                 second signal followed.
         """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
@@ -412,12 +417,14 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
     """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
 
     Raises:
-        ConfigError: Weights are given both with the rewards and in ``args``.
+        ConfigError: There is no reward, or weights are given both with the rewards and in ``args``.
     """
     listed = specs if isinstance(specs, list | tuple) else [specs]
     rewards = load_rewards(
         listed, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
     )
+    if not rewards:
+        raise ConfigError("there is no reward: give reward_funcs at least one")
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):
@@ -434,15 +441,10 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
         DataError: The training set has too few rows or no column ``prompt``. Or it is a stream, but
             a setting needs random access to its rows.
     """
-    columns = getattr(dataset, "column_names", None)
     has_rows = hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
-    if columns is not None and "prompt" not in columns:
-        raise DataError(
-            f"train_dataset has no column 'prompt', only {format_value(sorted(columns))}: rename "
-            "the column of prompts with train_dataset.rename_column"
-        )
+    check_columns("train_dataset", dataset)
     num = args.generation_batch_size // args.num_generations
     if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
@@ -457,10 +459,29 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
             )
 
 
+def check_columns(name: str, dataset: Any) -> None:
+    """Check that the dataset of an argument is a dataset, and has a column ``prompt``.
+
+    Raises:
+        DataError: It is not a dataset, or has no such column.
+    """
+    if isinstance(dataset, str | Mapping) or hasattr(dataset, "iloc"):
+        raise DataError(
+            f"{name} is a {type(dataset).__name__}, must be a datasets.Dataset: use load_prompts, "
+            "one split of a DatasetDict, or Dataset.from_pandas"
+        )
+    columns = getattr(dataset, "column_names", None)
+    if columns and "prompt" not in columns:
+        raise DataError(
+            f"{name} has no column 'prompt', only {format_value(sorted(columns))}: rename the "
+            f"column of prompts with {name}.rename_column"
+        )
+
+
 def _translate_parts(
     parts: dict[str, Any], others: dict[str, Any], has_environments: bool = False
 ) -> None:
-    """Rename arguments that are given under older names, with a warning.
+    """Rename arguments that are given under older names, with a warning, and check them.
 
     Args:
         parts: Arguments under their current names; renamed arguments are added.
@@ -468,7 +489,9 @@ def _translate_parts(
         has_environments: True if there are environments, which make ``train_dataset`` optional.
 
     Raises:
-        ConfigError: A required argument is missing, or one is given under both names.
+        ConfigError: A required argument is missing, one is unknown, or one is given under both
+            names.
+        DataError: A dataset is not a dataset, or has no column ``prompt``.
     """
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
@@ -478,11 +501,19 @@ def _translate_parts(
             raise ConfigError(f"{old} is the old name of {new}, and both are given: keep {new}")
         warnings.warn(f"{old} is now called {new}", FutureWarning, stacklevel=3)
         parts[new] = value
+    known = {*inspect.signature(RLOOTrainer.__init__).parameters, "ref_policy"}
+    for name in others.keys() - known:
+        raise ConfigError(f"unknown argument {name!r}{suggest(name, known | parts.keys())}")
     needed = ["model", "reward_funcs", *(["train_dataset"] if not has_environments else [])]
     missing = [name for name in needed if parts[name] is None]
     if missing:
         required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
+    if not has_environments:
+        check_columns("train_dataset", parts["train_dataset"])
+    evaluated = others.get("eval_dataset")
+    for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:
+        check_columns("eval_dataset", one)
 
 
 def _own_reference(

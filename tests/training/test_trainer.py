@@ -97,6 +97,26 @@ def test_missing_parts_are_named():
         rk.LeaveOneOutTrainer(args=None)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"reward_fn": [len]}, "unknown argument 'reward_fn'; did you mean 'reward_funcs'?"),
+        ({"rewards": []}, "there is no reward: give reward_funcs at least one"),
+        (
+            {"eval_dataset": Dataset.from_dict({"text": ["a"]})},
+            "eval_dataset has no column 'prompt'",
+        ),
+        (
+            {"eval_dataset": {"all": Dataset.from_dict({"text": ["a"]})}},
+            "eval_dataset has no column 'prompt'",
+        ),
+    ],
+)
+def test_wrong_parts_are_refused_before_the_training(policy, tmp_path, arguments, says):
+    with pytest.raises((rk.ConfigError, rk.DataError), match=f"^{re.escape(says)}"):
+        trainer_of(policy, config(tmp_path), **arguments)
+
+
 # --- the reference of older calls ----------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser, TrainingArguments
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
@@ -402,6 +402,9 @@ QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
         (QUESTIONS.to_iterable_dataset(), "no column 'prompt', only .*'answer', 'question'"),
         (Dataset.from_dict({"prompt": []}), "train_dataset has no rows"),
         (Dataset.from_dict({}), "train_dataset has no rows"),
+        ("arithmetic", "train_dataset is a str, must be a datasets.Dataset: use load_prompts"),
+        (DatasetDict(train=QUESTIONS), "train_dataset is a DatasetDict, .*one split"),
+        (QUESTIONS.to_pandas(), "train_dataset is a DataFrame, .*Dataset.from_pandas"),
     ],
 )
 def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, dataset, words):
