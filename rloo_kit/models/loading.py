@@ -310,6 +310,11 @@ def attach_lora(
             _recompute(model, use_gradient_checkpointing)
         return model
     # the defaults are the same as those of `lora:` in a run file
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            "the model has an adapter already: use the model that attach_lora returned, or call "
+            "load_model again"
+        )
     asked = {name: value for name, value in given.items() if value is not None}
     settings = LoraSection().as_dict() | asked
     settings["target_modules"] = _there(model, settings["target_modules"])
@@ -346,7 +351,8 @@ def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str
     For names, only the language model of a vision model counts. For a pattern, all layers count.
 
     Raises:
-        ConfigError: No layer of the model has one of the names or matches the pattern.
+        ConfigError: No layer of the model has one of the names or matches the pattern, or it lacks
+            a name that is not one of the defaults.
     """
     if target_modules == "all-linear":  # PEFT finds these itself
         return "all-linear"
@@ -360,11 +366,13 @@ def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str
         return target_modules
     outside = re.compile(_outside_language(model) or "(?!)")
     leaves = {name.rpartition(".")[2] for name in names if not outside.fullmatch(name)}
-    if not (targets := [name for name in target_modules if name in leaves]):
+    targets = [name for name in target_modules if name in leaves]
+    missing = sorted({*target_modules} - leaves - {*LoraSection().target_modules})
+    if missing or not targets:
         linear = sorted(name for name in leaves if "proj" in name or "fc" in name)
         raise ConfigError(
-            f"none of target_modules {sorted(target_modules)} is a layer of this model; its linear "
-            f"layers are {', '.join(linear or sorted(leaves))}"
+            f"none of target_modules {missing or sorted(target_modules)} is a layer of this model; "
+            f"its linear layers are {', '.join(linear or sorted(leaves))}"
         )
     return targets
 
