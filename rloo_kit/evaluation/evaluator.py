@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Completions
     from rloo_kit.sampling.completer import Completer
     from rloo_kit.sampling.engine import Engine
-    from rloo_kit.scoring.specs import LoadedReward
+    from rloo_kit.scoring.specs import LoadedReward, RewardSpec
     from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
@@ -138,7 +138,7 @@ def evaluate(
     model: Model,
     tokenizer: Tokenizer,
     dataset: Any,
-    rewards: "Sequence[LoadedReward]",
+    rewards: "Sequence[RewardSpec] | str",
     *,
     max_completion_length: int = 256,
     temperature: float = 1.0,
@@ -161,7 +161,7 @@ def evaluate(
         tokenizer: The model's tokenizer, or a processor that contains it.
         dataset: A ``datasets.Dataset`` or a list of dicts. Each row has ``prompt`` (text or chat
             messages) and the columns that the rewards read.
-        rewards: The result of ``load_rewards``; no two rewards may have the same name.
+        rewards: The rewards, as for ``load_rewards``, or its result.
         max_completion_length: Maximum number of tokens in a completion.
         temperature: Sampling temperature; 0 is greedy.
         sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
@@ -190,14 +190,18 @@ def evaluate(
         DivergedError: A trained weight or a logit of the model is NaN or Inf.
         MemoryRanOutError: Not even a single completion fits in memory.
         RewardContractError: A reward raised an error, or did not return one score per completion.
+        RewardLoadError: A reward cannot be loaded.
     """
+    from rloo_kit.scoring.specs import load_rewards  # torch, which takes seconds to load
+
     rows = _repeated(dataset, num_samples, temperature)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
     ends = tuple(model.generation_config.eos_token_id)
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     completer = make_completer(
-        model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, rewards
+        model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, loaded
     )
     completer.tool_loop = tool_loop
     has_environments = tool_loop is not None and tool_loop.environments is not None
@@ -208,11 +212,11 @@ def evaluate(
         batch = rows[at : at + size]
         completions = (sample or completer.sample)(batch)
         found = completer.score(batch, completions).result()
-        scores = {reward.name: own for reward, own in zip(rewards, found, strict=True)}
+        scores = {reward.name: own for reward, own in zip(loaded, found, strict=True)}
         samples += _samples(tokenizer, completions, scores)
     means = {
         reward.name: mean_or_none([one["rewards"][reward.name] for one in samples])
-        for reward in rewards
+        for reward in loaded
     }
     length = fmean(one["tokens"] for one in samples)
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)

@@ -79,7 +79,7 @@ def with_weights(
 
 
 def load_rewards(
-    specs: Iterable[RewardSpec],
+    specs: Iterable[RewardSpec] | str,
     tokenizer: Tokenizer | None = None,
     base_dir: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -90,9 +90,9 @@ def load_rewards(
     Names are made distinct: two rewards called ``polite`` become ``polite`` and ``polite_2``.
 
     Args:
-        specs: Specs of the rewards. Each is the name of a built-in reward, ``file.py:function``,
-            ``package.module:function``, a reward model (folder or hub name), a callable, or a table
-            such as ``{name: thinking, weight: 0.5, long: 60}``.
+        specs: Specs of the rewards, or a single text. Each is the name of a built-in reward,
+            ``file.py:function``, ``package.module:function``, a reward model (folder or hub name),
+            a callable, or a table such as ``{name: thinking, weight: 0.5, long: 60}``.
         tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method.
         base_dir: Folder to which paths are relative; None: the working directory.
         chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
@@ -109,7 +109,7 @@ def load_rewards(
         )
         tokenizer = with_settings
     loaded: list[LoadedReward] = []
-    for spec in specs:
+    for spec in [specs] if isinstance(specs, str) else specs:
         reward = load_reward(spec, tokenizer, base_dir, say)
         used = {other.name for other in loaded}
         name = reward.name

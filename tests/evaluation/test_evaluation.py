@@ -98,6 +98,18 @@ def test_evaluation_reads_back_and_so_do_older_ones(run):
     assert Evaluation.from_dict({**older, "samples": samples}).thinking_length is None
 
 
+def test_evaluate_takes_rewards_as_the_trainer_does():
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    prompts = rk.load_prompts("arithmetic", num_prompts=2)
+
+    def polite(completions, **_):
+        return [0.5] * len(completions)
+
+    found = rk.evaluate(model, tokenizer, prompts, ["length", polite], max_completion_length=4)
+    assert found.rewards["polite"] == 0.5
+    assert set(found.rewards) == {"length", "polite"}
+
+
 def test_several_greedy_completions_are_refused(run):
     one = load_base(find_trained("tiny-thinker"))
     prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
