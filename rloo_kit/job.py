@@ -201,6 +201,10 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
             f"{data.prompts} is for evaluation only: train on gsm8k or dapo-math, and then run "
             f"`rloo-kit eval RUN --prompts {data.prompts}`"
         )
+    if is_task(name) and data.split == "held_out":
+        raise ConfigError(
+            "data.split: held_out would train on the held-out prompts: leave data.split out"
+        )
     load = partial(
         load_prompts,
         name,

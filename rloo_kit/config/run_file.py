@@ -544,8 +544,10 @@ def _check_together(config: RunConfig) -> list[str]:
             "data.max_prompt_quantile and data.max_prompt_tokens both limit prompts: give one",
         ),
         (
-            data.held_out_every and data.held_out == 0,
-            "data.held_out_every needs held-out prompts: set data.held_out above 0",
+            data.held_out == 0
+            and (data.held_out_every or data.held_out_rewards or data.held_out_samples > 1),
+            "data.held_out_every, held_out_rewards and held_out_samples need held-out prompts: set "
+            "data.held_out above 0",
         ),
         (
             config.lora.others.get("bias", "none") != "none"

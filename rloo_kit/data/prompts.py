@@ -75,6 +75,7 @@ def load_prompts(  # noqa: PLR0913
     is_made = name in BUILTIN or name.startswith(PREFIX)
     is_known = hub_task(name) is not None
     useless = {
+        "split": split != "train" and local_path(name).is_file(),
         "config": config and (is_made or is_known or local_path(name).is_file()),
         "columns": columns and (is_made or is_known),
         "level": level is not None and not is_made,

@@ -55,6 +55,14 @@ CONFIG = {
         {"trainer": {"num_generations": 3}},
         "set trainer.per_device_train_batch_size to 6 or 9",
     ),
+    "training on the held-out prompts": (
+        {"data": {**GOOD["data"], "split": "held_out"}},
+        "data.split: held_out would train on the held-out prompts",
+    ),
+    "samples of no held-out prompts": (
+        {"data": {"prompts": "arithmetic", "held_out": 0, "held_out_samples": 4}},
+        "held_out_samples need held-out prompts: set data.held_out above 0",
+    ),
 }
 
 
@@ -79,6 +87,13 @@ DATA = {
     "empty prompt": ('{"prompt": ""}\n', "data.skip_empty: true"),
     "held out too many": ('{"prompt": "a"}\n' * 4, "lower it to at most 3"),
 }
+
+
+def test_a_file_has_no_splits(tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 8)
+    data = {"prompts": "prompts.jsonl", "held_out": 0, "split": "test"}
+    path = run_file(tmp_path, data=data, rewards=["length"])
+    refuse(capsys, "split has no effect on the prompts 'prompts.jsonl'", path)
 
 
 @pytest.mark.parametrize("case", DATA)
