@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -121,7 +122,7 @@ def calibrate(  # noqa: PLR0913
         what = f"the level's prompts without {dropped} that are always or never solved"
     _write_rows(_completions_of(file), sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
-    say(f"{what}; train with rloo-kit train {file}")
+    say(f"{what}; train with rloo-kit train {shlex.quote(str(file))}")
     return file
 
 
@@ -146,8 +147,9 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
         The settings under ``data:`` with which a run reads both splits from this file.
     """
     _write_rows(file, [*train, *held_out])
-    settings: dict[str, Any] = dict.fromkeys(("num_prompts", "columns", "level", "settings"))
-    return settings | {"prompts": file.name, "held_out": len(held_out)}
+    used_up = ("num_prompts", "columns", "config", "level", "settings", "max_prompt_quantile")
+    settings: dict[str, Any] = dict.fromkeys(used_up)
+    return settings | {"prompts": file.name, "split": "train", "held_out": len(held_out)}
 
 
 def _in_best_precision(

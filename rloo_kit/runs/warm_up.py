@@ -82,6 +82,8 @@ def warm_up(  # noqa: PLR0913
     say = redacting(say)
     settings = _settings(steps, epochs, learning_rate)
     config, base = read_config(source, overrides)
+    if config.tools or config.environment:
+        raise ConfigError("a warm-up trains no calls of tools: leave tools and environment out")
     folder = free_folder(output or f"{config.output_dir}-warm-up")
     check_writable(folder.parent)
     rows = read_examples(examples)

@@ -18,7 +18,7 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
-from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
+from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file, _write_prompts
 from rloo_kit.runs.precision import mismatch
 from rloo_kit.runs.warm_up import read_examples
 
@@ -112,6 +112,15 @@ def test_a_task_gets_its_level():
 
 
 @pytest.mark.long
+def test_written_prompts_need_no_setting_of_their_source(tmp_path):
+    row = {"prompt": "1 + 1"}
+    written = _write_prompts(tmp_path / "level.jsonl", [row], [row])
+    assert {name: value for name, value in written.items() if value is not None} == {
+        "prompts": "level.jsonl", "split": "train", "held_out": 1
+    }  # fmt: skip
+    assert {"config", "max_prompt_quantile", "num_prompts", "level"} <= set(written)
+
+
 def test_prompts_that_are_never_solved_write_nothing(capsys):
     write_run(levels=[3], num=8)
     assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--set", "data.held_out=2"]) == 2

@@ -219,6 +219,7 @@ def test_examples_that_teach_nothing_are_refused(capsys, rows, sentence):
         (["--learning-rate", "0"], "learning_rate is 0.0, must be greater than 0"),
         (["--steps", "4", "--epochs", "2"], "steps and epochs are both given"),
         (["--set", "trainer.stepz=1"], "unknown trainer setting 'stepz'"),
+        (["--set", "tools=[calculator]"], "a warm-up trains no calls of tools"),
     ],
 )
 def test_settings_that_are_wrong_are_refused(capsys, words, sentence):
