@@ -24,7 +24,7 @@ def free_folder(wanted: str | Path) -> Path:
     Raises:
         ConfigError: ``wanted`` is a path without a name, such as ``/``.
     """
-    wanted = Path(wanted)
+    wanted = Path(wanted).expanduser()
     if not wanted.name:
         raise ConfigError(
             f"output_dir {str(wanted)!r} has no name: give a folder such as 'runs/first'"
@@ -42,7 +42,7 @@ def make_run_folder(wanted: str | Path) -> Path:
         ConfigError: The folder cannot be created.
     """
     try:
-        Path(wanted).parent.mkdir(parents=True, exist_ok=True)
+        Path(wanted).expanduser().parent.mkdir(parents=True, exist_ok=True)
         while True:
             folder = free_folder(wanted)
             with contextlib.suppress(FileExistsError):
@@ -79,7 +79,7 @@ def latest_folder(wanted: str | Path) -> Path | None:
     to another run whose ``output_dir`` was, for example, ``wanted-5``. Callers must compare its
     run.yaml.
     """
-    wanted = Path(wanted)
+    wanted = Path(wanted).expanduser()
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
     found = {
         int(match[1] or 1): folder

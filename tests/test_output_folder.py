@@ -41,6 +41,14 @@ def test_the_next_free_name_is_made(tmp_path):
     assert not (tmp_path / "runs" / "first-4").exists()
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert make_run_folder("~/runs/first") == tmp_path / "runs" / "first"
+    (tmp_path / "runs" / "first" / "run.yaml").touch()
+    assert latest_folder("~/runs/first") == tmp_path / "runs" / "first"
+    assert free_folder("~/runs/first") == tmp_path / "runs" / "first-2"
+
+
 @pytest.mark.parametrize("make", [free_folder, make_run_folder])
 def test_a_link_that_leads_nowhere_is_not_free(tmp_path, make):
     (tmp_path / "first").symlink_to(tmp_path / "nowhere")

@@ -5,6 +5,7 @@ Several adapters of the same base model share one loaded base.
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def _adapter_of(run: Path) -> Path:
         return adapter
     raise ConfigError(
         f"the run in {format_value(str(run))} has no adapter yet and no checkpoint: train it "
-        f"first with `rloo-kit train {run} --resume`"
+        f"first with `rloo-kit train {shlex.quote(str(run))} --resume`"
     )
 
 

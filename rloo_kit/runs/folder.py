@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -111,8 +112,9 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "
-                f"with {format_value(old)}: set it back, or run `rloo-kit train {folder} "
-                f"--resume`, which needs no --set, or leave --resume out to begin a new run"
+                f"with {format_value(old)}: set it back, or run `rloo-kit train "
+                f"{shlex.quote(str(folder))} --resume`, which needs no --set, or leave --resume "
+                "out to begin a new run"
             )
 
 

@@ -1,5 +1,6 @@
 """The result of a run, and the lines that a run prints before and after training."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
     config = record.config
-    run = result.folder
+    run = shlex.quote(str(result.folder))
     if record.end.get("how") != "finished":
         say(f"resume with rloo-kit train {run} --resume")
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:

@@ -1,6 +1,7 @@
 """Run a training from start to end: load the model, train, score, save, and release the memory."""
 
 import contextlib
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -308,7 +309,7 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
             raise trainer.fault
     except Exception as exc:
         if step := trainer.state.global_step:
-            folder = trainer.args.output_dir
+            folder = shlex.quote(trainer.args.output_dir)
             say(f"\nstopped after step {step}: resume with rloo-kit train {folder} --resume")
         if not is_out_of_memory(exc):
             raise
