@@ -331,7 +331,8 @@ def _never_paid(run: RunRecord) -> str | None:
     for key in run.rows[0]:
         if key.startswith("rewards/") and key.endswith("/mean"):
             name = key.removesuffix("/mean")
-            if not any(run.series(key)) and not any(run.series(f"{name}/std")):
+            means = run.series(key)  # empty if the reward never gave a score
+            if means and not any(means) and not any(run.series(f"{name}/std")):
                 return name.removeprefix("rewards/")
     return None
 

@@ -318,6 +318,12 @@ def test_one_reward_of_several_that_never_paid_is_named():
     assert (finding.kind, finding.level, finding.reward) == ("constant_reward", "warning", "format")
 
 
+def test_a_reward_that_never_gave_a_score_did_not_give_zero():
+    none = [math.nan] * STEPS
+    rows = {"rewards/broken/mean": none, "rewards/broken/std": none}
+    assert find_in_run(record(rows)) == []
+
+
 # --- the verdict ----------------------------------------------------------------------------------
 
 
