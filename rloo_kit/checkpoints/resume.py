@@ -126,7 +126,8 @@ class ResumableTrainer(Trainer):
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
-        if self.resumed_from is None and self.args.save_strategy != "no":
+        saves = self.args.save_strategy != "no" and self.accelerator.is_main_process
+        if self.resumed_from is None and saves:
             _set_aside(Path(self.args.output_dir))
         self._facts = facts_of(
             self.args,

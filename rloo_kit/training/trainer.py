@@ -501,9 +501,11 @@ def _translate_parts(
             raise ConfigError(f"{old} is the old name of {new}, and both are given: keep {new}")
         warnings.warn(f"{old} is now called {new}", FutureWarning, stacklevel=3)
         parts[new] = value
-    known = {*inspect.signature(RLOOTrainer.__init__).parameters, "ref_policy"}
+    known = {"ref_policy", *parts}
+    for base in RLOOTrainer.__mro__:  # the class of Unsloth names only some
+        known |= inspect.signature(base.__init__).parameters.keys()
     for name in others.keys() - known:
-        raise ConfigError(f"unknown argument {name!r}{suggest(name, known | parts.keys())}")
+        raise ConfigError(f"unknown argument {name!r}{suggest(name, known)}")
     needed = ["model", "reward_funcs", *(["train_dataset"] if not has_environments else [])]
     missing = [name for name in needed if parts[name] is None]
     if missing:

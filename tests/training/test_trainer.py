@@ -18,6 +18,7 @@ import rloo_kit as rk
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.choice import thought_limit
+from rloo_kit.training import trainer
 
 HERE = Path(__file__).parents[1]
 
@@ -115,6 +116,15 @@ def test_missing_parts_are_named():
 def test_wrong_parts_are_refused_before_the_training(policy, tmp_path, arguments, says):
     with pytest.raises((rk.ConfigError, rk.DataError), match=f"^{re.escape(says)}"):
         trainer_of(policy, config(tmp_path), **arguments)
+
+
+def test_an_argument_that_unsloths_class_passes_on_is_known(policy, tmp_path, monkeypatch):
+    class Patched(trainer.RLOOTrainer):
+        def __init__(self, model, **kwargs):
+            super().__init__(model, **kwargs)
+
+    monkeypatch.setattr(trainer, "RLOOTrainer", Patched)
+    assert trainer_of(policy, config(tmp_path), optimizers=(None, None))
 
 
 # --- the reference of older calls ----------------------------------------------------------------
