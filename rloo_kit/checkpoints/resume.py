@@ -22,7 +22,6 @@ states on every process in its own way. The kit only adds ``state.json`` and the
 import copy
 import importlib.metadata
 import json
-import shlex
 import shutil
 import time
 import warnings
@@ -59,6 +58,7 @@ from rloo_kit.models.adapters import trained_parameters
 from rloo_kit.output_folder import make_run_folder
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
+from rloo_kit.text.wording import resume_command
 from rloo_kit.types import Model
 
 # Settings that decide what is sampled and learned, so a resumed run must have the same values.
@@ -519,7 +519,7 @@ def _set_aside(run: Path) -> None:
         warnings.warn(
             f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
             f"training, call train(resume_from_checkpoint={str(kept)!r})",
-            stacklevel=2,
+            stacklevel=4,  # the caller of LeaveOneOutTrainer.train
         )
 
 
@@ -600,8 +600,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     )
     if changed:
         run = checkpoint.folder.parent
-        command = f"rloo-kit train {shlex.quote(str(run))} --resume"
-        own = f" (`{command}` does so)" if (run / "run.yaml").is_file() else ""
+        own = f" (`{resume_command(run)}` does so)" if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
             f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
             f"new run"

@@ -5,7 +5,6 @@ Several adapters of the same base model share one loaded base.
 
 import contextlib
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.thoughts import give_marks
-from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.text.wording import first_line, format_value, resume_command
 from rloo_kit.types import Model, Tokenizer
 
 
@@ -98,7 +97,7 @@ def _adapter_of(run: Path) -> Path:
         return adapter
     raise ConfigError(
         f"the run in {format_value(str(run))} has no adapter yet and no checkpoint: train it "
-        f"first with `rloo-kit train {shlex.quote(str(run))} --resume`"
+        f"first with `{resume_command(run)}`"
     )
 
 

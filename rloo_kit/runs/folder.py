@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from rloo_kit.output_folder import (
     write_json,
 )
 from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.text.wording import format_value
+from rloo_kit.text.wording import format_value, resume_command
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -112,9 +111,9 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "
-                f"with {format_value(old)}: set it back, or run `rloo-kit train "
-                f"{shlex.quote(str(folder))} --resume`, which needs no --set, or leave --resume "
-                "out to begin a new run"
+                f"with {format_value(old)}: set it back, or run "
+                f"`{resume_command(folder)}`, which needs no --set, or leave --resume out to begin "
+                "a new run"
             )
 
 

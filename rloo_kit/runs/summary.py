@@ -18,6 +18,7 @@ from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
+from rloo_kit.text.wording import resume_command
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -144,10 +145,10 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
     config = record.config
-    run = shlex.quote(str(result.folder))
     if record.end.get("how") != "finished":
-        say(f"resume with rloo-kit train {run} --resume")
+        say(f"resume with {resume_command(result.folder)}")
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:
         say("next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your model")
     else:
+        run = shlex.quote(str(result.folder))
         say(f"next: rloo-kit chat {run} to try it, rloo-kit export {run} --to merged to use it")

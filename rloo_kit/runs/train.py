@@ -1,7 +1,6 @@
 """Run a training from start to end: load the model, train, score, save, and release the memory."""
 
 import contextlib
-import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from rloo_kit.runs.folder import (
 )
 from rloo_kit.runs.summary import RunResult, Say
 from rloo_kit.text.redaction import redacting
-from rloo_kit.text.wording import first_line
+from rloo_kit.text.wording import first_line, resume_command
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -309,8 +308,8 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
             raise trainer.fault
     except Exception as exc:
         if step := trainer.state.global_step:
-            folder = shlex.quote(trainer.args.output_dir)
-            say(f"\nstopped after step {step}: resume with rloo-kit train {folder} --resume")
+            command = resume_command(str(trainer.args.output_dir))
+            say(f"\nstopped after step {step}: resume with {command}")
         if not is_out_of_memory(exc):
             raise
         raise MemoryRanOutError(

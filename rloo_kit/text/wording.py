@@ -8,6 +8,7 @@ import difflib
 import glob
 import os
 import reprlib
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
+
+
+def resume_command(run: str | Path) -> str:
+    """Return the command that resumes the run in a folder, as it can be pasted into a shell."""
+    return f"rloo-kit train {shlex.quote(str(run))} --resume"
 
 
 def format_value(value: object) -> str:
