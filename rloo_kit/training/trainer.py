@@ -219,8 +219,13 @@ class LeaveOneOutTrainer(StepTrainer):
             check_partial(self.engine, self.model)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
-        """Return the choice of the kit's step or TRL's, and adapt ``args`` to it."""
+        """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
+
+        Raises:
+            DataError: The training set is not a dataset, or has no column ``prompt``.
+        """
         kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
+        check_columns("train_dataset", parts["train_dataset"])
         images = has_images(parts["train_dataset"])
         if images:
             check_images(parts["train_dataset"], parts["processing_class"])
@@ -435,16 +440,15 @@ def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) ->
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check the training set: its number of rows, its column ``prompt``, and if it may be a stream.
+    """Check the number of rows of the training set, and if it may be a stream.
 
     Raises:
-        DataError: The training set has too few rows or no column ``prompt``. Or it is a stream, but
-            a setting needs random access to its rows.
+        DataError: The training set has too few rows. Or it is a stream, but a setting needs random
+            access to its rows.
     """
     has_rows = hasattr(dataset, "__len__")
     if has_rows and not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
-    check_columns("train_dataset", dataset)
     num = args.generation_batch_size // args.num_generations
     if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
@@ -491,7 +495,7 @@ def _translate_parts(
     Raises:
         ConfigError: A required argument is missing, one is unknown, or one is given under both
             names.
-        DataError: A dataset is not a dataset, or has no column ``prompt``.
+        DataError: The ``eval_dataset`` is not a dataset, or has no column ``prompt``.
     """
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
@@ -511,8 +515,6 @@ def _translate_parts(
     if missing:
         required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
-    if not has_environments:
-        check_columns("train_dataset", parts["train_dataset"])
     evaluated = others.get("eval_dataset")
     for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:
         check_columns("eval_dataset", one)
