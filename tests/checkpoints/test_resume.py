@@ -271,6 +271,7 @@ def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
     assert list_steps(tmp_path) == [4, 5]
 
 
+@pytest.mark.faults
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)

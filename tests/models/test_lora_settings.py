@@ -45,16 +45,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def test_a_misspelt_layer_is_refused_and_a_second_adapter():
-    model, _ = rk.load_model("tiny-thinker", max_seq_length=128)
-    with pytest.raises(ConfigError, match=r"none of target_modules \['up_porj'\] is a layer"):
-        rk.attach_lora(model, r=4, target_modules=["q_proj", "up_porj"])
-    with_adapter = rk.attach_lora(model, r=4)
-    for again in (with_adapter, model):  # PEFT puts the adapter into the model itself
-        with pytest.raises(ConfigError, match="the model has an adapter already"):
-            rk.attach_lora(again, r=4)
-
-
 def lottery(completion_ids, **_):
     return [zlib.crc32(str(ids).encode()) % 100 / 100 for ids in completion_ids]
 
@@ -213,3 +203,13 @@ def test_the_plan_counts_experts_and_what_trains_of_them(tmp_path):
         job = make_job(run, read_facts(run, tmp_path, card, 1 << 34))
         counted = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
         assert sum(adapter_sizes(job)) == counted + extra
+
+
+def test_a_misspelt_layer_is_refused_and_a_second_adapter():
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=128)
+    with pytest.raises(ConfigError, match=r"none of target_modules \['up_porj'\] is a layer"):
+        rk.attach_lora(model, r=4, target_modules=["q_proj", "up_porj"])
+    with_adapter = rk.attach_lora(model, r=4)
+    for again in (with_adapter, model):  # PEFT puts the adapter into the model itself
+        with pytest.raises(ConfigError, match="the model has an adapter already"):
+            rk.attach_lora(again, r=4)

@@ -111,7 +111,6 @@ def test_a_task_gets_its_level():
     assert made.data.prompts == "arithmetic"
 
 
-@pytest.mark.long
 def test_written_prompts_need_no_setting_of_their_source(tmp_path):
     row = {"prompt": "1 + 1"}
     written = _write_prompts(tmp_path / "level.jsonl", [row], [row])
@@ -121,6 +120,7 @@ def test_written_prompts_need_no_setting_of_their_source(tmp_path):
     assert {"config", "max_prompt_quantile", "num_prompts", "level"} <= set(written)
 
 
+@pytest.mark.long
 def test_prompts_that_are_never_solved_write_nothing(capsys):
     write_run(levels=[3], num=8)
     assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--set", "data.held_out=2"]) == 2

@@ -37,12 +37,6 @@ def inf(completions, **_):
 short = Short()
 number = 7
 '''
-
-
-def test_one_name_is_a_list_of_one():
-    assert [reward.name for reward in load_rewards("accuracy")] == ["accuracy"]
-
-
 COLUMNS = {"completions": ["please", "now"], "prompts": ["a", "b"], "completion_ids": [[1], [2]]}
 
 
@@ -62,6 +56,10 @@ class AsyncReward:
 
 
 # --- specs ---
+
+
+def test_one_name_is_a_list_of_one():
+    assert [reward.name for reward in load_rewards("accuracy")] == ["accuracy"]
 
 
 @pytest.mark.parametrize(
