@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vll
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.models.loading import load_tokenizer
+from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import Engine, choose
 from rloo_kit.scoring.specs import LoadedReward, load_rewards
+from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Say, Tokenizer
 
@@ -170,7 +173,7 @@ def read_held_out(
 
     Raises:
         ConfigError: An argument is out of range, or an override changes the model.
-        DataError: There are no held-out prompts.
+        DataError: There are no held-out prompts, or the run did not hold them out.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -181,7 +184,7 @@ def read_held_out(
                 f"--set {format_value(override)} would change a model that is already trained: "
                 "leave it out, or name another model"
             )
-    config = next((one.config for one in models if one.config is not None), RunConfig())
+    config, run = next(((m.config, m.run) for m in models if m.config), (RunConfig(), None))
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
@@ -203,7 +206,37 @@ def read_held_out(
             chat_template=first.chat_template,
         )
         found, _ = drop_long_prompts(found, tokenizer, limit, args.chat_template_kwargs)
+    of_file = prompts is None and not (is_task(config.data.prompts) or config.environment)
+    if run is not None and of_file:
+        _check_not_trained(run, found, given.get("data") or {})
     return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
+
+
+def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
+    """Check that a run held out these prompts, which are the last rows of the data that it read.
+
+    Settings for the evaluation that change the text of the prompts make this check impossible.
+
+    Args:
+        run: Folder of the run, which has the scores of its held-out prompts if it has any.
+        found: The prompts, a ``datasets.Dataset``.
+        given: Settings under ``data`` that the user gave for the evaluation.
+
+    Raises:
+        DataError: The data or ``data.held_out`` has changed, so the run may have trained on some.
+    """
+    scores = read_json(run / "evaluation.json") or {}
+    samples = next((one["samples"] for k in ("before", "after") if (one := scores.get(k))), [])
+    if not samples or {"system", "chat", "columns"} & set(given):
+        return
+    held_out = {json.dumps(sample["prompt"]) for sample in samples}
+    others = [p for p in redact_tree(found["prompt"][:]) if json.dumps(p) not in held_out]
+    if others:
+        raise DataError(
+            f"{len(others)} of {len(found)} held-out prompts were not held out when the run was "
+            "trained, so it may have trained on them: its data or data.held_out has changed since; "
+            "set it back, or name other prompts with --prompts"
+        )
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:

@@ -16,11 +16,12 @@ from rloo_kit.config.run_file import DataSection
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import (
     ConfigError,
+    DataError,
     GenerationError,
     ModelError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.held_out import choose_engine
+from rloo_kit.evaluation.held_out import choose_engine, read_held_out
 from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.trained import find_trained, load_base
@@ -275,6 +276,34 @@ def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
         ["tiny-thinker"], prompts=file, overrides=settings, num_samples=0, say=str
     )
     assert found.rows[0].evaluation.num_prompts == 4
+
+
+def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_path, capsys):
+    def write(count):
+        rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    file, folder = tmp_path / "prompts.jsonl", tmp_path / "run"
+    write(12)
+    shutil.copytree(run, folder)
+    content = yaml.safe_load((folder / "run.yaml").read_text())
+    content["data"] |= {"prompts": str(file), "held_out": 4, "num_prompts": None}
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    scores = json.loads((folder / "evaluation.json").read_text())
+    kept_out = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-4:]
+    scores["before"]["samples"] = [{"prompt": prompt} for prompt in kept_out]
+    (folder / "evaluation.json").write_text(json.dumps(scores))
+
+    def prompts(*overrides):
+        return read_held_out([find_trained(folder)], overrides).prompts["prompt"][:]
+
+    assert prompts() == kept_out
+    assert prompts("data.held_out=2") == kept_out[2:]
+    assert main(["eval", str(folder), "--set", "data.held_out=6"]) == 2
+    assert "2 of 6 held-out prompts were not held out" in capsys.readouterr().err
+    write(11)
+    with pytest.raises(DataError, match="1 of 4 held-out prompts"):
+        prompts()
 
 
 def test_prompts_may_be_longer_than_those_of_the_run(run):
