@@ -44,6 +44,10 @@ from rloo_kit.types import Row, Say, Tokenizer
 
 # Column of a sampled row with the rewards that its environment returned
 OF_ENVIRONMENTS = "environment_rewards"
+# Other columns of sampled rows. A run's completions.jsonl has `group` and `truncated` instead, but
+# a sampled row also has the columns of the user's prompts, which may have these names
+GROUP = "completion_group"
+TRUNCATED = "completion_truncated"
 NO_TOKENIZER = (
     "note: no tokenizer is loaded, so rewards that look for thinking tokens use those of Qwen3"
 )
@@ -191,8 +195,8 @@ def _sampled(
                 "completion": completion,
                 "completion_ids": [*chain(*turns)],
                 **({"completion_turns": turns} if job.tool_loop is not None else {}),
-                "group": (at + place) // size,
-                "truncated": not ended,
+                GROUP: (at + place) // size,
+                TRUNCATED: not ended,
                 **(
                     {OF_ENVIRONMENTS: {r.name: s[place] for r, s in zip(own, scores, strict=True)}}
                     if own
@@ -243,11 +247,12 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
         limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
     texts = [text_of(row["completion"]) for row in rows]
     ids = columns.get("completion_ids")
-    truncated = columns.get("truncated")
+    truncated = columns.get(TRUNCATED, columns.get("truncated"))
     groups: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0
-        key = [row["prompt"]] if row.get("group") is None else [row.get("step"), row["group"]]
+        group = row.get(GROUP, row.get("group"))
+        key = [row["prompt"]] if group is None else [row.get("step"), group]
         groups.setdefault(json.dumps(key, default=str), []).append(number)
     if truncated is None and ids is not None and limit is not None:
         truncated = [len(row) >= limit for row in ids]

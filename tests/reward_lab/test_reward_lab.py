@@ -397,6 +397,28 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, caps
     assert again.samples == found.samples
 
 
+def test_rewards_get_the_columns_of_the_prompts_even_if_the_check_uses_their_names(tmp_path):
+    seen = []
+
+    def own(completions, group, truncated, **_):
+        seen.extend(zip(group, truncated, strict=True))
+        return [float(len(str(text))) for text in completions]
+
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        [{"prompt": f"{n} + 1 = ", "group": "easy", "truncated": "no"} for n in range(4)],
+    )
+    rk.setup()
+    found = check_rewards(
+        "quickstart",
+        rewards=[own],
+        num_prompts=2,
+        overrides=[f"data.prompts={prompts}", "data.held_out=0"],
+    )
+    assert set(seen) == {("easy", "no")}
+    assert found.signal.num_groups == 2
+
+
 def test_an_output_that_cannot_be_written_is_said_first(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
