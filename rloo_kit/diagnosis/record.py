@@ -218,8 +218,9 @@ class RunRecord:
 
     @cached_property
     def signal(self) -> list[float]:
-        """For each step, the share of groups in which the completions have different scores."""
-        return [1.0 - v for v in self.series("signal/groups_without")]
+        """For each step, the share of trained groups whose completions have different scores."""
+        of_trained = self.series("signal/trained_groups_without")  # only with dynamic sampling
+        return [1.0 - v for v in of_trained or self.series("signal/groups_without")]
 
     @cached_property
     def scored_twice(self) -> list[HeldOut]:

@@ -46,8 +46,7 @@ class DynamicSampling:
         shaping = self.args.shaping
         size = self.args.num_generations
         drawn = 0
-        without = ~batch.has_signal(shaping, size)  # (P,)
-        self.log.note("signal/groups_without", without.float().mean().item())
+        self._note_without("signal/groups_without", batch)
         if not self.args.dynamic_sampling:
             return batch
         for _ in range(self.args.dynamic_sampling_rounds):
@@ -59,7 +58,13 @@ class DynamicSampling:
             batch = batch.with_signal_of(more, shaping, size)
             drawn += missing
         self.log.note("signal/groups_drawn_again", drawn)
+        self._note_without("signal/trained_groups_without", batch)
         return batch
+
+    def _note_without(self, name: str, batch: ScoredBatch) -> None:
+        """Log the share of groups without signal under this name."""
+        without = ~batch.has_signal(self.args.shaping, self.args.num_generations)  # (P,)
+        self.log.note(name, without.float().mean().item())
 
     def _next_row(self) -> Row:
         """Return the next row of a random order that is independent of the run's own order."""

@@ -244,6 +244,15 @@ WELL = {
         evaluation=held_out(0.3, 0.9),
     ),
     "clipped a little at further passes": record({"clip_ratio/region_mean": [0.0, 0.1] * 12}),
+    "groups drawn again until they differ": record(
+        {
+            **FLAT,
+            "signal/groups_without": line(0.97, 0.97, 0.02),
+            "signal/trained_groups_without": line(0.0, 0.0),
+            "kl/sequence": line(0.0, 0.3),
+        },
+        evaluation=held_out(0.5, 0.52),
+    ),
     "jumping and rising": record({"reward": line(0.0, 2.0, 0.3)}),
     "a sampler within rounding": record(
         {

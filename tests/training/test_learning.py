@@ -171,6 +171,7 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
         assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
         assert (rollout.score_advantages.view(-1, 4) != 0).any(dim=1).all()
     assert sum(row["signal/groups_drawn_again"] for row in logs(trainer)) > 0
+    assert {row["signal/trained_groups_without"] for row in logs(trainer)} == {0}
 
 
 def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
