@@ -168,8 +168,8 @@ def _example(place: str, row: Row) -> Row:
         row: The row as it was read, perhaps with ``messages``.
 
     Raises:
-        DataError: The row has no prompt, several turns in its completion, or neither text in its
-            completion nor a ``score``.
+        DataError: The row has no prompt, several turns in its completion, neither text in its
+            completion nor a ``score``, or a score that is not a number.
     """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
@@ -190,6 +190,16 @@ def _example(place: str, row: Row) -> Row:
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
+    # values of a CSV file are text
+    if isinstance(cut := row.get("truncated"), str):
+        row = row | {"truncated": cut.strip().lower() in ("true", "1")}
+    if isinstance(score := row.get("score"), str):
+        try:
+            row = row | {"score": float(score) if score.strip() else None}
+        except ValueError as exc:
+            raise DataError(
+                f"{place}: score is {format_value(score)}, must be a number or empty"
+            ) from exc
     return row | {"completion": text}
 
 

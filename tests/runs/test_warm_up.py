@@ -158,6 +158,12 @@ def test_csv_and_parquet_are_read():
     Path("rows.csv").write_text("prompt,completion\n2+2?,4\n")
     rows = [{"prompt": "2+2?", "completion": "4"}]
     assert read_examples("rows.csv") == rows
+    text = "prompt,completion,score,truncated\n2+2?,4,1e0,False\n2+2?,5,0,False\n2+2?,x,1,True\n"
+    Path("scored.csv").write_text(text)
+    assert [row["completion"] for row in read_examples("scored.csv")] == ["4"]
+    Path("scored.csv").write_text(text.replace("1e0", "good"))
+    with pytest.raises(DataError, match="line 2: score is 'good'"):
+        read_examples("scored.csv")
     from datasets import Dataset
 
     Dataset.from_list(rows).to_parquet("rows.parquet")
@@ -191,7 +197,7 @@ def _no_weights(monkeypatch):
     ("rows", "sentence"),
     [
         (None, "'rows.jsonl' does not exist"),
-        ([], "there are no rows"),
+        ([], "there are no rows: add at least one"),
         ([{"prompt": "2+2?", "answer": "4"}], "line 1: has no text in `completion`, only"),
         ([*TAUGHT_ROWS, {"prompt": "2+2?", "completion": " "}], "line 5: has no text"),
         ([{"completion": "4"}], "line 1: prompt is None"),
