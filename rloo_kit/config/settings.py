@@ -320,7 +320,7 @@ TRL_RULES: dict[str, Rule] = {
     "max_completion_length": Rule(default=512, minimum=1, maximum=1_000_000, resume="must"),
     "max_grad_norm": Rule(default=1.0, minimum=0, resume="may"),
     "max_steps": Rule(minimum=-1, maximum=1_000_000_000, resume="may"),
-    "min_p": _MUST,
+    "min_p": Rule(minimum=0, maximum=1, resume="must"),
     "normalize_advantages": _MUST,
     "num_completions_to_print": Rule(default=0),
     # leave-one-out compares a completion with its siblings
@@ -331,7 +331,7 @@ TRL_RULES: dict[str, Rule] = {
     "optim_args": _MUST,
     "per_device_train_batch_size": Rule(default=8, minimum=1),
     "push_to_hub": Rule(choices=(False,), instead=_NO_UPLOAD),
-    "repetition_penalty": _MUST,
+    "repetition_penalty": Rule(above=0, resume="must"),
     "report_to": Rule(default="none"),
     "restore_callback_states_from_checkpoint": _OF_TRL,
     "reward_clip_range": _MUST,
@@ -347,7 +347,7 @@ TRL_RULES: dict[str, Rule] = {
     "shuffle_dataset": _MUST,
     "steps_per_generation": Rule(minimum=1),
     "temperature": Rule(default=1.0, minimum=1e-3, maximum=10, resume="must"),
-    "top_k": _MUST,
+    "top_k": Rule(minimum=0, resume="must"),
     "top_p": Rule(above=0, maximum=1, resume="must"),
     "train_sampling_strategy": Rule(
         choices=("random",),

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import yaml
 from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
+from rloo_kit.config.trainer_settings import trl_defaults
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import TESTED, installed_version
@@ -79,16 +80,22 @@ def folder_to_resume(
     return folder
 
 
-def has_finished(folder: Path, max_steps: int) -> bool:
-    """Return True if a run has finished and its adapter was saved.
+def has_finished(folder: Path, trainer: Mapping[str, Any]) -> bool:
+    """Return True if a run has finished, its adapter was saved, and no more steps are asked for.
 
     Args:
         folder: Folder of the run.
-        max_steps: The run must also have made this many steps; 0: the steps do not matter.
+        trainer: Settings of the trainer for this start. They may ask for more steps or epochs.
     """
     end = read_json(folder / "end.json") or {}
-    done = end.get("how") == "finished" and end["steps"] >= max_steps
-    return done and (folder / "adapter").is_dir()
+    if end.get("how") != "finished" or not (folder / "adapter").is_dir():
+        return False
+    if (steps := trainer.get("max_steps") or 0) > 0:
+        return end["steps"] >= steps
+    then = read_run_file(folder / RUN_FILE).trainer
+    epochs = float(trl_defaults()["num_train_epochs"])
+    old, new = (float(one.get("num_train_epochs") or epochs) for one in (then, trainer))
+    return new <= old and (then.get("max_steps") or 0) <= 0
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 T = TypeVar("T")
+# Functions of transformers that read settings only when the training begins
+SET_UP = {"create_optimizer", "create_scheduler", "on_train_begin"}
 
 
 def train(
@@ -91,7 +94,7 @@ def train(
             if is_first():
                 held.enter_context(lock_folder(past))
             check_same_settings(past, absolute)
-            if has_finished(past, config.trainer.get("max_steps") or 0):
+            if has_finished(past, config.trainer):
                 return _already_finished(past, say)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
@@ -105,7 +108,10 @@ def train(
 def _already_finished(folder: Path, say: Say) -> RunResult:
     """Print that the run to resume has finished, and return a result without scores."""
     steps = read_run(folder).end["steps"]
-    say(f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps")
+    say(
+        f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps or "
+        "trainer.num_train_epochs"
+    )
     return RunResult(folder, None, None, steps, 0.0, interrupted=False)
 
 
@@ -276,22 +282,37 @@ def _make_trainer(
             tools=job.tools[0],
             environment_factory=job.tools[1],
         )
-    except (ValueError, NotImplementedError) as exc:
-        if isinstance(exc, KitError):
+    except (ImportError, RuntimeError, ValueError) as exc:
+        if isinstance(exc, KitError) or is_out_of_memory(exc):
             raise
-        raise ConfigError(
-            "TRL does not accept the trainer settings; correct the one that it names: "
-            f"{first_line(exc)}"
-        ) from exc
+        raise _not_accepted(exc) from exc
     if trainer.watch is not None:
         trainer.watch.config = job.config  # with all sections
     return trainer
+
+
+def _not_accepted(exc: Exception) -> ConfigError:
+    """Return the error for settings that TRL or transformers did not accept."""
+    return ConfigError(
+        "TRL does not accept the trainer settings; correct the one that it names: "
+        f"{first_line(exc)}"
+    )
+
+
+def _raised_by_set_up(exc: Exception) -> bool:
+    """Return True if transformers raised the error from settings that it read in ``train()``."""
+    return any(
+        frame.f_code.co_name in SET_UP and frame.f_globals["__name__"].startswith("transformers.")
+        for frame, _ in traceback.walk_tb(exc.__traceback__)
+    )
 
 
 def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Say) -> None:
     """Train, and print how to resume if training stops early.
 
     Raises:
+        ConfigError: transformers does not accept the settings of the optimizer, of the learning
+            rate, or of a tracker.
         MemoryRanOutError: Memory ran out.
         Exception: Any other error that ended the training.
     """
@@ -310,6 +331,8 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         if step := trainer.state.global_step:
             command = resume_command(str(trainer.args.output_dir))
             say(f"\nstopped after step {step}: resume with {command}")
+        if not isinstance(exc, KitError) and _raised_by_set_up(exc) and not is_out_of_memory(exc):
+            raise _not_accepted(exc) from exc
         if not is_out_of_memory(exc):
             raise
         raise MemoryRanOutError(

@@ -19,7 +19,7 @@ from rloo_kit.types import Completion
 # Most characters of a value that a message shows
 LONGEST_VALUE = 100
 # Most characters of another library's error that a message shows
-LONGEST_REASON = 160
+LONGEST_REASON = 300
 # Most errors that one message lists after the first
 MORE_ERRORS = 11
 
@@ -67,7 +67,7 @@ def format_name(value: object) -> str:
 
 
 def first_line(exc: BaseException) -> str:
-    """Return the first line of an exception's message, cut to 160 characters.
+    """Return the first line of an exception's message, cut to 300 characters.
 
     Return the name of the exception's type if it has no message.
     """

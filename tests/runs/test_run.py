@@ -18,6 +18,7 @@ from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
+from rloo_kit.runs.folder import has_finished, write_run_file
 
 SHORT = [
     "--set", "trainer.max_steps=4", "--set", "data.held_out=32", "--set", "data.num_prompts=64",
@@ -137,6 +138,46 @@ def test_a_finished_run_goes_on_with_more_steps_alone(capsys):
     assert set(json.loads((folder / "evaluation.json").read_text())) == {"before", "after"}
     assert main(["train", "runs", "--resume"]) == 2
     assert "run.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "finished"),
+    [
+        ({"max_steps": 8}, {"max_steps": 8}, True),
+        ({"max_steps": 8}, {"max_steps": 9}, False),
+        ({}, {}, True),
+        ({"num_train_epochs": 1}, {"num_train_epochs": 2}, False),
+        ({"num_train_epochs": 1}, {}, False),  # TRL's default is 3
+        ({"max_steps": 8}, {"num_train_epochs": 2}, False),
+    ],
+)
+def test_a_run_is_finished_unless_more_steps_or_epochs_are_asked_for(then, now, finished, tmp_path):
+    write_run_file(tmp_path, make_run_config({"trainer": then}))
+    (tmp_path / "end.json").write_text('{"how": "finished", "steps": 8}')
+    assert not has_finished(tmp_path, now)
+    (tmp_path / "adapter").mkdir()
+    assert has_finished(tmp_path, now) == finished
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["lr_scheduler_kwargs={wrong: 1}"], "wrong"),
+        (["lr_scheduler_type=cosine_with_min_lr"], "min_lr"),
+        (["optim=lomo"], "lomo"),
+        (["report_to=wandb"], "api_key|wandb"),
+        (["report_to=comet_ml"], "comet"),
+    ],
+)
+def test_settings_that_fail_in_set_up_are_one_sentence(settings, said, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    sets = [word for one in settings for word in ("--set", f"trainer.{one}")]
+    assert main(["quickstart", *SHORT, "--set", "data.held_out=0", *sets]) == 2
+    error = capsys.readouterr().err
+    assert "correct the one that it names" in error
+    assert re.search(said, error)
+    assert not Path("runs").exists()
 
 
 @pytest.mark.long

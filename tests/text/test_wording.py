@@ -53,7 +53,7 @@ def test_name_is_shown_without_quotation_marks():
 @pytest.mark.parametrize(
     ("exc", "text"),
     [(ValueError("one\ntwo"), "one"), (ValueError("\n\n  late "), "late"),
-     (ValueError(), "ValueError"), (ValueError("x" * 1000), "x" * 160),
+     (ValueError(), "ValueError"), (ValueError("x" * 1000), "x" * 300),
      (ValueError("\x1b[2J"), "\\x1b[2J")],
     ids=range(5),
 )  # fmt: skip
