@@ -64,6 +64,20 @@ def reward_columns(
     }
 
 
+def _copied(value: Any) -> Any:
+    """Return a value with its own lists and dicts at every level.
+
+    A reward may change its arguments, but the trainer and other rewards use the same completions.
+    """
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) is not list:
+        return value
+    if value and isinstance(value[0], int):  # token ids: one copy for all
+        return value.copy()
+    return [_copied(item) for item in value]
+
+
 @dataclass(frozen=True)
 class CheckedReward:
     """Wrapper that calls a reward with the keywords it accepts and checks every returned score."""
@@ -134,7 +148,9 @@ class CheckedReward:
                 "dataset lacks; add the column, or give the parameter a default "
                 f"(available arguments: {', '.join(sorted(columns))})"
             )
-        chosen = {name: value for name, value in columns.items() if takes_any or name in accepted}
+        chosen = {
+            name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
+        }
         if callable(log := chosen.get("log_metric")):
             # Trackers and checkpoints keep the names
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import pickle
@@ -347,6 +348,26 @@ def test_missing_columns_are_named():
 
     assert "asks for 'answer'" in refusal(checked(with_answer))
     assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_reward_changes_stays_its_own(is_async):
+    def change(completions, completion_ids, **_):
+        completions[0][0]["content"] = "changed"
+        completions.pop()
+        completion_ids[0].pop()
+        return [1.0, 1.0]
+
+    async def change_later(**columns):
+        return change(**columns)
+
+    columns = {
+        "completions": [[{"role": "assistant", "content": text}] for text in "ab"],
+        "completion_ids": [[1, 2], [3]],
+    }
+    before = copy.deepcopy(columns)
+    assert call(guarded(change_later if is_async else change), **columns) == [1.0, 1.0]
+    assert columns == before
 
 
 def test_only_numbers_are_logged_and_secrets_are_masked():
