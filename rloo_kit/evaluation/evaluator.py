@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
+from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Sampling, draw_from
@@ -188,12 +189,14 @@ def evaluate(
             same, or a thinking budget was set for a model that has no thinking tokens.
         DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight or a logit of the model is NaN or Inf.
+        ModelError: The memory of the model was released.
         MemoryRanOutError: Not even a single completion fits in memory.
         RewardContractError: A reward raised an error, or did not return one score per completion.
         RewardLoadError: A reward cannot be loaded.
     """
     from rloo_kit.scoring.specs import load_rewards  # torch, which takes seconds to load
 
+    check_not_released(model)
     rows = _repeated(dataset, num_samples, temperature)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from rloo_kit.errors import ModelError
 from rloo_kit.types import Model
 
 
@@ -30,9 +31,11 @@ def empty_model(model: Model) -> None:
 
     The modules themselves stay. Tensors that are plain attributes of a module are freed too,
     because Unsloth keeps the keys and values of the last generation there, and vLLM keeps its LoRA
-    buffers and its KV cache there.
+    buffers and its KV cache there. From then on a forward pass raises ``ModelError``.
     """
     for module in model.modules():
+        if not _is_released(module):
+            module.register_forward_pre_hook(check_not_released)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is None:
                 continue
@@ -44,6 +47,27 @@ def empty_model(model: Model) -> None:
         if getattr(module, "quant_state", None) is not None:
             module.quant_state = None
         empty_tensors(vars(module).values())
+
+
+def check_not_released(model: Any, *_: Any) -> None:
+    """Check that ``empty_model`` has not freed the memory of a model.
+
+    Args:
+        model: The model, or another value, which passes.
+        *_: Arguments of a forward pass, for which this function is also a hook.
+
+    Raises:
+        ModelError: The memory was freed.
+    """
+    if _is_released(model):
+        raise ModelError(
+            "the memory of this model was released: load it again with load_model, and give the "
+            "new model to attach_lora and to a new trainer"
+        )
+
+
+def _is_released(model: Any) -> bool:
+    return check_not_released in getattr(model, "_forward_pre_hooks", {}).values()
 
 
 def empty_tensors(values: Iterable[Any]) -> None:

@@ -31,6 +31,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
 from rloo_kit.machine.cleanup import add_to_session, release_model
 from rloo_kit.machine.environment import precision_as_asked
+from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
     adapter_values,
     drop_old_reference,
@@ -98,6 +99,7 @@ class LeaveOneOutTrainer(StepTrainer):
         DataError: The dataset has no rows or no column ``prompt``.
         RewardError: A reward cannot be loaded, or does not return scores.
         GenerationError: An engine was requested by name but cannot sample.
+        ModelError: The memory of the model was released.
     """
 
     # applies the doctor's rules to this training; None if `args.doctor` is off
@@ -337,7 +339,10 @@ class LeaveOneOutTrainer(StepTrainer):
                 memory.
             KeyboardInterrupt: A signal stopped the training. Its last step is saved, unless a
                 second signal followed.
+            ConfigError: The trainer was released.
         """
+        if self.model is None:
+            raise ConfigError("this trainer was released: load the model again for a new trainer")
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if not self.by_trl:
@@ -496,6 +501,7 @@ def _translate_parts(
         ConfigError: A required argument is missing, one is unknown, or one is given under both
             names.
         DataError: The ``eval_dataset`` is not a dataset, or has no column ``prompt``.
+        ModelError: The memory of the model was released.
     """
     for old, new in RENAMED_PARTS.items():
         value = others.pop(old, None)
@@ -515,6 +521,7 @@ def _translate_parts(
     if missing:
         required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
         raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
+    check_not_released(parts["model"])
     evaluated = others.get("eval_dataset")
     for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:
         check_columns("eval_dataset", one)

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 import rloo_kit as rk
+from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.cleanup import measure
 
 
@@ -31,6 +32,12 @@ def test_a_released_trainer_holds_no_tensor(tmp_path):
     assert trainer.optimizer is None
     assert "left in the process" in str(released)
     assert str(rk.release(policy))  # twice does no harm
+    with pytest.raises(ConfigError, match="this trainer was released"):
+        trainer.train()
+    with pytest.raises(ModelError, match="load it again with load_model"):
+        rk.LeaveOneOutTrainer(policy, ["thinking"], trainer.args, trainer.train_dataset)
+    with pytest.raises(ModelError, match="load it again with load_model"):
+        rk.evaluate(policy, tokenizer, trainer.train_dataset, ["thinking"])
 
 
 def test_a_released_model_gives_its_memory_back():
