@@ -5,10 +5,11 @@ This is the only module that creates models.
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rloo_kit.machine.cleanup import add_to_session, is_out_of_memory
 from rloo_kit.machine.environment import Environment, quiet, setup
 from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
+from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
     EMBEDDED,
     TO_GIVE,
@@ -37,7 +39,7 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_of_turn_id
-from rloo_kit.text.wording import first_line, format_errors, format_value
+from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
 
 # Files of a hub model that are not downloaded
@@ -117,7 +119,8 @@ def load_model(
     load = functools.partial(load_base, source, model_class, images, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
-    with _as_model_errors(str(name)), _progress_bars(shown=not Path(source).is_dir()), quiet():
+    errors = _as_model_errors(str(name), given=frozenset(kwargs))
+    with errors, _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, processor = load()
         tokenizer = _prepare(model, processor)
     _set_template((tokenizer, processor), chat_template)
@@ -292,7 +295,9 @@ def attach_lora(
     Raises:
         ConfigError: The model has none of the ``target_modules``, the model's adapter has other
             settings, or a field is unknown or not supported.
+        ModelError: The memory of the model was released.
     """
+    check_not_released(model)
     given = {
         "r": r,
         "lora_alpha": lora_alpha,
@@ -628,20 +633,29 @@ def _ask_hub(name: str, revision: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _as_model_errors(name: str) -> Iterator[None]:
+def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
     """Turn any error of a ``with`` block that loads a model into a ModelError with advice.
 
     Args:
         name: Name of the model, for the message.
+        given: Names of the arguments with which the block calls ``from_pretrained``.
 
     Raises:
-        ModelError: The block raised an error that is not one of the kit's.
+        ConfigError: ``from_pretrained`` does not have one of these arguments.
+        ModelError: The block raised another error that is not one of the kit's.
     """
     try:
         yield
     except KitError:
         raise
     except Exception as exc:  # the classes differ by library and version
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
+        if unknown is not None and unknown[1] in given:
+            hint = did_you_mean(unknown[1], inspect.signature(load_model).parameters)
+            raise ConfigError(
+                f"from_pretrained has no argument {unknown[1]!r}: correct its name or remove it, "
+                f"in a run file from `unsloth`{hint}"
+            ) from exc
         if "trust_remote_code" in str(exc):
             reason = (
                 "needs its own Python code, which is not run by default: allow it with "

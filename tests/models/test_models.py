@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import rloo_kit as rk
+from rloo_kit.errors import ConfigError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.text.chat_templates import end_of_turn_id
 
@@ -219,6 +220,11 @@ def generate(model, **_): pass
     assert not ran.exists()
     rk.load_model(folder, max_seq_length=256, trust_remote_code=True)
     assert ran.exists()  # it would have been
+
+
+def test_an_unknown_argument_is_refused_and_not_the_model():
+    with pytest.raises(ConfigError, match=r"no argument 'max_sequence_length'.* 'max_seq_"):
+        rk.load_model("tiny-thinker", max_sequence_length=200)
 
 
 def test_8_bit_is_refused_before_the_weights_are_read():
