@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 FILE_TYPES = (".jsonl", ".csv", ".parquet")
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # files of a folder of `save_to_disk`
 # Number of rows that are converted to Python objects at once
 CHUNK = 10_000
 # (place, row): the file and line of a row, for error messages, and the row itself
@@ -123,7 +124,8 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        raise DataError(f"there are no rows: add rows with the columns {' and '.join(columns)}")
+        needed = f"rows with the columns {' and '.join(columns)}" if columns else "at least one"
+        raise DataError(f"there are no rows: add {needed}")
     for place, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{place}: is a {type(row).__name__}, but must be a dict of columns")
@@ -304,7 +306,12 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
     import datasets
 
     try:
-        return datasets.load_dataset(name, config, split=split)
+        if not any(os.path.isfile(os.path.join(name, file)) for file in SAVED_TO_DISK):
+            return datasets.load_dataset(name, config, split=split)
+        saved = datasets.load_from_disk(name)
+        if not isinstance(saved, datasets.DatasetDict):
+            saved = datasets.DatasetDict(train=saved)
+        return saved[split].with_format(None)
     except Exception as exc:
         # Hub, network, script and split errors have no common base
         raise DataError(

@@ -280,6 +280,20 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
         load_prompts("nobody/nothing", split="test")
 
 
+def test_folders_of_save_to_disk_are_read(tmp_path):
+    def rows(text):
+        return datasets.Dataset.from_list([{"prompt": text, "answer": "1"}]).with_format("numpy")
+
+    rows("only").save_to_disk(tmp_path / "one")
+    both = datasets.DatasetDict(train=rows("first"), test=rows("second"))
+    both.save_to_disk(tmp_path / "several")
+    for folder, split, text in (("one", "train", "only"), ("several", "test", "second")):
+        (row,) = load_prompts(str(tmp_path / folder), split=split, chat=False)
+        assert row == {"prompt": text, "answer": "1"}
+    with pytest.raises(DataError, match="check the name, its split 'test'"):
+        load_prompts(str(tmp_path / "one"), split="test")
+
+
 # --- columns --------------------------------------------------------------------------------------
 
 MAP = {"prompt": "question", "answer": "solution"}
