@@ -193,7 +193,10 @@ def reward_behind(name: str) -> Any:
         RewardLoadError: There is no built-in reward of that name.
     """
     if name not in BUILTIN:
-        raise RewardLoadError(_unknown(name))
+        raise RewardLoadError(
+            f"there is no built-in reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give "
+            f"one of: {', '.join(sorted(BUILTIN))}"
+        )
     return BUILTIN[name]
 
 
@@ -402,6 +405,8 @@ def _import(module: str, spec: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as exc:
+        if module in BUILTIN:  # what follows the colon is a misspelt weight
+            _checked_weight(spec.removeprefix(f"{module}:"), module)
         raise RewardLoadError(
             f"{what} {format_value(spec)}: importing {format_value(module)} raised "
             f"{type(exc).__name__} ({first_line(exc)}); install its package, or give a file as "

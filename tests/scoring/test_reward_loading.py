@@ -165,6 +165,7 @@ def test_same_names_get_a_number():
         ("my.py:number", "is a int, which cannot be called"),
         (Length, "give a function, an instance with __call__, or write it as a table"),
         ("my.py:polite:nan", "not a finite number"),
+        ("accuracy:0,5", "weight .0,5. of reward .accuracy. is not a finite number"),
         ({"name": "thinking", "weight": float("inf")}, "not a finite number"),
         ({"name": "thinking", "weight": True}, "not a finite number"),
         ({"weight": 1.0}, "add 'name'"),
