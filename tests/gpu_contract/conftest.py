@@ -143,24 +143,16 @@ class Card:
         assert not missing, f"torch's class has no {missing}"
         return SimpleNamespace(**fields)
 
-    def snapshot(self):
-        """Return what vLLM's worker measures when it starts: a snapshot of the installed class."""
-        from vllm.utils.mem_utils import MemorySnapshot
-
-        return MemorySnapshot(device="cuda:0")
-
-    def start(self, engine_config):
-        """Ask vLLM for the memory of an engine as its GPU worker does.
-
-        Args:
-            engine_config: As ``create_engine_config`` returned it.
+    def request_memory(self, cache_config):
+        """Ask vLLM for the memory of an engine as its GPU worker does when it starts.
 
         Raises:
             ValueError: vLLM's own: the card has not as much free memory as the engine asks for.
         """
+        from vllm.utils.mem_utils import MemorySnapshot
         from vllm.v1.worker.utils import request_memory
 
-        return request_memory(self.snapshot(), engine_config.cache_config)
+        return request_memory(MemorySnapshot(device="cuda:0"), cache_config)
 
 
 # The card that vLLM's platform answers for
@@ -273,21 +265,6 @@ def _show_the_kit(monkeypatch):
 
 
 @pytest.fixture
-def engine_config():
-    """Return a function that builds vLLM's real engine configuration from arguments of ``LLM``.
-
-    ``LLM`` hands them to ``EngineArgs`` in the same way; nothing starts.
-    """
-
-    def build(**arguments):
-        from vllm import EngineArgs
-
-        return EngineArgs(**arguments).create_engine_config()
-
-    return build
-
-
-@pytest.fixture
 def vllm_starts(card, monkeypatch):
     """Return a function like ``card``; ``vllm.LLM`` then starts its real engine, without kernels.
 
@@ -297,23 +274,17 @@ def vllm_starts(card, monkeypatch):
 
     def put(*arguments, patches=monkeypatch, **settings):
         made = card(*arguments, patches=patches, **settings)
+        import torch
         from no_kernels import NoKernels
+        from transformers import PreTrainedModel
         from vllm.v1.executor.abstract import Executor
 
-        _on_the_card(patches)
+        on_the_card = property(lambda self: torch.device("cuda", 0))
+        patches.setattr(PreTrainedModel, "device", on_the_card)
         patches.setattr(NoKernels, "card", made)
         patches.setattr(Executor, "get_class", staticmethod(lambda config: NoKernels))
-        return made
 
     return put
-
-
-def _on_the_card(monkeypatch):
-    """Let models say that they are on the card."""
-    import torch
-    from transformers import PreTrainedModel
-
-    monkeypatch.setattr(PreTrainedModel, "device", property(lambda self: torch.device("cuda", 0)))
 
 
 @pytest.fixture
@@ -326,10 +297,10 @@ def policy():
 
     import rloo_kit as rk
 
-    def make(*, four_bit=False, r=16):
+    def make(*, four_bit=False):
         given = {"max_seq_length": 128, "dtype": torch.bfloat16}  # a CPU may train in float32
         model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=four_bit, **given)
-        model = rk.attach_lora(model, r=r)
+        model = rk.attach_lora(model, r=16)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -341,65 +312,106 @@ def policy():
 
 @pytest.fixture
 def large_policy(tmp_path):
-    """Return a function that gives a PEFT model of a config's size, without memory (device meta).
+    """Return a function that gives a 4-bit PEFT model of a size, without memory (device meta).
 
-    ``model.config._name_or_path`` is a folder with that config, as vLLM reads one.
+    ``model.config._name_or_path`` is a folder with its config, as vLLM reads one.
     """
     import torch
     from bitsandbytes.nn import Linear4bit
     from peft import LoraConfig, get_peft_model
+    from published import published_config
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     from rloo_kit.config.run_file import PROJECTIONS
 
-    def make(config, *, four_bit=False, r=16):
+    def make(name):
+        config = published_config(name)
         config.save_pretrained(tmp_path)
+        settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        lora = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=list(PROJECTIONS))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            if four_bit:
-                settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-                model = replace_with_bnb_linear(
-                    model, modules_to_not_convert=["lm_head"], quantization_config=settings
-                )
-                for layer in (m for m in model.modules() if isinstance(m, Linear4bit)):
-                    packed = torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8)
-                    layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+            model = replace_with_bnb_linear(
+                model, modules_to_not_convert=["lm_head"], quantization_config=settings
+            )
+            for layer in (m for m in model.modules() if isinstance(m, Linear4bit)):
+                packed = torch.empty(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+                layer.weight = torch.nn.Parameter(packed, requires_grad=False)
             model.config._name_or_path = str(tmp_path)
-            lora = LoraConfig(task_type="CAUSAL_LM", r=r, target_modules=list(PROJECTIONS))
             return get_peft_model(model, lora)
 
     return make
 
 
 @pytest.fixture
-def share(vllm_starts, monkeypatch):
-    """Return a function that starts Unsloth's engine for a policy, as its loader does; no kernels.
+def share(policy, vllm_starts, tmp_path, monkeypatch):
+    """Return a function that loads the embedded model with Unsloth's engine, as its loader does.
 
-    ``llm = share(model, four_bit=True, total_gib=12)``. The model then has what Unsloth gives it:
+    ``model, tokenizer = share(four_bit=True)``. The model has what Unsloth gives it:
     ``vllm_engine``, ``load_lora``. Folding the adapter into the weights is a kernel: left out.
     """
     from unsloth.models._utils import patch_peft_fast_inference
     from unsloth_zoo import vllm_utils
 
-    def start(model, *, four_bit, total_gib=12, patches=monkeypatch, **settings):
-        vllm_starts(total_gib, patches=patches)
+    monkeypatch.chdir(tmp_path)
+
+    def start(*, four_bit, patches=monkeypatch, **settings):
+        model, tokenizer = policy(four_bit=four_bit)
+        vllm_starts(12, patches=patches)
         patches.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         vllm_utils.patch_vllm(debug=False)
         patches.setattr(vllm_utils, "_merged_rollout_use_exact", lambda targets: True)
         patches.setattr(vllm_utils, "merged_rollout", contextlib.nullcontext)
+        base = model.get_base_model()
         if not four_bit:  # the model that vLLM has on a card, whose weights are the trainer's
-            held = model.get_base_model()
-            patches.setattr(vllm_utils, "_get_vllm_lora_model", lambda *_: held)
+            patches.setattr(vllm_utils, "_get_vllm_lora_model", lambda *_: base)
         asked = {"gpu_memory_utilization": 0.5, "max_seq_length": 128, "max_num_seqs": 16}
         asked |= {"max_lora_rank": 16, "use_bitsandbytes": four_bit, **settings}
         inspect.signature(vllm_utils.load_vllm).bind(**asked)
-        base = model.get_base_model()
         llm = vllm_utils.load_vllm(base.config._name_or_path, base.config, **asked)
         base.vllm_engine = llm
         base.fast_generate = llm.generate
         base.fast_generate_batches = functools.partial(vllm_utils.generate_batches, llm)
         patch_peft_fast_inference(model)
-        return llm
+        return model, tokenizer
 
     return start
+
+
+@pytest.fixture
+def engine_of():
+    """Return a function that gives the kit's engine for a model; it ends with the test."""
+    from rloo_kit.sampling.vllm_inprocess import VllmEngine
+
+    started = []
+
+    def start(model, **settings):
+        settings = {"max_length": 128, "num_sequences": 16, "sleeps": True, **settings}
+        started.append(VllmEngine(model, **settings))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def model(policy):
+    """The embedded model with an adapter, without an engine."""
+    return policy()[0]
+
+
+@pytest.fixture
+def engine(model, vllm_starts, engine_of):
+    """The kit's own engine beside ``model``."""
+    vllm_starts(141)
+    return engine_of(model)
+
+
+@pytest.fixture
+def suffix_decoding(tmp_path, monkeypatch):
+    """Let vLLM find the package that guesses tokens by suffixes."""
+    (tmp_path / "arctic_inference").mkdir()
+    (tmp_path / "arctic_inference" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)

@@ -17,7 +17,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunne
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunnerV2
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as ModelRunner
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase, WorkerWrapperBase
 
 # Of every completion, before its stop token
@@ -48,7 +47,7 @@ class NoKernels(Executor):
         self.requests = {}
         self.driver_worker = worker_with(torch.nn.Linear(8, 8), self.vllm_config)
         # as the worker's init_device does
-        self.requested = request_memory(self.card.snapshot(), self.cache_config)
+        self.requested = self.card.request_memory(self.cache_config)
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None, non_block=False):
         bound = inspect.signature(getattr(Worker, method)).bind(self, *args, **(kwargs or {}))

@@ -19,5 +19,10 @@ def published_config(name):
         tie_word_embeddings=shape.others < 2 * shape.vocab_size * shape.hidden_size,
     )
     if shape.packed:
-        config.quantization_config = {"load_in_4bit": True}
+        config.quantization_config = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16",
+        }
     return config

@@ -1,7 +1,6 @@
 """vLLM's share of the card: the plan, Unsloth and vLLM's own check use one number."""
 
 import pytest
-from accelerate.utils import patch_environment
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.engine_memory import reserved_rank
@@ -19,43 +18,12 @@ FILES = (
 CARDS = (8, 12, 16, 24)
 
 
-def unsloths_arguments(config, folder, card, settings, shape, monkeypatch, **others):
-    """Return what Unsloth's ``load_vllm`` would start vLLM with, as the kit calls it."""
-    from unsloth_zoo import vllm_utils
-
-    monkeypatch.setenv("UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE", "1")  # environment.VLLM
-    if hasattr(config, "quantization_config"):
-        config.quantization_config = {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": "bfloat16",
-        }
-    config.save_pretrained(folder)
-    free = card.total - card.used
-    asked = settings.arguments(shape, free, card.total)
-    asked.pop("fast_inference")
-    with patch_environment(**{STANDBY: "1" if settings.sleeps else "0"}):
-        return vllm_utils.load_vllm(
-            str(folder),
-            config,
-            max_seq_length=settings.max_seq_length,
-            use_bitsandbytes=settings.load_in_4bit,
-            return_args=True,
-            **asked,
-            **others,
-        )
-
-
 @pytest.mark.parametrize("gib", CARDS)
 @pytest.mark.parametrize("name", FILES)
-def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
-    name, gib, card, engine_config, tmp_path, monkeypatch
-):
+def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(name, gib, card, tmp_path, monkeypatch):
     from published import published_config
-    from transformers import AutoConfig
-
-    from rloo_kit.models.shape import TINY_THINKER
+    from unsloth_zoo import vllm_utils
+    from vllm import EngineArgs
 
     made = plan(name, gpu=f"{gib}GB", overrides=["trainer.generation=auto"])
     job = made.job
@@ -65,26 +33,31 @@ def test_the_plan_unsloth_and_vllm_agree_for_every_run_file(
         job.max_length, job.in_4bit, reserved_rank(job.rank), job.rows, sleeps=job.sleeps
     )
     try:
-        found = unsloths_arguments(
-            AutoConfig.from_pretrained(TINY_THINKER)
-            if name == "quickstart"
-            else published_config(made.config.model.name),
-            tmp_path,
-            here,
-            settings,
-            made.facts.shape,
-            monkeypatch,
-        )
+        asked = settings.arguments(made.facts.shape, here.free, here.total)
     except GenerationError:
         assert not made.fits
         return
+    asked.pop("fast_inference")
+    config = published_config(made.config.model.name)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setenv("UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE", "1")  # environment.VLLM
+    monkeypatch.setenv(STANDBY, "1" if settings.sleeps else "0")
+    found = vllm_utils.load_vllm(
+        str(tmp_path),
+        config,
+        max_seq_length=settings.max_seq_length,
+        use_bitsandbytes=settings.load_in_4bit,
+        return_args=True,
+        **asked,
+    )
     assert found["gpu_memory_utilization"] == pytest.approx(made.vllm_share, abs=0.002)
     assert found["max_num_seqs"] == min(255, job.rows)
     assert found["max_model_len"] == job.max_length
     assert found["enable_sleep_mode"] == job.sleeps
     found = {key: value for key, value in found.items() if key in ARGUMENTS}
-    asked = here.start(engine_config(**found))  # vLLM's own check: it raises where it does not fit
-    assert asked == pytest.approx(made.vllm_share * here.total, rel=0.01)
+    made_of = EngineArgs(**found).create_engine_config()
+    taken = here.request_memory(made_of.cache_config)  # it raises where it does not fit
+    assert taken == pytest.approx(made.vllm_share * here.total, rel=0.01)
 
 
 # What decides the memory; LoRA and compilation do not change vLLM's check

@@ -1,7 +1,6 @@
 """The kit's own engine beside a loaded model: its settings arrive, and vLLM's memory check."""
 
 import dataclasses
-import inspect
 
 import pytest
 
@@ -18,33 +17,6 @@ ELSEWHERE = {
 }
 
 
-@pytest.fixture
-def start(monkeypatch):
-    """Return a function that starts an engine and gives it with the arguments of ``vllm.LLM``."""
-    import vllm
-
-    from rloo_kit.sampling.vllm_inprocess import VllmEngine
-
-    seen = {}
-    started = []
-
-    class Recorded(vllm.LLM):
-        def __init__(self, **arguments):
-            seen.update(arguments)
-            super().__init__(**arguments)
-
-    monkeypatch.setattr(vllm, "LLM", Recorded)
-
-    def make(model, **settings):
-        settings = {"max_length": 128, "num_sequences": 16, "sleeps": True, **settings}
-        started.append(VllmEngine(model, **settings))
-        return started[-1], seen
-
-    yield make
-    for engine in started:
-        engine.close()
-
-
 def found_in(config, name):
     """Return the values of a name in a configuration and the configurations it is made of."""
     parts = [getattr(config, field.name) for field in dataclasses.fields(config)]
@@ -52,21 +24,15 @@ def found_in(config, name):
     return [getattr(part, name) for part in parts if name in vars(part)]
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_guessing_tokens_goes_with_lora_sleep_and_log_probs(
-    large_policy, vllm_starts, start, method, tmp_path, monkeypatch
+    large_policy, vllm_starts, engine_of, suffix_decoding
 ):
-    (tmp_path / "arctic_inference").mkdir()
-    (tmp_path / "arctic_inference" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)
+    model = large_policy("qwen3-0.6b")
     vllm_starts(141)
-    speculative = {"method": method, "num_speculative_tokens": 4}
-    if method == "ngram":
-        speculative |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    engine, _ = start(model, num_sequences=255, extra={"speculative_config": speculative})
+    speculative = {"method": "suffix", "num_speculative_tokens": 4}
+    engine = engine_of(model, num_sequences=255, extra={"speculative_config": speculative})
     config = engine._llm.llm_engine.vllm_config
-    assert config.speculative_config.method == method
+    assert config.speculative_config.method == "suffix"
     assert config.speculative_config.num_speculative_tokens == 4
     assert config.lora_config is not None
     assert config.model_config.enable_sleep_mode
@@ -74,11 +40,22 @@ def test_guessing_tokens_goes_with_lora_sleep_and_log_probs(
 
 
 @pytest.mark.parametrize("share", [None, 0.25], ids=["computed", "given"])
-def test_every_argument_is_in_the_configuration(large_policy, vllm_starts, start, share):
-    model = large_policy(qwen3("qwen3-0.6b"), four_bit=True)
+def test_every_argument_is_in_the_configuration(
+    large_policy, vllm_starts, engine_of, share, monkeypatch
+):
+    import vllm
+
+    asked = {}
+
+    class Recorded(vllm.LLM):
+        def __init__(self, **arguments):
+            asked.update(arguments)
+            super().__init__(**arguments)
+
+    monkeypatch.setattr(vllm, "LLM", Recorded)
+    model = large_policy("qwen3-0.6b")
     vllm_starts(141)
-    engine, asked = start(model, memory_share=share, seed=3)
-    built = engine._llm.llm_engine
+    built = engine_of(model, memory_share=share, seed=3)._llm.llm_engine
     for name, value in asked.items():
         if name in ELSEWHERE:
             assert ELSEWHERE[name](built) == value, name
@@ -89,11 +66,7 @@ def test_every_argument_is_in_the_configuration(large_policy, vllm_starts, start
     assert (asked.get("gpu_memory_utilization") == 0.25) is (share is not None)
 
 
-def test_a_whole_life_of_calls_reaches_the_worker(policy, vllm_starts, start):
-    model, _ = policy()
-    vllm_starts(141)
-    engine, _ = start(model)
-    core = engine._llm.llm_engine.engine_core
+def test_a_whole_life_of_calls_reaches_the_worker(model, engine):
     worker = engine._llm.llm_engine.model_executor
     for _ in range(2):
         engine.sync(model)
@@ -104,37 +77,29 @@ def test_a_whole_life_of_calls_reaches_the_worker(policy, vllm_starts, start):
     names = ("add_lora", "remove_lora", "sleep", "wake_up", "shutdown")
     assert [asked.count(name) for name in names] == [2, 1, 2, 1, 0]
     assert ("sleep", (1,)) in worker.calls
-    assert "timeout" in inspect.signature(core.shutdown).parameters
     engine.close()
     assert worker.calls[-1][0] == "shutdown"
 
 
-def qwen3(name):
-    from published import published_config
-
-    return published_config(name)
-
-
 FITS = [  # card, used by the trainer's copy of the weights and by CUDA, in GiB
     ("qwen3-0.6b", 8, 1.2, 1024, 32),
-    ("qwen3-4b", 12, 3.6, 1024, 16),
     ("qwen3-8b", 24, 6.5, 2048, 16),
 ]
 
 
 @pytest.mark.parametrize(("name", "gib", "used", "length", "sequences"), FITS)
 def test_it_starts_beside_a_loaded_model(
-    large_policy, vllm_starts, start, name, gib, used, length, sequences
+    large_policy, vllm_starts, engine_of, name, gib, used, length, sequences
 ):
-    model = large_policy(qwen3(name), four_bit=True)
+    model = large_policy(name)
     vllm_starts(gib, used_gib=used)
-    engine, _ = start(model, max_length=length, num_sequences=sequences)
+    engine = engine_of(model, max_length=length, num_sequences=sequences)
     config = engine._llm.llm_engine.vllm_config.cache_config
     assert config.num_gpu_blocks * config.block_size >= length
 
 
-def test_what_does_not_fit_is_refused(large_policy, vllm_starts, start):
-    model = large_policy(qwen3("qwen3-8b"), four_bit=True)
+def test_what_does_not_fit_is_refused(large_policy, vllm_starts, engine_of):
+    model = large_policy("qwen3-8b")
     vllm_starts(8, used_gib=6.5)
     with pytest.raises(GenerationError, match="does not fit"):
-        start(model)
+        engine_of(model)

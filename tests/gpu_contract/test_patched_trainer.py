@@ -15,23 +15,14 @@ def test_the_kits_trainer_is_made_of_unsloths_class():
     assert "UnslothRLOOTrainer" in [base.__name__ for base in LeaveOneOutTrainer.__mro__]
 
 
-@pytest.fixture
-def sharing(policy, share, monkeypatch, tmp_path):
-    """(model, tokenizer) with Unsloth's engine; the card is gone: training needs a real one."""
-    monkeypatch.chdir(tmp_path)
-    model, tokenizer = policy(four_bit=True)
-    with pytest.MonkeyPatch.context() as while_it_starts:
-        share(model, four_bit=True, patches=while_it_starts)
-    return model, tokenizer
-
-
 def variables():
     """Return the environment without what torch's compiler keeps in it (_TORCHINDUCTOR_...)."""
     return {name: value for name, value in os.environ.items() if not name.startswith("_")}
 
 
-def test_trls_own_vllm_layer_stays_off(sharing, tmp_path):
-    model, tokenizer = sharing
+def test_trls_own_vllm_layer_stays_off(share, tmp_path):
+    with pytest.MonkeyPatch.context() as while_it_starts:  # training needs a real card
+        model, tokenizer = share(four_bit=True, patches=while_it_starts)
     engine = model.vllm_engine
     before = variables()
     trainer = rk.LeaveOneOutTrainer(

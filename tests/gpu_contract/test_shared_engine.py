@@ -10,11 +10,7 @@ from rloo_kit.sampling.engine import Sampling
 pytestmark = pytest.mark.gpu_contract
 KINDS = [
     pytest.param(True, "LoRARequest", id="4-bit base"),
-    pytest.param(
-        False,
-        "_MergedLoRARequest",
-        id="unquantised base",
-    ),
+    pytest.param(False, "_MergedLoRARequest", id="unquantised base"),
 ]
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -23,28 +19,10 @@ def calls(llm):
     return [method for method, _ in llm.llm_engine.model_executor.calls]
 
 
-@pytest.fixture
-def engine_of():
-    from rloo_kit.sampling.vllm_inprocess import VllmEngine
-
-    started = []
-
-    def start(model):
-        started.append(VllmEngine(model, max_length=128, num_sequences=16, sleeps=True))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
-
-
 @pytest.mark.parametrize(("four_bit", "kind"), KINDS)
-def test_both_kinds_of_request_are_synced_and_sampled(
-    policy, share, engine_of, tmp_path, monkeypatch, four_bit, kind
-):
-    monkeypatch.chdir(tmp_path)
-    model, _ = policy(four_bit=four_bit)
-    llm = share(model, four_bit=four_bit)
+def test_both_kinds_of_request_are_synced_and_sampled(share, engine_of, tmp_path, four_bit, kind):
+    model, _ = share(four_bit=four_bit)
+    llm = model.vllm_engine
     assert type(model.load_lora(str(tmp_path / "x"), load_tensors=True)).__name__ == kind
     engine = engine_of(model)
     for _ in range(3):
@@ -58,23 +36,19 @@ def test_both_kinds_of_request_are_synced_and_sampled(
 
 
 def test_unsloth_starts_it_with_suffix_decoding_by_its_variable(
-    policy, share, tmp_path, monkeypatch
+    share, suffix_decoding, monkeypatch
 ):
-    (tmp_path / "arctic_inference").mkdir()
-    (tmp_path / "arctic_inference" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("UNSLOTH_VLLM_SUFFIX_DECODING", '{"num_speculative_tokens": 4}')
-    model, _ = policy(four_bit=True)
-    llm = share(model, four_bit=True)
-    found = llm.llm_engine.vllm_config.speculative_config
+    model, _ = share(four_bit=True)
+    engine = model.vllm_engine.llm_engine
+    found = engine.vllm_config.speculative_config
     assert (found.method, found.num_speculative_tokens) == ("suffix", 4)
-    llm.llm_engine.engine_core.shutdown()
+    engine.engine_core.shutdown()
 
 
-def test_it_sleeps_and_wakes_once(policy, share, engine_of, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, _ = policy(four_bit=True)
-    llm = share(model, four_bit=True)
+def test_it_sleeps_and_wakes_once(share, engine_of):
+    model, _ = share(four_bit=True)
+    llm = model.vllm_engine
     engine = engine_of(model)
     engine.sync(model)
     for _ in range(2):
@@ -86,24 +60,19 @@ def test_it_sleeps_and_wakes_once(policy, share, engine_of, tmp_path, monkeypatc
     assert not llm.llm_engine.is_sleeping()
 
 
-def test_vllm_logs_errors_alone_and_to_no_stream_of_its_own(policy, share, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, _ = policy(four_bit=True)
+def test_vllm_logs_errors_alone_and_to_no_stream_of_its_own(share):
     with quiet():  # as the loader starts it
-        share(model, four_bit=True)
+        share(four_bit=True)
     log = logging.getLogger("vllm")
     assert log.handlers == []
     assert not log.isEnabledFor(logging.WARNING)
 
 
-def test_only_the_active_adapter_is_sent_where_the_reference_is_a_copy(
-    policy, share, engine_of, tmp_path, monkeypatch
-):
+def test_only_the_active_adapter_is_sent_where_the_reference_is_a_copy(share, engine_of):
     from peft import LoraConfig
 
-    monkeypatch.chdir(tmp_path)
-    model, _ = policy(four_bit=True)
-    llm = share(model, four_bit=True)
+    model, _ = share(four_bit=True)
+    llm = model.vllm_engine
     model.add_adapter("ref", LoraConfig(**model.peft_config["default"].to_dict()))
     engine = engine_of(model)
     for _ in range(2):

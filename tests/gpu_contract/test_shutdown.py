@@ -14,33 +14,14 @@ import torch
 import rloo_kit as rk
 from rloo_kit.errors import GenerationError, MemoryRanOutError
 from rloo_kit.machine import engines
-from rloo_kit.machine.engines import shut_down_engine, sleep_pool_bytes
+from rloo_kit.machine.engines import sleep_pool_bytes
 from rloo_kit.machine.tensors import live_tensors
+from rloo_kit.runs import child
 from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
 PROMPTS = [[1, 2, 3]]
 HERE = Path(__file__).parent
-
-
-def calls(llm):
-    return [method for method, _ in llm.llm_engine.model_executor.calls]
-
-
-@pytest.fixture
-def engine_of():
-    from rloo_kit.sampling.vllm_inprocess import VllmEngine
-
-    started = []
-
-    def start(model, **settings):
-        settings = {"max_length": 128, "num_sequences": 16, "sleeps": True, **settings}
-        started.append(VllmEngine(model, **settings))
-        return started[-1]
-
-    yield start
-    for engine in started:
-        engine.close()
 
 
 @pytest.fixture
@@ -61,9 +42,8 @@ def pool(monkeypatch):
 
 
 def test_a_tensor_from_before_the_engine_is_found_while_it_is_emptied(
-    policy, vllm_starts, engine_of
+    model, vllm_starts, engine_of
 ):
-    model, _ = policy()
     vllm_starts(141)
     early = torch.zeros(7, 11)
     seen = []
@@ -81,20 +61,14 @@ def test_a_tensor_from_before_the_engine_is_found_while_it_is_emptied(
     assert any(tensor is early for tensor in live_tensors())
 
 
-def test_quantisation_states_and_plain_tensors_of_vllm_s_model_go(policy, vllm_starts, engine_of):
+def test_quantisation_states_and_plain_tensors_of_vllm_s_model_go(engine):
     from bitsandbytes.functional import QuantState
 
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
-    runner = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    layer = runner.model
-    state = QuantState(absmax=torch.ones(64))
-    layer.weight.bnb_quant_state = {0: state}
+    layer = engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    layer.weight.bnb_quant_state = {0: QuantState(absmax=torch.ones(64))}
     layer.lora_buffer = torch.zeros(32)
     layer.kv_cache = [torch.zeros(16)]
-    absmax = weakref.ref(state.absmax)
-    state = None
+    absmax = weakref.ref(layer.weight.bnb_quant_state[0].absmax)
     engine.close()
     assert absmax() is None
     assert [layer.weight.numel(), layer.lora_buffer.numel(), layer.kv_cache[0].numel()] == [0] * 3
@@ -140,14 +114,9 @@ def test_blocks_that_vllm_freed_behind_torch_cost_no_memory(words, left, tmp_pat
     assert done.stdout.splitlines()[-2:] == ["2020 2020", left]
 
 
-def test_an_engine_unmaps_its_pools_before_vllm_drops_them(
-    policy, vllm_starts, engine_of, pool, monkeypatch
-):
+def test_an_engine_unmaps_its_pools_before_vllm_drops_them(engine, pool, monkeypatch):
     from vllm.device_allocator import cumem
 
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
     calls = engine._llm.llm_engine.model_executor.calls
     pool(5 * 2**20)
     allocator = cumem.CuMemAllocator.instance
@@ -166,20 +135,17 @@ def test_an_engine_unmaps_its_pools_before_vllm_drops_them(
     assert sleep_pool_bytes() == 0
 
 
-def test_a_released_model_ends_the_engine_that_no_trainer_took(policy, share):
-    model, _ = policy(four_bit=True)
-    llm = share(model, four_bit=True)
-    asked = calls(llm)
-    executor = llm.llm_engine.model_executor
+def test_a_released_model_ends_the_engine_that_no_trainer_took(share):
+    model, _ = share(four_bit=True)
+    executor = model.vllm_engine.llm_engine.model_executor
     rk.release(model)
-    assert [method for method, _ in executor.calls][len(asked) :].count("shutdown") == 1
+    assert [method for method, _ in executor.calls].count("shutdown") == 1
     rk.release(model)  # twice does no harm
 
 
 def test_what_an_earlier_engine_left_turns_sleep_off_and_says_so(
-    policy, vllm_starts, engine_of, pool
+    model, vllm_starts, engine_of, pool
 ):
-    model, _ = policy()
     vllm_starts(141)
     pool(5 * 2**20)
     assert sleep_pool_bytes() == 5 * 2**20
@@ -188,7 +154,8 @@ def test_what_an_earlier_engine_left_turns_sleep_off_and_says_so(
     assert "in_subprocess=True" in str(said[0].message)
     assert not engine._llm.llm_engine.vllm_config.model_config.enable_sleep_mode
     engine.sleep()
-    assert "sleep" not in calls(engine._llm)
+    calls = engine._llm.llm_engine.model_executor.calls
+    assert "sleep" not in [method for method, _ in calls]
 
 
 def test_unsloth_s_engine_does_not_sleep_then_either(card, pool, monkeypatch):
@@ -212,12 +179,7 @@ def test_unsloth_s_engine_does_not_sleep_then_either(card, pool, monkeypatch):
         rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True)
 
 
-def test_memory_that_does_not_come_back_is_one_sentence(
-    policy, vllm_starts, engine_of, pool, monkeypatch
-):
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
+def test_memory_that_does_not_come_back_is_one_sentence(engine, pool, monkeypatch):
     pool(300 * 2**20)
     monkeypatch.setattr(engines, "_unmap_pools", lambda: None)
     with pytest.warns(UserWarning, match="still holds 300 MiB of the GPU") as said:
@@ -225,37 +187,17 @@ def test_memory_that_does_not_come_back_is_one_sentence(
     assert len(said) == 1
 
 
-def test_a_training_by_run_file_then_takes_a_process_of_its_own(tmp_path, pool):
+def test_a_training_by_run_file_then_takes_a_process_of_its_own(pool, monkeypatch):
     pool(5 * 2**20)
+    asked = []
+    monkeypatch.setattr(child, "call_in_child", lambda *words, **named: asked.append(words))
     said = []
-    settings = ["trainer.max_steps=1", "data.held_out=0", "trainer.generation=transformers"]
-    settings += [f"output_dir={tmp_path / 'run'}", "model.backend=transformers"]
-    result = rk.train("quickstart", settings, said.append)
-    assert result.steps == 1
+    rk.train("quickstart", ["seed=3"], said.append)
+    assert asked == [(rk.train, ("quickstart", ["seed=3"]), said.append)]
     assert "uses 5 MiB, so this training runs in a process of its own" in said[0]
 
 
-def test_an_engine_that_fails_to_shut_down_is_one_sentence(policy, vllm_starts, engine_of):
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
-    llm = engine._llm
-
-    def fails(*_):
-        raise RuntimeError("the pool is not empty\nand more")
-
-    llm.llm_engine.engine_core.shutdown = fails
-    with pytest.warns(UserWarning, match="vLLM did not shut down") as said:
-        engine.close()
-    assert "the pool is not empty)" in str(said[0].message)
-    assert not vars(llm)
-    shut_down_engine(llm, on_gpu=True)
-
-
-def test_an_engine_that_cannot_be_emptied_is_shut_down(policy, vllm_starts, engine_of, monkeypatch):
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
+def test_an_engine_that_cannot_be_emptied_is_shut_down(engine, monkeypatch):
     executor = engine._llm.llm_engine.model_executor
 
     def fails(llm):
@@ -267,10 +209,7 @@ def test_an_engine_that_cannot_be_emptied_is_shut_down(policy, vllm_starts, engi
     assert [method for method, _ in executor.calls][-1] == "shutdown"
 
 
-def test_no_memory_to_wake_is_one_sentence(policy, vllm_starts, engine_of):
-    model, _ = policy()
-    vllm_starts(141)
-    engine = engine_of(model)
+def test_no_memory_to_wake_is_one_sentence(model, engine):
     engine.sync(model)
     engine.sleep()
 
@@ -283,17 +222,16 @@ def test_no_memory_to_wake_is_one_sentence(policy, vllm_starts, engine_of):
     del engine._llm.wake_up
 
 
-def test_an_engine_that_unsloth_started_too_short_is_refused(policy, share, engine_of, tmp_path):
+def test_an_engine_that_unsloth_started_too_short_is_refused(share, engine_of, tmp_path):
     from rloo_kit.sampling.choice import start_engine
 
-    model, _ = policy(four_bit=True)
-    llm = share(model, four_bit=True, max_seq_length=64)
+    model, _ = share(four_bit=True, max_seq_length=64)
     with pytest.raises(GenerationError, match=r"64 tokens, but the run needs 128: .*max_seq"):
         engine_of(model)
     engine, choice = start_engine(model, rk.LeaveOneOutConfig(str(tmp_path)))
     assert engine is None
     assert "64 tokens" in choice.reason
-    assert llm.llm_engine.is_sleeping()
+    assert model.vllm_engine.llm_engine.is_sleeping()
     rk.release(model)
 
 

@@ -1,4 +1,4 @@
-"""Every call of the GPU branch binds to the signature of the installed library."""
+"""What the GPU branch asks of Unsloth binds to the signatures of the installed library."""
 
 import inspect
 
@@ -15,59 +15,49 @@ class Reached(BaseException):
     """The library's function was called; it binds, and nothing of it runs."""
 
 
-def binding(function, seen):
-    """Return what binds its arguments to a function's signature, notes them and goes no further."""
-    signature = inspect.signature(function)
-
-    def call(*args, **kwargs):
-        seen.append(signature.bind(*args, **kwargs).arguments)
-        raise Reached
-
-    return call
-
-
-def test_a_shared_load_binds(card, monkeypatch):
+@pytest.fixture
+def bound(monkeypatch):
+    """Return a function that gives the arguments a function of Unsloth's is called with."""
     import unsloth
+
+    def bind(function, call):
+        seen = {}
+
+        def stop(*arguments, **settings):
+            seen.update(inspect.signature(function).bind(*arguments, **settings).arguments)
+            raise Reached
+
+        monkeypatch.setattr(unsloth.FastLanguageModel, function.__name__, stop)
+        with pytest.raises(Reached):
+            call()
+        return seen
+
+    return bind
+
+
+def test_a_shared_load_binds(card, bound):
     from unsloth.models.loader import FastLanguageModel
     from unsloth_zoo.vllm_utils import load_vllm
 
-    seen = []
-    load = binding(FastLanguageModel.from_pretrained, seen)
-    monkeypatch.setattr(unsloth.FastLanguageModel, "from_pretrained", load)
     card(12)
-    with pytest.raises(Reached):
-        rk.load_model("tiny-thinker", max_seq_length=256, fast_inference=True, max_lora_rank=16)
-    (bound,) = seen
-    others = bound.get("kwargs", {})
+    settings = {"max_seq_length": 256, "fast_inference": True, "max_lora_rank": 16}
+    named = bound(
+        FastLanguageModel.from_pretrained, lambda: rk.load_model("tiny-thinker", **settings)
+    )
+    others = named.pop("kwargs", {})
     # what is no argument of its own goes to the engine, or to transformers
-    taken = {*inspect.signature(load_vllm).parameters, "use_safetensors"}
-    assert set(others) <= taken
-    named = {**bound, **others}
-    assert named["model_name"] == str(TINY_THINKER)
-    wanted = {
-        "max_seq_length": 256,
-        "load_in_4bit": True,
-        "fast_inference": True,
-        "max_lora_rank": 16,
-        "trust_remote_code": False,
-        "use_safetensors": True,
-    }
-    assert wanted.items() <= named.items()
+    assert set(others) <= {*inspect.signature(load_vllm).parameters, "use_safetensors"}
+    wanted = {"model_name": str(TINY_THINKER), "load_in_4bit": True, **settings}
+    wanted |= {"trust_remote_code": False, "use_safetensors": True}
+    assert wanted.items() <= (named | others).items()
 
 
-def test_attaching_an_adapter_binds(policy, monkeypatch):
-    import unsloth
+def test_attaching_an_adapter_binds(model, bound):
     from unsloth.models.llama import FastLlamaModel
 
-    model, _ = policy()
     plain = model.unload()
     notes_of(plain).backend = "unsloth"
-    seen = []
-    attach = binding(FastLlamaModel.get_peft_model, seen)
-    monkeypatch.setattr(unsloth.FastLanguageModel, "get_peft_model", attach)
-    with pytest.raises(Reached):
-        rk.attach_lora(plain, r=8, lora_alpha=32, use_gradient_checkpointing="unsloth")
-    (bound,) = seen
-    assert (bound["r"], bound["lora_alpha"], bound["random_state"]) == (8, 32, 42)
-    assert bound["use_gradient_checkpointing"] == "unsloth"
-    assert "kwargs" not in bound
+    settings = {"r": 8, "lora_alpha": 32, "use_gradient_checkpointing": "unsloth"}
+    named = bound(FastLlamaModel.get_peft_model, lambda: rk.attach_lora(plain, **settings))
+    assert (settings | {"random_state": 42}).items() <= named.items()
+    assert "kwargs" not in named
