@@ -45,17 +45,12 @@ def metrics_of_step(step, groups):
     scores = [row["rewards"]["accuracy"] for group in groups for row in group]
     alike = [len({row["score"] for row in group}) == 1 for group in groups]
     return {
-        "step": step, "time": 1.7e9 + 3 * step, "loss": 0.0, "grad_norm": 0.2 + 0.01 * (step % 5),
-        "learning_rate": 1e-3 * (1 - step / STEPS), "num_tokens": 900.0 * step,
+        "step": step, "time": 1.7e9 + 3 * step, "grad_norm": 0.2 + 0.01 * (step % 5),
         "reward": sum(scores) / len(scores) + 0.1, "score/raw_group_std": 0.3,
         "rewards/accuracy/mean": sum(scores) / len(scores), "rewards/format/mean": 1.0,
-        "kl": 0.001 * step, "kl/token": 0.001 * step, "kl/sequence": 0.03 * step,
-        "signal/groups_without": sum(alike) / len(alike), "completions/mean_length": 31.5,
-        "completions/min_length": 30.0, "completions/max_length": 33.0,
-        "completions/truncated": 0.0, "policy/entropy_avg": 0.5 - 0.01 * step, "step_time": 3.0,
-        "speed/generation_tokens_per_second": 700.0 + 10 * step,
-        "speed/learning_tokens_per_second": 2000.0 - 10 * step, "memory/peak_gib": 1.5,
-        "my/own": float(step),
+        "kl/sequence": 0.03 * step, "signal/groups_without": sum(alike) / len(alike),
+        "completions/mean_length": 31.5, "completions/min_length": 30.0,
+        "policy/entropy_avg": 0.5 - 0.01 * step, "my/own": float(step),
     }  # fmt: skip
 
 
@@ -142,16 +137,12 @@ class Page:
     def open(self, path, *, width=1024, scheme="light", hash=""):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        self.emulate(scheme)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         self.driver.get("about:blank")
         self.logged()
         self.requested()
         self.driver.get(f"{path.as_uri()}{hash}")
-
-    def emulate(self, scheme, media=""):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        settings = {"media": media, "features": features}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", settings)
 
     def run(self, script, *args):
         return self.driver.execute_script(script, *args)

@@ -17,12 +17,8 @@ GROUPS = 4
 SIZE = 4
 
 
-def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+def rows_of(folder, name="completions"):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 # --- what it loads --------------------------------------------------------------------------------
@@ -157,21 +153,20 @@ def test_hovering_shows_one_step_in_all_charts(page, single, first_run):
     page.run("arguments[0].scrollIntoView({block: 'center'})", over)
     ActionChains(page.driver).move_to_element_with_offset(over, 40, 0).perform()
     step = int(re.fullmatch(r"step (\d+)", page.text("#at-step"))[1])
-    row = metrics_of(first_run)[step - 1]
+    rows = rows_of(first_run, "metrics")
+    row = rows[step - 1]
     assert 10 < step < 15
     assert float(value(page, "Reward")) == pytest.approx(row["reward"], abs=1e-3)
     assert float(value(page, "KL of a completion")) == pytest.approx(row["kl/sequence"], abs=1e-3)
     ActionChains(page.driver).move_to_element(page.find("h1")).perform()
-    assert float(value(page, "Reward")) == pytest.approx(
-        metrics_of(first_run)[-1]["reward"], abs=1e-3
-    )
+    assert float(value(page, "Reward")) == pytest.approx(rows[-1]["reward"], abs=1e-3)
 
 
 def test_arrow_keys_announce_the_values(page, single, first_run):
     page.open(single)
     page.run("arguments[0].focus()", chart(page, "KL of a completion"))
     page.keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    kl = metrics_of(first_run)[2]["kl/sequence"]
+    kl = rows_of(first_run, "metrics")[2]["kl/sequence"]
     assert page.text("#live") == f"KL of a completion, step 3: KL {kl:.2f}"
     page.keys(Keys.END)
     assert "step 20: KL 0.60" in page.text("#live")
@@ -210,29 +205,29 @@ def groups_where(folder, wanted):
     return [key for key, rows in found.items() if wanted(rows)]
 
 
-@pytest.mark.parametrize(
-    ("filters", "wanted"),
-    [
-        ({"from": "5", "to": "6"}, lambda rows: rows[0]["step"] in (5, 6)),
-        ({"signal": "yes"}, lambda rows: len({row["score"] for row in rows}) > 1),
-        ({"truncated": "yes"}, lambda rows: any(row["truncated"] for row in rows)),
-        ({"reward": "accuracy", "least": "1"},
-         lambda rows: any(row["rewards"]["accuracy"] >= 1 for row in rows)),
-        ({"text": "TRY 7.2.1"}, lambda rows: (rows[0]["step"], rows[0]["group"]) == (7, 2)),
-    ],
-    ids=["steps", "signal", "cut off", "reward", "completion"],
-)  # fmt: skip
-def test_filters_keep_matching_groups(page, single, first_run, filters, wanted):
+FILTERS = {
+    "steps": ({"from": "5", "to": "6"}, lambda rows: rows[0]["step"] in (5, 6)),
+    "signal": ({"signal": "yes"}, lambda rows: len({row["score"] for row in rows}) > 1),
+    "cut off": ({"truncated": "yes"}, lambda rows: any(row["truncated"] for row in rows)),
+    "reward": ({"reward": "accuracy", "least": "1"},
+               lambda rows: any(row["rewards"]["accuracy"] >= 1 for row in rows)),
+    "completion": ({"text": "TRY 7.2.1"},
+                   lambda rows: (rows[0]["step"], rows[0]["group"]) == (7, 2)),
+}  # fmt: skip
+
+
+def test_filters_keep_matching_groups(page, single, first_run):
     page.open(single)
     assert len(page.listed()) == STEPS * GROUPS
-    for name, entry in filters.items():
-        page.fill(name, entry)
-    expected = groups_where(first_run, wanted)
-    assert 0 < len(expected) < STEPS * GROUPS
-    assert page.listed() == expected
-    assert page.text("#kept").startswith(f"{len(expected)} group")
-    page.find("#clear").click()
-    assert len(page.listed()) == STEPS * GROUPS
+    for case, (filters, wanted) in FILTERS.items():
+        for name, entry in filters.items():
+            page.fill(name, entry)
+        expected = groups_where(first_run, wanted)
+        assert 0 < len(expected) < STEPS * GROUPS, case
+        assert page.listed() == expected, case
+        assert page.text("#kept").startswith(f"{len(expected)} group")
+        page.find("#clear").click()
+        assert len(page.listed()) == STEPS * GROUPS, case
 
 
 def test_keys_move_between_groups(page, single):
@@ -281,8 +276,9 @@ def test_axe_finds_nothing_serious(page, which, scheme, request):
     assert page.violations(*(["color-contrast"] if scheme == "dark" else [])) == []
 
 
-@pytest.mark.parametrize("width", [360, 1024, 1920])
-@pytest.mark.parametrize("which", ["single", "compared"])
+@pytest.mark.parametrize(
+    ("which", "width"), [("single", 360), ("single", 1920), ("compared", 360), ("compared", 1024)]
+)
 def test_no_width_needs_horizontal_scrolling(page, which, width, request):
     page.open(request.getfixturevalue(which), width=width)
     assert page.run("return innerWidth") == width

@@ -174,13 +174,10 @@ def _check_config(config):
         checked.actor_rollout_ref.model.lora_rank = 0
         assert rank in (1, 8, 16, 32, 64, 128, 256, 320, 512)
     validate_config(checked, use_reference_policy=True, use_critic=False)
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-    algorithm = omega_conf_to_dataclass(config.algorithm)
-    print(f"estimator: {get_adv_estimator_fn(algorithm.adv_estimator).__name__}")
-    print(f"actor: lr {actor.optim.lr}, {actor.loss_agg_mode}, clip {actor.clip_ratio_high}")
-    print(f"rollout: {rollout.name}, n {rollout.n}; LoRA rank {rank}, alpha {model.lora_alpha}")
+    of_policy = config.actor_rollout_ref
+    for part in (of_policy.actor, of_policy.rollout, of_policy.model):
+        omega_conf_to_dataclass(part)
+    get_adv_estimator_fn(omega_conf_to_dataclass(config.algorithm).adv_estimator)
 
 
 def _score(config, expected):
@@ -215,8 +212,7 @@ def _score(config, expected):
     async def every():
         manager = load_reward_manager(config, tokenizer)  # it keeps the running loop
         print(f"reward manager: {type(manager).__name__}")
-        judged = await score(manager, held_out[0], expected[0]["ids"])
-        print(f"a held-out row has {sorted(judged)}")
+        await score(manager, held_out[0], expected[0]["ids"])
         return await asyncio.gather(
             *(score(manager, prompts[one["row"]], one["ids"]) for one in expected)
         )

@@ -9,41 +9,10 @@ It prints a line of JSON when it is done and waits for the end of its input.
 
 import json
 import sys
-import tempfile
 
-import rloo_kit as rk
+from release_rounds import rk, train
 
-rk.setup()
-
-import torch
-
-
-def reward(completions, **_):
-    return [float(len(str(completion)) % 5) for completion in completions]
-
-
-def train(generation):
-    with rk.session() as session:
-        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        trainer = rk.LeaveOneOutTrainer(
-            model=rk.attach_lora(model, r=16),
-            processing_class=tokenizer,
-            train_dataset=rk.load_prompts("arithmetic", num_prompts=64),
-            reward_funcs=reward,
-            args=rk.LeaveOneOutConfig(
-                tempfile.mkdtemp(),
-                max_steps=2,
-                per_device_train_batch_size=16,
-                max_completion_length=32,
-                generation=generation,
-                save_strategy="no",
-            ),
-        )
-        trainer.train()
-        steps = trainer.state.global_step
-        del trainer, model
-    return {"steps": steps, "released": str(session.released)}
-
+import torch  # isort: skip
 
 what = sys.argv[1]
 answer = {}
@@ -58,6 +27,8 @@ if what == "bare":
     del matrix
     rk.release()
 else:
-    answer = train(what)
+    with rk.session() as session:
+        answer["steps"] = train(what)
+    answer["released"] = str(session.released)
 print(json.dumps(answer), flush=True)
 sys.stdin.read()

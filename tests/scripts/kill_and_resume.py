@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import yaml
@@ -197,10 +198,8 @@ def differences(reference: Path, run: Path) -> list[str]:
         wanted = _bytes(reference / name)
         if mine != wanted:
             found.append(f"{name}: {len(mine)} bytes for {len(wanted)}")
-    mine = metrics(run)
-    wanted = metrics(reference)
-    if mine != wanted:
-        found.append(f"metrics.jsonl: {_first_metric(mine, wanted)}")
+    pairs = zip_longest(metrics(run), metrics(reference))
+    found += [f"metrics.jsonl: {mine} for {wanted}" for mine, wanted in pairs if mine != wanted][:1]
     found += [
         f"{name} differs"
         for name in ("evaluation.json", "end.json")
@@ -221,15 +220,6 @@ def metrics(run: Path) -> list[dict[str, object]]:
         {k: v for k, v in row.items() if not k.startswith(TIMES) and not k.endswith("_seconds")}
         for row in rows
     ]
-
-
-def _first_metric(mine: list[dict], wanted: list[dict]) -> str:
-    if [row["step"] for row in mine] != [row["step"] for row in wanted]:
-        return f"steps {[row['step'] for row in mine]} for {[row['step'] for row in wanted]}"
-    a, b = next((a, b) for a, b in zip(mine, wanted, strict=True) if a != b)
-    names = sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
-    values = ", ".join(f"{n} {a.get(n)!r} for {b.get(n)!r}" for n in names[:4])
-    return f"step {a['step']}: {values}{' ...' if len(names) > 4 else ''}"
 
 
 def _without_times(path: Path) -> object:
@@ -369,14 +359,11 @@ def kill_until_finished(
                 continue
         if life.finish(300):
             count.lost = 1
-            count.different.append(f"{folder}: code {life.code}: {_last_lines(life.text)}")
+            last = " | ".join(life.text.strip().splitlines()[-3:])
+            count.different.append(f"{folder}: code {life.code}: {last}")
         else:
             count.different += [f"{folder}: {d}" for d in differences(reference.folder, run)]
         return count
-
-
-def _last_lines(text: str) -> str:
-    return " | ".join(text.strip().splitlines()[-3:])
 
 
 def kill_and_resume(

@@ -13,26 +13,19 @@ from dataclasses import asdict
 import rloo_kit as rk
 from rloo_kit.machine.cleanup import measure
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 rk.setup()
-rounds = int(sys.argv[1])
-how = sys.argv[2]
-name = sys.argv[3] if len(sys.argv) > 3 else "tiny-thinker"
 
 
 class Stop(Exception):
     pass
 
 
-def reward(completions, trainer_state, **_):
-    if trainer_state.global_step == 1 and how == "raises":
-        raise Stop
-    if trainer_state.global_step == 1 and how == "interrupted":
-        os.kill(os.getpid(), signal.SIGINT)
+def lengths(completions, **_):
     return [float(len(str(completion)) % 5) for completion in completions]
 
 
-def train():
+def train(generation, reward=lengths, name="tiny-thinker"):
+    """Make two steps; return the number of those made."""
     model, tokenizer = rk.load_model(name, load_in_4bit=False, max_seq_length=128)
     trainer = rk.LeaveOneOutTrainer(
         model=rk.attach_lora(model, r=16),
@@ -44,28 +37,33 @@ def train():
             max_steps=2,
             per_device_train_batch_size=16,
             max_completion_length=32,
-            generation="vllm",
+            generation=generation,
             save_strategy="no",
         ),
     )
     trainer.train()
+    return trainer.state.global_step
 
 
-for number in range(rounds):
-    try:
-        with rk.session():
-            train()
-    except (Stop, rk.RewardError, KeyboardInterrupt) as exc:
-        ended = type(exc).__name__
-    else:
+def main(rounds, how, *model):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
+
+    def reward(completions, trainer_state, **_):
+        if trainer_state.global_step == 1 and how == "raises":
+            raise Stop
+        if trainer_state.global_step == 1 and how == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+        return lengths(completions)
+
+    for number in range(int(rounds)):
         ended = "end"
-    print(
-        json.dumps(
-            {
-                "round": number + 1,
-                "ended": ended,
-                **asdict(measure()),
-            }
-        ),
-        flush=True,
-    )
+        try:
+            with rk.session():
+                train("vllm", reward, *model)
+        except (Stop, rk.RewardError, KeyboardInterrupt) as exc:
+            ended = type(exc).__name__
+        print(json.dumps({"round": number + 1, "ended": ended, **asdict(measure())}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

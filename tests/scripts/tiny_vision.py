@@ -1,14 +1,15 @@
 """A tiny vision model with random weights, and coloured squares to train it on; no network.
 
-    python tiny_vision.py FOLDER [gemma3|qwen2_5_vl]
-
-makes FOLDER/model, FOLDER/squares.jsonl with FOLDER/squares/*.png, and FOLDER/run.yaml:
-`rloo-kit train FOLDER/run.yaml` then asks for the colour of each square.
+With RUN in a folder that holds both, `rloo-kit train` asks for the colour of each square.
 """
 
 import json
-import sys
 from pathlib import Path
+
+import torch
+import transformers as tf
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -20,6 +21,7 @@ QUESTION = "what colour is the square ?"
 SIZE = 28  # pixels of a side
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|im_start|>", "<|im_end|>", "<boi>", "<image>",
            "<eoi>", "<video>"]  # fmt: skip
+IDS = {name: place for place, name in enumerate(SPECIAL)}
 WORDS = [*COLOURS, *QUESTION.split(), "user", "assistant", "system"]
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + ' ' -}}
@@ -48,11 +50,7 @@ trainer:
 
 def make_tokenizer(kind):
     """Return a tokenizer of whole words, with the special tokens of vision models."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = [*SPECIAL, *dict.fromkeys(WORDS)]
-    ids = {name: place for place, name in enumerate(names)}
+    ids = {name: place for place, name in enumerate([*SPECIAL, *dict.fromkeys(WORDS)])}
     backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens(SPECIAL)
@@ -61,7 +59,7 @@ def make_tokenizer(kind):
         roles |= {"boi_token": "<boi>", "eoi_token": "<eoi>"}
     else:
         roles |= {"video_token": "<video>"}
-    return PreTrainedTokenizerFast(
+    return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>",
         padding_side="left", extra_special_tokens=roles,
     )  # fmt: skip
@@ -69,68 +67,49 @@ def make_tokenizer(kind):
 
 def make_gemma3(tokenizer, template):
     """Return a Gemma 3 of two layers, whose vision tower has layers q_proj, k_proj, v_proj too."""
-    from transformers import (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        Gemma3ImageProcessor,
-        Gemma3Processor,
-    )
-
-    ids = dict(zip(SPECIAL, range(len(SPECIAL)), strict=True))
-    config = Gemma3Config(
+    config = tf.Gemma3Config(
         text_config={**TEXT, "vocab_size": len(tokenizer), "head_dim": 8, "pad_token_id": 0,
                      "query_pre_attn_scalar": 8, "bos_token_id": 2,
-                     "eos_token_id": ids["<|im_end|>"]},
+                     "eos_token_id": IDS["<|im_end|>"]},
         vision_config={**VISION, "num_attention_heads": 2, "image_size": SIZE, "patch_size": 7},
-        mm_tokens_per_image=4, boi_token_index=ids["<boi>"], eoi_token_index=ids["<eoi>"],
-        image_token_index=ids["<image>"], tie_word_embeddings=True,
+        mm_tokens_per_image=4, boi_token_index=IDS["<boi>"], eoi_token_index=IDS["<eoi>"],
+        image_token_index=IDS["<image>"], tie_word_embeddings=True,
     )  # fmt: skip
-    processor = Gemma3Processor(
-        image_processor=Gemma3ImageProcessor(size={"height": SIZE, "width": SIZE}),
+    processor = tf.Gemma3Processor(
+        image_processor=tf.Gemma3ImageProcessor(size={"height": SIZE, "width": SIZE}),
         tokenizer=tokenizer,
         chat_template=template.replace("'IMAGE'", "'<boi>'"),
         image_seq_length=4,
     )
-    return Gemma3ForConditionalGeneration(config), processor
+    return tf.Gemma3ForConditionalGeneration(config), processor
 
 
 def make_qwen2_5_vl(tokenizer, template):
     """Return a Qwen2.5-VL of two layers, whose vision tower has an MLP of the same names."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    ids = dict(zip(SPECIAL, range(len(SPECIAL)), strict=True))
-    config = Qwen2_5_VLConfig(
+    config = tf.Qwen2_5_VLConfig(
         text_config={**TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 2,
-                     "eos_token_id": ids["<|im_end|>"],
+                     "eos_token_id": IDS["<|im_end|>"],
                      "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2],
                                          "rope_theta": 10000.0}},
         vision_config={"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
                        "out_hidden_size": 32, "patch_size": 7, "window_size": 28,
                        "fullatt_block_indexes": [1]},
-        image_token_id=ids["<image>"], video_token_id=ids["<video>"],
-        vision_start_token_id=ids["<boi>"], vision_end_token_id=ids["<eoi>"],
+        image_token_id=IDS["<image>"], video_token_id=IDS["<video>"],
+        vision_start_token_id=IDS["<boi>"], vision_end_token_id=IDS["<eoi>"],
         tie_word_embeddings=True,
     )  # fmt: skip
     sizes = {"patch_size": 7, "min_pixels": SIZE * SIZE, "max_pixels": SIZE * SIZE}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        video_processor=Qwen2VLVideoProcessor(**sizes),
+    processor = tf.Qwen2_5_VLProcessor(
+        image_processor=tf.Qwen2VLImageProcessor(**sizes),
+        video_processor=tf.Qwen2VLVideoProcessor(**sizes),
         tokenizer=tokenizer,
         chat_template=template.replace("'IMAGE'", "'<boi><image><eoi>'"),
     )
-    return Qwen2_5_VLForConditionalGeneration(config), processor
+    return tf.Qwen2_5_VLForConditionalGeneration(config), processor
 
 
 def save_model(folder, kind="gemma3", seed=0):
     """Write a model and its processor to a folder."""
-    import torch
-
     makers = {"gemma3": make_gemma3, "qwen2_5_vl": make_qwen2_5_vl}
     torch.manual_seed(seed)
     model, processor = makers[kind](make_tokenizer(kind), TEMPLATE)
@@ -144,8 +123,6 @@ def save_model(folder, kind="gemma3", seed=0):
 
 def save_squares(folder, num=16):
     """Write squares as PNG, and prompts that name them; return the path of the prompts."""
-    from PIL import Image
-
     folder = Path(folder)
     (folder / "squares").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -158,11 +135,3 @@ def save_squares(folder, num=16):
     path = folder / "squares.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    save_model(place / "model", *sys.argv[2:3])
-    save_squares(place)
-    (place / "run.yaml").write_text(RUN)
-    print(place / "run.yaml")

@@ -1,20 +1,18 @@
 """Tiny models and data sets under the hub names of TRL's tests, made here, without the hub.
 
-    python tests/scripts/trl_models.py FOLDER
-
 ``FOLDER/hub`` is a hub cache (``HF_HUB_CACHE``), so that ``from_pretrained`` finds the models by
 their names offline; ``FOLDER/datasets`` holds the data sets. Classes and sizes are those of TRL's
 ``scripts/generate_tiny_models``; weights are random. One byte-level tokenizer serves all models.
 Its vocabulary is a ninth of Qwen's, on which a CPU spends most of a test.
 """
 
-import argparse
 import codecs
 import contextlib
 import hashlib
 import importlib.util
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +92,12 @@ QWEN_SPECIAL = [
     *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>"),
     *("</tool_response>", "<think>", "</think>"),
 ]
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 128,
+}
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -118,43 +122,49 @@ class RemoteForCausalLM(LlamaForCausalLM):
 
 def make_all(folder: Path) -> None:
     """Make the models and data sets that are not in ``folder`` yet."""
-    made = folder / "made.json"
-    if made.exists() and json.loads(made.read_text()) == _version():
-        return
-    torch.manual_seed(SEED)
-    text = causal_models()
-    vision = image_models()
-    for name, model in (text | classifiers()).items():
-        _save(folder, name, model, make_tokenizer())
-    for name, (model, processor) in vision.items():
-        _save(folder, name, model, processor)
-    _add_remote_code(folder)
-    make_datasets(folder / "datasets")
-    made.write_text(json.dumps(_version()))
+
+    def make() -> None:
+        text = causal_models()
+        vision = image_models()
+        for name, model in (text | classifiers()).items():
+            _save(folder, name, model, make_tokenizer())
+        for name, (model, processor) in vision.items():
+            _save(folder, name, model, processor)
+        _add_remote_code(folder)
+
+    _make_once(folder, make)
 
 
 def make_callers(folder: Path) -> None:
     """Make the models of TRL's tests of tools, which give the ids of Qwen's real tokenizer."""
+
+    def make() -> None:
+        tokenizer = qwen_tokenizer()
+        size = {"vocab_size": 151_936, "eos_token_id": tokenizer.eos_token_id}
+        size |= {"pad_token_id": tokenizer.pad_token_id}
+        scoring = {**TEXT, **size, "hidden_size": 16, "num_labels": 1}
+        text = tf.AutoModelForCausalLM.from_config
+        score = tf.AutoModelForSequenceClassification.from_config
+        models = {
+            "tiny-Qwen3ForCausalLM": text(tf.Qwen3Config(**TEXT | size, head_dim=128)),
+            "tiny-Qwen3MoeForCausalLM": text(tf.Qwen3MoeConfig(**TEXT | size, **QWEN_EXPERTS)),
+            "tiny-Qwen2ForSequenceClassification-2.5": score(tf.Qwen2Config(**scoring)),
+        }
+        for name, model in models.items():
+            _save(folder, name, _init(model), tokenizer)
+
+    _make_once(folder, make)
+
+
+def _make_once(folder: Path, make: Callable[[], None]) -> None:
     made = folder / "made.json"
-    if made.exists() and json.loads(made.read_text()) == _version():
+    version = [tf.__version__, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
+    if made.exists() and json.loads(made.read_text()) == version:
         return
     torch.manual_seed(SEED)
-    tokenizer = qwen_tokenizer()
-    size = {"vocab_size": 151_936, "eos_token_id": tokenizer.eos_token_id}
-    size |= {"pad_token_id": tokenizer.pad_token_id}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    scoring = {**TEXT, **size, "hidden_size": 16, "num_labels": 1}
-    text = tf.AutoModelForCausalLM.from_config
-    score = tf.AutoModelForSequenceClassification.from_config
-    models = {
-        "tiny-Qwen3ForCausalLM": text(tf.Qwen3Config(**TEXT | size, head_dim=128)),
-        "tiny-Qwen3MoeForCausalLM": text(tf.Qwen3MoeConfig(**TEXT | size, **experts, head_dim=128)),
-        "tiny-Qwen2ForSequenceClassification-2.5": score(tf.Qwen2Config(**scoring)),
-    }
-    for name, model in models.items():
-        _save(folder, name, _init(model), tokenizer)
+    make()
     make_datasets(folder / "datasets")
-    made.write_text(json.dumps(_version()))
+    made.write_text(json.dumps(version))
 
 
 def qwen_tokenizer() -> Any:
@@ -173,10 +183,6 @@ def qwen_tokenizer() -> Any:
         padding_side="left",
         chat_template=chat_template.read_text(),
     )
-
-
-def _version() -> list[str]:
-    return [tf.__version__, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
 
 
 # --- tokenizer -----------------------------------------------------------------------------------
@@ -230,9 +236,7 @@ def causal_models() -> dict[str, nn.Module]:
         "tiny-NemotronHForCausalLM-nano": tf.NemotronHConfig(**nemotron, **experts, **mamba),
         "tiny-Qwen2ForCausalLM-2.5": tf.Qwen2Config(**TEXT),
         "tiny-Qwen3ForCausalLM": tf.Qwen3Config(**TEXT, head_dim=128),
-        "tiny-Qwen3MoeForCausalLM": tf.Qwen3MoeConfig(
-            **TEXT, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, head_dim=128
-        ),
+        "tiny-Qwen3MoeForCausalLM": tf.Qwen3MoeConfig(**TEXT, **QWEN_EXPERTS),
         "tiny-RemoteForCausalLM": tf.LlamaConfig(**TEXT),
     }
     made = {}
@@ -443,8 +447,9 @@ def make_datasets(folder: Path) -> None:
     part = {"type": Value("string"), "text": Value("string")}
     message = {"role": Value("string"), "content": List(part)}
     numbers = [place % 4 for place in range(len(lines))]  # images of a prompt, some have none
+    image = {"type": "image"}
     several = [
-        [{"role": "user", "content": [*number * [{"type": "image"}], _text(question)]}]
+        [{"role": "user", "content": [*number * [image], {"type": "text", "text": question}]}]
         for number, question in zip(numbers, questions, strict=True)
     ]
     plain = List({"role": Value("string"), "content": Value("string")})
@@ -469,13 +474,3 @@ def make_datasets(folder: Path) -> None:
 def _image(rng: np.random.Generator) -> np.ndarray:
     height, width = rng.integers(32, 64, size=2)
     return rng.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    make_all(parser.parse_args().folder)
