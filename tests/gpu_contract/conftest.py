@@ -13,7 +13,6 @@ import functools
 import inspect
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -23,46 +22,19 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fake_driver import build_driver
+
 GIB = 2**30
-# What vLLM's libraries want of libcuda.so.1 (`nm -D --undefined-only`)
-DRIVER = [
-    "cuCtxGetCurrent",
-    "cuCtxSetCurrent",
-    "cuDeviceGetAttribute",
-    "cuDevicePrimaryCtxRetain",
-    "cuGetErrorString",
-    "cuGetProcAddress_v2",
-    "cuMemAddressFree",
-    "cuMemAddressReserve",
-    "cuMemCreate",
-    "cuMemGetAllocationGranularity",
-    "cuMemMap",
-    "cuMemRelease",
-    "cuMemSetAccess",
-    "cuMemUnmap",
-    "cuPointerGetAttribute",
-    "cuTensorMapEncodeTiled",
-]
-# CUDA_ERROR_NO_DEVICE
-NO_DEVICE = 100
 
 
 def stub_driver():
-    """Build a libcuda.so.1 whose functions find no device; load it, here and in child processes.
+    """Build a libcuda.so.1 without a device; load it, here and in child processes.
 
     vLLM inspects a model's class in a child process, which finds the library by LD_LIBRARY_PATH.
     """
     folder = Path(tempfile.mkdtemp(prefix="rloo-kit-stub-driver-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = folder / "libcuda.so.1"
-    functions = "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in DRIVER)
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-xc", "-", "-o", str(library)],
-        input=functions,
-        text=True,
-        check=True,
-    )
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(build_driver(folder)), mode=ctypes.RTLD_GLOBAL)
     others = os.environ.get("LD_LIBRARY_PATH")
     os.environ["LD_LIBRARY_PATH"] = f"{folder}:{others}" if others else str(folder)
 

@@ -1,10 +1,10 @@
 """Fill vLLM's sleep allocator, trim it and free it, as an engine's life does; print what is left.
 
-    LD_LIBRARY_PATH=FOLDER python sleep_pool.py FOLDER [unmap]
+    LD_LIBRARY_PATH=FOLDER python sleep_pool.py FOLDER
 
-FOLDER holds fake_driver.c, compiled. The allocator is vLLM's own, its C code included. ``unmap``:
-the kit unmaps the pools before torch frees their blocks. Prints MiB of memory: of the allocator and
-of the driver while the engine lives, then of both after its end.
+FOLDER holds fake_driver.c, compiled. The allocator is vLLM's own, its C code included. The kit
+unmaps the pools before torch frees their blocks. Prints MiB of memory: of the allocator and of the
+driver while the engine lives, then of both after its end.
 """
 
 import contextlib
@@ -43,8 +43,7 @@ class Pool:
 blocks = [(library.my_malloc(size, 0, None), size) for size in (20 * MIB, 2 * MIB, 2000 * MIB)]
 allocator._trim(Pool())  # vLLM frees a block that torch keeps in its list
 say()
-if "unmap" in sys.argv:
-    engines._unmap_pools()
+engines._unmap_pools()
 numbers = ctypes.c_ulonglong * len(blocks)
 addresses, sizes = (numbers(*row) for row in zip(*blocks, strict=True))
 with contextlib.suppress(KeyError, TypeError, SystemError):  # as a MemPool's destructor does

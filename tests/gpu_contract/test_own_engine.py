@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rloo_kit.errors import GenerationError
-from rloo_kit.sampling.engine import Sampling
+from rloo_kit.sampling.engine import Begun, Sampling
 
 pytestmark = pytest.mark.gpu_contract
 # Argument of vllm.LLM -> where its value is, where it has another name there
@@ -72,6 +72,8 @@ def test_a_whole_life_of_calls_reaches_the_worker(model, engine):
         engine.sync(model)
         drawn = engine.generate([[1, 2, 3]], Sampling(10, (258,)), seed=0)
         assert drawn.completion_ids == [[1, 1, 1, 258]]
+        grown = engine.grow(Begun([[1, 2, 3]], [[1]]), Sampling(10, (258,)), seed=0)
+        assert grown == drawn
         engine.sleep()
     asked = [method for method, _ in worker.calls]
     names = ("add_lora", "remove_lora", "sleep", "wake_up", "shutdown")
