@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE.parent / "scripts"
 ON_CPU = os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1"
 sys.path.insert(0, str(HERE))
-KIT = ("transformers", "trl", "peft", "accelerate", "datasets", "dotenv", "yaml", "rich")
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +38,6 @@ def device():
 @pytest.fixture(scope="session")
 def kit(device):
     """rloo_kit, set up."""
-    from policies import need
-
-    need(*KIT)
     import rloo_kit as rk
 
     rk.setup()

@@ -193,24 +193,20 @@ def _show_torch(monkeypatch, card):
     import torch
 
     answers = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "mem_get_info": card.memory,
-        "get_device_capability": lambda device=None: card.capability,
-        "get_device_properties": card.properties,
-        "get_device_name": lambda device=None: card.name,
-        "is_bf16_supported": lambda including_emulation=True: card.capability >= (8, 0),
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "ipc_collect": lambda: None,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: card.used,
-        "memory_allocated": lambda device=None: card.used,
-        "memory_reserved": lambda device=None: card.used,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_capability": card.capability,
+        "get_device_name": card.name,
+        "is_bf16_supported": card.capability >= (8, 0),
+        **dict.fromkeys(("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")),
     }
     for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, said=answer, **__: said)
+    for name in ("max_memory_allocated", "memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: card.used)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", card.memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", card.properties)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", card.memory)
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device=None: {})
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device=None: card.used)

@@ -339,31 +339,44 @@ def note_kill(count: Count, life: Life, run: Path) -> None:
 
 
 def kill_until_finished(
-    folder: Path, overrides: dict[str, object], reference: Reference, chance: random.Random
-) -> Count:
-    """Train, kill and resume until the run is finished; return what came of it."""
-    count = Count("", "", runs=1)
+    folder: Path,
+    overrides: dict[str, object],
+    reference: Reference,
+    chance: random.Random,
+    count: Count,
+) -> None:
+    """Train, kill and resume until the run is finished; count what came of it.
+
+    The folder of a run that came out right is removed.
+    """
+    count.runs += 1
+    kills = 0
     file = write_run_file(folder, overrides)
     run = folder / "run"
     while True:
         step = newest_checkpoint(run)
-        if count.kills:
+        if kills:
             count.resumed_from.append(step)
         source = run if (run / "run.yaml").exists() and chance.random() < 0.5 else file
-        resume = ["--resume"] if count.kills else []
-        life = begin(["train", source, *resume], folder / f"output-{count.kills}.txt")
-        if count.kills < MOST_KILLS:
-            left = reference.seconds * (1 - step / reference.steps)
-            if kill_somewhere(life, run, left + 0.5, chance, "environment" in overrides):
-                note_kill(count, life, run)
-                continue
-        if life.finish(300):
-            count.lost = 1
-            last = " | ".join(life.text.strip().splitlines()[-3:])
-            count.different.append(f"{folder}: code {life.code}: {last}")
-        else:
-            count.different += [f"{folder}: {d}" for d in differences(reference.folder, run)]
-        return count
+        resume = ["--resume"] if kills else []
+        life = begin(["train", source, *resume], folder / f"output-{kills}.txt")
+        left = reference.seconds * (1 - step / reference.steps)
+        if kills == MOST_KILLS or not kill_somewhere(
+            life, run, left + 0.5, chance, "environment" in overrides
+        ):
+            break
+        note_kill(count, life, run)
+        kills += 1
+    if life.finish(300):
+        count.lost += 1
+        last = " | ".join(life.text.strip().splitlines()[-3:])
+        faults = [f"{folder}: code {life.code}: {last}"]
+    else:
+        faults = [f"{folder}: {one}" for one in differences(reference.folder, run)]
+    print(f"{count.setting}: killed {kills} times: {faults or 'the same, bit for bit'}", flush=True)
+    count.different += faults
+    if not faults:
+        shutil.rmtree(folder)
 
 
 def kill_and_resume(
@@ -371,7 +384,7 @@ def kill_and_resume(
 ) -> list[Count]:
     """Kill at least ``kills`` times, one setting after the other; return a row for each setting.
 
-    The folder of a run that came out right is removed. ``rows`` is a folder for kills.json.
+    ``rows`` is a folder for kills.json.
     """
     warm_up()
     counts = {name: Count(name, SETTINGS[name][0]) for name in names}
@@ -381,20 +394,12 @@ def kill_and_resume(
         name = names[number % len(names)]
         number += 1
         overrides = SETTINGS[name][1]
-        count = counts[name]
         if name not in references:
             references[name] = run_reference(work / name, overrides)
             print(f"{name}: uninterrupted in {references[name].seconds:.1f} s", flush=True)
-        folder = work / f"{name}-{number}"
         chance = random.Random(f"{seed} {number}")
-        found = kill_until_finished(folder, overrides, references[name], chance)
-        for key, value in asdict(found).items():
-            if not isinstance(value, str):
-                setattr(count, key, getattr(count, key) + value)
-        outcome = "; ".join(found.different) or "the same, bit for bit"
-        print(f"{name}: killed {found.kills} times: {outcome}", flush=True)
-        if not found.different:
-            shutil.rmtree(folder)
+        folder = work / f"{name}-{number}"
+        kill_until_finished(folder, overrides, references[name], chance, counts[name])
         if rows is not None:
             rows.mkdir(parents=True, exist_ok=True)
             content = json.dumps([asdict(count) for count in counts.values()], indent=1)
