@@ -186,13 +186,14 @@ def test_memory_that_does_not_come_back_is_one_sentence(engine, pool, monkeypatc
     assert len(said) == 1
 
 
-def test_a_training_by_run_file_then_takes_a_process_of_its_own(pool, monkeypatch):
+def test_a_training_by_run_file_then_takes_a_process_of_its_own(pool, monkeypatch, tmp_path):
     pool(5 * 2**20)
+    settings = ["trainer.max_steps=1", f"output_dir={tmp_path / 'run'}"]
     asked = []
     monkeypatch.setattr(child, "call_in_child", lambda *words, **named: asked.append(words))
     said = []
-    rk.train("quickstart", ["seed=3"], said.append)
-    assert asked == [(rk.train, ("quickstart", ["seed=3"]), said.append)]
+    rk.train("quickstart", settings, said.append)
+    assert asked == [(rk.train, ("quickstart", settings), said.append)]
     assert "uses 5 MiB, so this training runs in a process of its own" in said[0]
 
 
