@@ -19,14 +19,29 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = HERE.parent / "scripts"
 ON_CPU = os.environ.get("RLOO_KIT_GPU_TESTS_ON_CPU") == "1"
 sys.path.insert(0, str(HERE))
+KIT = ("transformers", "trl", "peft", "accelerate", "datasets", "dotenv", "yaml", "rich")
+
+
+@functools.cache
+def why_no_device():
+    """Return why nothing here can run, or None."""
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    if not torch.cuda.is_available() and not ON_CPU:
+        return "no GPU here (torch.cuda.is_available() is false)"
+    return None
 
 
 @pytest.fixture(scope="session")
 def device():
     """``cuda``, or ``cpu`` where that was asked for."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() and not ON_CPU:
-        pytest.skip("no GPU here (torch.cuda.is_available() is false)")
+    reason = why_no_device()
+    if reason:
+        pytest.skip(reason)
+    import torch
+
     small = os.environ.get("RLOO_KIT_GPU_CARD")
     if small and torch.cuda.is_available():  # other processes on the card do not disturb then
         from small_card import SmallCard
@@ -38,6 +53,9 @@ def device():
 @pytest.fixture(scope="session")
 def kit(device):
     """rloo_kit, set up."""
+    from policies import need
+
+    need(*KIT)
     import rloo_kit as rk
 
     rk.setup()

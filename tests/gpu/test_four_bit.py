@@ -20,6 +20,20 @@ def rows_of(kit, tokenizer):
     ]
 
 
+def test_weights_are_four_bit_and_on_the_device(kit, four_bit, device, record_property):
+    import bitsandbytes
+    import torch
+
+    with kit.session():
+        model, _ = kit.load_model("tiny-thinker", load_in_4bit=True, max_seq_length=128)
+        record_property("backend", model.rloo_kit_notes.backend)
+        layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+        assert len(layers) == 4 * 7
+        assert all(layer.weight.dtype == torch.uint8 for layer in layers)
+        assert all(layer.weight.quant_state.nested for layer in layers)
+        assert {p.device.type for p in model.parameters()} == {device}
+
+
 def test_gradients_after_sampling_are_those_of_the_dequantised_weights(
     kit, four_bit, device, policy, make_trainer, plain_peft, tmp_path, record_property
 ):
@@ -62,18 +76,9 @@ def test_gradients_after_sampling_are_those_of_the_dequantised_weights(
 
 
 def test_four_bit_training_moves_the_adapter_and_nothing_else(
-    four_bit, device, policy, make_trainer, record_property
+    four_bit, policy, make_trainer, record_property
 ):
-    import bitsandbytes
-    import torch
-
     model, tokenizer = policy(load_in_4bit=True)
-    record_property("backend", model.rloo_kit_notes.backend)
-    layers = [m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
-    assert len(layers) == 4 * 7
-    assert all(layer.weight.dtype == torch.uint8 for layer in layers)
-    assert all(layer.weight.quant_state.nested for layer in layers)
-    assert {p.device.type for p in model.parameters()} == {device}
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     before = trained(model)
     trainer = make_trainer(model, tokenizer, max_steps=2)
@@ -83,5 +88,9 @@ def test_four_bit_training_moves_the_adapter_and_nothing_else(
     assert all(values.isfinite().all() for values in after.values())
     now = dict(model.named_parameters())
     assert all(now[name].equal(values) for name, values in frozen.items())
-    speed = trainer.state.log_history[-2]["speed/learning_tokens_per_second"]
-    record_property("tokens_per_second", round(speed))
+    record_property("tokens_per_second", round(speed(trainer)))
+
+
+def speed(trainer):
+    """Tokens learnt from per second in the last step."""
+    return trainer.state.log_history[-2]["speed/learning_tokens_per_second"]

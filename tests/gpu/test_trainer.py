@@ -1,4 +1,4 @@
-"""The trainer on the card: out of memory, micro-batches, resume, 8-bit Adam."""
+"""The trainer on the card: Unsloth's patched class, out of memory, resume."""
 
 import contextlib
 import warnings
@@ -14,6 +14,29 @@ def lottery(completions, **_):
     import zlib
 
     return [zlib.crc32(c[-1]["content"].encode()) % 100 / 100 for c in completions]
+
+
+def test_unsloths_patched_trainer_trains(kit, device, policy, make_trainer, record_property):
+    import math
+
+    names = [base.__name__ for base in kit.LeaveOneOutTrainer.__mro__]
+    patched = any("Unsloth" in name for name in names)
+    record_property("backend", kit.setup().backend)
+    record_property("patched", patched)
+    assert patched or device == "cpu" or kit.setup().backend == "transformers"
+    model, tokenizer = policy(load_in_4bit=False)
+    before = trained(model)
+    trainer = make_trainer(model, tokenizer, reward=lottery)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(rows) == 3
+    for row in rows:
+        assert math.isfinite(row["loss"])
+        assert math.isfinite(row["grad_norm"])
+        assert row["grad_norm"] > 0
+    assert any(not values.equal(before[name]) for name, values in trained(model).items())
+    record_property("seconds_a_step", round(rows[-1]["step_time"], 2))
+    record_property("peak_gib", round(rows[-1]["memory/peak_gib"], 2))
 
 
 class Cap:
