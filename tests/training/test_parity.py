@@ -13,7 +13,6 @@ from trl import RLOOConfig, RLOOTrainer
 
 import rloo_kit as rk
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.training.sampler import Sampler
 from rloo_kit.training.trainer import LeaveOneOutTrainer
 
@@ -106,35 +105,29 @@ def relative(one, other):
 @pytest.mark.parametrize(
     ("steps", "settings"),
     [
-        pytest.param(8, {"beta": 0.05}, id="beta"),
-        pytest.param(
-            4, {"beta": 0.05, "num_iterations": 2, "epsilon": 0.002}, id="two-iterations",
-            marks=LONG,
-        ),
-        pytest.param(
-            4, {"beta": 0.05, "gradient_accumulation_steps": 2}, id="accumulation",
-            marks=LONG,
-        ),
         pytest.param(
             4, {"beta": 0.05, "steps_per_generation": 2, "per_device_train_batch_size": 8},
             id="several-steps-a-batch",
+        ),
+        pytest.param(
+            4, {"beta": 0.05, "num_iterations": 2, "epsilon": 0.002}, id="two-iterations",
+            marks=LONG,
         ),
         pytest.param(
             3, {"beta": 0.0, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
             id="several-batches-a-step", marks=LONG,
         ),
         pytest.param(
-            3, {"beta": 0.05, "normalize_advantages": True, "reward_clip_range": (0.0, 0.5)},
-            id="normalised-and-clipped", marks=LONG,
-        ),
-        pytest.param(
             3,
-            {"beta": 0.05, "mask_truncated_completions": True, "max_completion_length": 27},
-            id="masked", marks=LONG,
+            {
+                "beta": 0.05, "adapter_std": 0.02, "normalize_advantages": True,
+                "reward_clip_range": (0.0, 0.5),
+            },
+            id="continued-adapter-normalised-and-clipped", marks=LONG,
         ),
         pytest.param(
-            3, {"beta": 0.05, "adapter_std": 0.02}, id="continued-adapter",
-            marks=LONG,
+            2, {"beta": 0.05, "mask_truncated_completions": True, "max_completion_length": 27},
+            id="masked", marks=LONG,
         ),
     ],
 )  # fmt: skip
@@ -162,7 +155,7 @@ def test_the_kit_trains_as_stock_trl_does(tmp_path, steps, settings):
 
 @pytest.mark.long
 def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
-    how = {"steps": 4, "beta": 0.05, "gradient_accumulation_steps": 2}
+    how = {"steps": 3, "beta": 0.05, "gradient_accumulation_steps": 2}
     kit, gradients, adapter = train(
         LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, **how, step="kit"
     )
@@ -170,7 +163,7 @@ def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
         LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, **how, step="trl"
     )
     assert (kit.by_trl, trl.by_trl) == (False, True)
-    assert len(gradients) == len(others) == 4
+    assert len(gradients) == len(others) == 3
     assert max(relative(a, b) for a, b in zip(gradients, others, strict=True)) < 1e-4
     for name, parameter in adapter.items():
         torch.testing.assert_close(other[name], parameter, atol=1e-4, rtol=1e-4)
@@ -181,19 +174,6 @@ def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
     }  # fmt: skip
     for name in shared:
         assert logged(trl, name) == pytest.approx(logged(kit, name), abs=1e-4), name
-
-
-def test_a_wrong_gradient_would_be_seen(tmp_path, monkeypatch):
-    """The comparison can fail: a baseline that includes the row itself is not leave-one-out."""
-
-    def wrong(rewards):
-        return rewards - rewards.nanmean(dim=1, keepdim=True)
-
-    monkeypatch.setattr("rloo_kit.rloo.rollout.leave_one_out_advantages", wrong)
-    monkeypatch.setitem(BASELINES, "leave_one_out", wrong)
-    _, stock_gradients, _ = train(RLOOTrainer, RLOOConfig, tmp_path, 1, beta=0.05)
-    _, gradients, _ = train(LeaveOneOutTrainer, rk.LeaveOneOutConfig, tmp_path, 1, beta=0.05)
-    assert relative(stock_gradients[0], gradients[0]) > 0.1
 
 
 @pytest.mark.slow

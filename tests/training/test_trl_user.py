@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,29 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    TrainingArguments,
+)
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
-from rloo_kit.config.engine_settings import (
-    OF_NO_ENGINE,
-    OF_SERVER,
-    OF_TRANSFORMERS,
-    check_settings,
-)
+from rloo_kit.config.engine_settings import check_settings
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
+from rloo_kit.training.arguments import BY_DEVICE, _own_config
 
 HERE = Path(__file__).parents[1]
-
-
-def run_python(folder, *words):
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
 
 
 @pytest.fixture
@@ -73,12 +65,10 @@ def test_a_parsed_config_is_the_one_that_python_makes(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "name", "value"),
     [
-        (["--normalize_reward", "moving"], "normalize_reward", "moving"),
         (["--normalize_reward", "true"], "normalize_reward", True),
         (["--stop_on", "kl_explosion", "no_signal"], "stop_on", ["kl_explosion", "no_signal"]),
         (["--no_canary"], "canary", False),
         (["--vllm_gpu_memory_utilization", "0.3"], "memory_share_given", True),
-        (["--tokens_per_micro_batch", "512"], "tokens_per_micro_batch", 512),
     ],
 )
 def test_flags_arrive(flags, name, value):
@@ -116,21 +106,24 @@ def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
 
 
 @pytest.mark.long
-def test_a_script_in_trls_style_trains(tmp_path):
+def test_a_script_in_trls_style_trains(tmp_path, monkeypatch, capsys):
     rows = [
         {"prompt": [{"role": "user", "content": f"{n} + 1 ="}], "answer": str(n + 1)}
         for n in range(8)
     ]
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = str(HERE / "scripts" / "trl_script.py")
     flags = f"""--model_name_or_path {TINY_THINKER} --dataset_name {data} --output_dir out
         --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --dtype float32
-        --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 16
-        --learning_rate 1e-3 --beta 0 --save_strategy no --stop_on""".split()[:-1]
-    script = str(HERE / "scripts" / "trl_script.py")
-    done = run_python(tmp_path, script, *flags, "--no_canary")
-    assert "steps 2 only lora True\nmoved True\n" in done.stdout
-    assert "moving moving False False 4 0.001 None 2" in done.stdout
+        --normalize_reward moving --doctor false --max_steps 1 --max_completion_length 16
+        --learning_rate 1e-3 --beta 0 --save_strategy no --no_canary"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    runpy.run_path(script)
+    said = capsys.readouterr().out
+    assert "steps 1 only lora True\nmoved True\n" in said
+    assert "moving moving False False 4 0.001 None 2" in said
 
 
 # --- TRL's own config ----------------------------------------------------------------------------
@@ -174,27 +167,21 @@ def test_trls_config_trains_with_the_values_it_shows(policy, tmp_path):
     assert values_of(given) == before
 
 
-UNUSUAL = [
-    {},
-    {"generation_batch_size": 16, "per_device_train_batch_size": 4},
-    {"steps_per_generation": 2, "num_iterations": 2},
-    {"bf16": False},
-    {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "warmup_steps": 0.1},
-    {"gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5},
-    {"reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True}},
-    {"accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1}},
-]
+UNUSUAL = {
+    "generation_batch_size": 16, "per_device_train_batch_size": 4, "num_iterations": 2,
+    "bf16": False, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1},
+    "warmup_steps": 0.1, "gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5,
+    "reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True},
+    "accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", UNUSUAL)
+@pytest.mark.parametrize("settings", [{}, UNUSUAL, {"steps_per_generation": 2}])
 def test_every_value_of_trls_config_is_kept(tmp_path, settings):
-    from rloo_kit.training.arguments import BY_DEVICE, _own_config
-
     given = RLOOConfig(**few(tmp_path, **settings))
     taken = _own_config(given)
     own = taken.to_dict()
-    theirs = given.to_dict()
-    different = {name for name, value in theirs.items() if own[name] != value}
+    different = {name for name, value in given.to_dict().items() if own[name] != value}
     assert different <= {"hub_token", *BY_DEVICE} - set(settings)  # a token is not shown
     assert (taken.bf16, taken.fp16) == (given.bf16, given.fp16)
     assert taken.memory_share_given is ("vllm_gpu_memory_utilization" in settings)
@@ -209,9 +196,9 @@ def test_an_override_that_training_calls_is_obeyed(policy, tmp_path):
             logs.append(values)
             super().log(values, *arguments)
 
-    rows = Dataset.from_list([{"prompt": "What is 1 + 1?"}] * 4)
     args = rk.LeaveOneOutConfig(str(tmp_path), max_steps=1, max_completion_length=8)
-    Mine(*policy[:1], "length", args, rows, policy[1]).train()
+    rows = rk.load_prompts("arithmetic", num_prompts=8)
+    Mine(policy[0], "length", args, rows, policy[1]).train()
     assert "reward" in logs[0]
 
 
@@ -270,7 +257,11 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
 def test_under_unsloths_patched_class_both_work(tmp_path):
-    done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_UNSLOTH],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
         assert line in lines, done.stdout
@@ -283,91 +274,43 @@ def test_under_unsloths_patched_class_both_work(tmp_path):
 
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory):
-    """A sequence classifier on the embedded model's weights, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
+    """A sequence classifier on the embedded model's weights, without a tokenizer."""
     folder = tmp_path_factory.mktemp("rewards") / "my-reward-model"
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.long
-def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
+def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path, monkeypatch):
     """As after a download: the hub's own cache, and the hub not asked."""
-    commit = "0" * 40
-    home = tmp_path / "hub" / "models--some-org--my.reward-1"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text(commit)
-    (home / "snapshots").mkdir()
-    (home / "snapshots" / commit).symlink_to(reward_folder)
-    code = (
-        "import rloo_kit as rk\n"
-        "one, other = rk.load_rewards(['some-org/my.reward-1:0.5', 'accuracy'])\n"
-        "local, = rk.load_rewards([{'name': "
-        + repr(str(reward_folder))
-        + ", 'keep_thought': True}])\n"
-        "rows = {'completions': ['4', 'five'], 'prompts': ['2 + 2 = ', '1 + 1 = ']}\n"
-        "print(one.name, one.weight, one.func(**rows) == local.func(**rows))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.endswith("reward_model 0.5 True\n"), done.stderr[-2000:]
-
-
-class Counting:
-    """Counts the calls of a tokenizer, wherever a copy of it goes."""
-
-    calls = 0
-
-
-def counting(tokenizer):
-    kind = type(tokenizer)
-
-    def encode(self, *args, **keywords):
-        Counting.calls += 1
-        return kind.encode(self, *args, **keywords)
-
-    def call(self, *args, **keywords):
-        Counting.calls += 1
-        return kind.__call__(self, *args, **keywords)
-
-    tokenizer.__class__ = type("Counted", (kind,), {"encode": encode, "__call__": call})
-    return tokenizer
+    home = tmp_path / "models--some-org--my.reward-1"
+    snapshot = home / "snapshots" / "0123"
+    shutil.copytree(reward_folder, snapshot)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(snapshot)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (one, local) = load_rewards(["some-org/my.reward-1:0.5", str(snapshot)])
+    rows = {"completions": ["4", "five"], "prompts": ["2 + 2 = ", "1 + 1 = "]}
+    assert (one.name, one.weight) == ("reward_model", 0.5)
+    assert one.func(**rows) == local.func(**rows)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["folder", "model", "no tokenizer in the folder"])
-def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kind):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = counting(AutoTokenizer.from_pretrained(reward_folder))
+@pytest.mark.parametrize("load", [str, AutoModelForSequenceClassification.from_pretrained])
+def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, load):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
     sides = (tokenizer.padding_side, tokenizer.truncation_side)
-    Counting.calls = 0
-    reward = str(reward_folder)
-    if kind == "model":
-        reward = AutoModelForSequenceClassification.from_pretrained(reward_folder)
-    elif kind != "folder":
-        reward = str(tmp_path / "bare")
-        shutil.copytree(reward_folder, reward, ignore=shutil.ignore_patterns("*token*"))
     trainer = trained(
         policy,
         rk.LeaveOneOutConfig(**few(tmp_path, max_steps=1)),
-        reward_funcs=[reward, short],
+        reward_funcs=[load(reward_folder), short],
         reward_processing_classes=[tokenizer, None],
     )
     assert trainer.state.global_step == 1
-    assert Counting.calls
     assert (tokenizer.padding_side, tokenizer.truncation_side) == sides
 
 
@@ -414,32 +357,15 @@ def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, datas
 
 # --- settings of who samples ---------------------------------------------------------------------
 
-# Parts of the names of TRL's fields that say how an engine samples
-WHO_SAMPLES = ("vllm", "use_transformers", "continuous_batching", "cache_implementation")
-
-
-def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
-    fields = {field.name for field in dataclasses.fields(RLOOConfig)}
-    found = {name for name in fields if any(part in name for part in WHO_SAMPLES)}
-    obeyed = {
-        "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
-    }  # fmt: skip
-    refused = {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE} - {"vllm_adapter_dir"}  # the kit's
-    assert found == obeyed | refused, "write down who obeys the new one"
-
 
 @pytest.mark.parametrize(
     ("settings", "engines"),
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
-        ({"vllm_group_port": 9}, ("vllm", "server", "transformers")),
-        ({"vllm_server_timeout": 9.0}, ("vllm", "transformers")),
         ({"vllm_adapter_dir": "shared"}, ("vllm", "transformers")),
-        ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
         ({"vllm_mode": "server"}, ("vllm", "transformers")),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
         ({"cache_implementation": "static"}, ("vllm", "server")),
-        ({}, ()),
     ],
 )
 def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
@@ -458,13 +384,11 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
     ("engine", "kwargs", "words"),
     [
         ("vllm", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
-        ("server", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
         ("vllm", {"seed": 4}, "has 'seed', .* set generation: transformers, or use only .*: all"),
         ("transformers", {"top_q": 0.5}, "has 'top_q', which cannot be passed to generate"),
         ("transformers", {"num_return_sequences": "many"}, "'many'} were refused"),
         ("transformers", {"max_new_tokens": 9}, "reads it from trainer.max_completion_length"),
         ("vllm", {"temperature": 0.6}, "reads it from trainer.temperature: set it there"),
-        ("transformers", {"do_sample": False}, "selects greedy_search, but completions must be"),
         ("transformers", {"eos_token_id": [7]}, "has 'eos_token_id', which cannot be passed"),
         ("transformers", {"num_beams": 2}, "selects beam_sample, but completions must be"),
     ],
@@ -497,8 +421,3 @@ def test_continuous_batching_does_not_cast_the_adapter(tmp_path):
     )
     trainer.train()
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
-
-
-def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs={"top_p": 0.9, "top_k": 5}))
-    check_settings(args, "transformers")
