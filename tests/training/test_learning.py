@@ -13,23 +13,14 @@ import rloo_kit as rk
 
 
 @pytest.fixture
-def policy():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
-    return rk.attach_lora(model, r=4), tokenizer
+def trainer_for(new_trainer, config):
+    few = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 24}
+    prompts = rk.load_prompts("arithmetic", num_prompts=64)
 
+    def make(rewards, prompts=prompts, **settings):
+        return new_trainer(config(**few | settings), reward_funcs=rewards, train_dataset=prompts)
 
-def trainer_for(policy, tmp_path, rewards, prompts=None, **settings):
-    few = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 24,
-        "save_strategy": "no",
-        "learning_rate": 1e-3,
-    }
-    args = rk.LeaveOneOutConfig(str(tmp_path / "out"), **few | settings)
-    prompts = prompts or rk.load_prompts("arithmetic", num_prompts=64)
-    return rk.LeaveOneOutTrainer(policy[0], rewards, args, prompts, policy[1])
+    return make
 
 
 def texts(completions):
@@ -71,9 +62,9 @@ def count_rows(trainer, monkeypatch):
     ],
 )
 def test_only_the_passes_that_are_needed_are_run(
-    policy, tmp_path, monkeypatch, settings, with_gradient, without
+    policy, trainer_for, monkeypatch, settings, with_gradient, without
 ):
-    trainer = trainer_for(policy, tmp_path, first_group_only, **settings)
+    trainer = trainer_for(first_group_only, **settings)
     seen = count_rows(trainer, monkeypatch)
     trainer.train()
     assert (seen["with"], seen["without"]) == (with_gradient, without)
@@ -84,8 +75,8 @@ def test_only_the_passes_that_are_needed_are_run(
     assert "ref" not in policy[0].peft_config  # the base is the reference of a new adapter
 
 
-def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
-    trainer = trainer_for(policy, tmp_path, ones, max_steps=2)
+def test_metrics_are_finite_and_in_the_trls_and_older_names(trainer_for):
+    trainer = trainer_for(ones, max_steps=2)
     trainer.train()
     row = logs(trainer)[-1]
     for name in (
@@ -107,13 +98,13 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(policy, tmp_path):
     assert 0.5 < row["passes/real_tokens"] <= 1.0
 
 
-def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(policy, tmp_path):
+def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(trainer_for):
     class Change(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             args.reward_clip_range = (0.0, 0.0)
             trainer.reward_funcs[0] = lambda completions, **_: [5.0] * len(completions)
 
-    trainer = trainer_for(policy, tmp_path, first_group_only, max_steps=2, beta=0.0)
+    trainer = trainer_for(first_group_only, max_steps=2, beta=0.0)
     trainer.add_callback(Change())
     trainer.train()
     first, second = logs(trainer)
@@ -121,7 +112,7 @@ def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(po
     assert (first["score/shaped"], second["score/shaped"]) == (0.375, 0.0)
 
 
-def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, monkeypatch):
+def test_async_rewards_run_while_the_reference_pass_computes(trainer_for, monkeypatch):
     order = []
 
     async def slow(completions, **_):
@@ -130,7 +121,7 @@ def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, m
         order.append("reward ends")
         return [float(len(text) % 2) for text in texts(completions)]
 
-    trainer = trainer_for(policy, tmp_path, slow)
+    trainer = trainer_for(slow)
     reference = trainer.policy.reference_log_probs
 
     def noted(*args):
@@ -142,20 +133,17 @@ def test_async_rewards_run_while_the_reference_pass_computes(policy, tmp_path, m
     monkeypatch.setattr(trainer.policy, "reference_log_probs", noted)
     trainer.train()
     assert order == ["reward starts", "reference ends", "reward ends"]
-    assert order.count("reward starts") == 1, "it was started ahead, and called again"
 
 
 @pytest.mark.long
-def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
+def test_dynamic_sampling_fills_the_batch_with_signal(trainer_for):
     recorded = []
 
     class Keep(TrainerCallback):
         def on_completions(self, *_, rollout, **__):
             recorded.append(rollout)
 
-    trainer = trainer_for(
-        policy, tmp_path, ones, dynamic_sampling=True, dynamic_sampling_rounds=20, beta=0.0
-    )
+    trainer = trainer_for(ones, dynamic_sampling=True, dynamic_sampling_rounds=20, beta=0.0)
     trainer.add_callback(Keep())
     trainer.train()
     (rollout,) = recorded
@@ -167,14 +155,12 @@ def test_dynamic_sampling_fills_the_batch_with_signal(policy, tmp_path):
     assert row["signal/trained_groups_without"] == 0
 
 
-def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
+def test_unscorable_rows_are_in_the_completion_table(trainer_for, capsys):
     def some(completions, log_extra, **_):
         log_extra("length", [len(text) for text in texts(completions)])
         return [None, *ones(completions)[1:]]
 
-    trainer = trainer_for(
-        policy, tmp_path, some, log_completions=True, num_completions_to_print=2, max_steps=2
-    )
+    trainer = trainer_for(some, log_completions=True, num_completions_to_print=2, max_steps=2)
     trainer.train()
     scores = list(trainer._logs["rewards"]["some"])
     assert math.isnan(scores[0])
@@ -186,8 +172,8 @@ def test_unscorable_rows_are_in_the_completion_table(policy, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_stream_of_prompts_trains_unless_rows_are_picked(policy, tmp_path):
+def test_a_stream_of_prompts_trains_unless_rows_are_picked(trainer_for):
     stream = rk.load_prompts("arithmetic", num_prompts=32).to_iterable_dataset()
     with pytest.raises(rk.DataError, match="dynamic_sampling needs random access"):
-        trainer_for(policy, tmp_path, ones, prompts=stream, dynamic_sampling=True)
-    trainer_for(policy, tmp_path, ones, prompts=stream, token_level_kl=True).train()
+        trainer_for(ones, prompts=stream, dynamic_sampling=True)
+    trainer_for(ones, prompts=stream, token_level_kl=True).train()

@@ -29,12 +29,6 @@ from rloo_kit.training.arguments import BY_DEVICE, _own_config
 HERE = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def policy():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    return rk.attach_lora(model), tokenizer
-
-
 def short(completions, **_):
     return [-len(completion[-1]["content"]) / 100 for completion in completions]
 
@@ -129,40 +123,17 @@ def test_a_script_in_trls_style_trains(tmp_path, monkeypatch, capsys):
 # --- TRL's own config ----------------------------------------------------------------------------
 
 
-def trained(policy, args, **others):
-    model, tokenizer = policy
-    parts = {
-        "model": model,
-        "reward_funcs": short,
-        "train_dataset": rk.load_prompts("arithmetic", num_prompts=16),
-        "processing_class": tokenizer,
-    }
-    trainer = rk.LeaveOneOutTrainer(args=args, **{**parts, **others})
-    trainer.train()
-    return trainer
-
-
-def few(tmp_path, **settings):
-    return {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 2,
-        "max_completion_length": 16,
-        "save_strategy": "no",
-        **settings,
-    }
-
-
-@pytest.mark.long
-def test_trls_config_trains_with_the_values_it_shows(policy, tmp_path):
-    given = RLOOConfig(**few(tmp_path, learning_rate=1e-3, beta=0.0, warmup_steps=1, seed=7))
+def test_trls_config_trains_with_the_values_it_shows(new_trainer, tmp_path):
+    given = RLOOConfig(
+        str(tmp_path), max_steps=1, max_completion_length=16, learning_rate=1e-3, beta=0.0, seed=7
+    )
     before = values_of(given)
-    trainer = trained(policy, given)
-    assert trainer.state.global_step == 2
-    assert isinstance(trainer.args, rk.LeaveOneOutConfig)
+    trainer = new_trainer(given)
+    trainer.train()
     used = trainer.args
+    assert isinstance(used, rk.LeaveOneOutConfig)
     assert (used.num_generations, used.logging_steps) == (2, 10), "TRL's defaults, not the kit's"
-    assert (used.learning_rate, used.warmup_steps, used.seed) == (1e-3, 1, 7)
-    assert used.output_dir == given.output_dir
+    assert (used.max_steps, used.learning_rate, used.seed) == (1, 1e-3, 7)
     assert (used.doctor, used.generation) == (True, "auto"), "the kit's own settings"
     assert values_of(given) == before
 
@@ -178,7 +149,7 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("settings", [{}, UNUSUAL, {"steps_per_generation": 2}])
 def test_every_value_of_trls_config_is_kept(tmp_path, settings):
-    given = RLOOConfig(**few(tmp_path, **settings))
+    given = RLOOConfig(str(tmp_path), **settings)
     taken = _own_config(given)
     own = taken.to_dict()
     different = {name for name, value in given.to_dict().items() if own[name] != value}
@@ -188,37 +159,19 @@ def test_every_value_of_trls_config_is_kept(tmp_path, settings):
     assert taken.follows_model is ("gradient_checkpointing" not in settings)
 
 
-def test_an_override_that_training_calls_is_obeyed(policy, tmp_path):
-    logs = []
-
-    class Mine(rk.LeaveOneOutTrainer):
-        def log(self, values, *arguments):
-            logs.append(values)
-            super().log(values, *arguments)
-
-    args = rk.LeaveOneOutConfig(str(tmp_path), max_steps=1, max_completion_length=8)
-    rows = rk.load_prompts("arithmetic", num_prompts=8)
-    Mine(policy[0], "length", args, rows, policy[1]).train()
-    assert "reward" in logs[0]
-
-
-def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
+def test_the_config_of_something_else_is_one_sentence(new_trainer, tmp_path):
     with pytest.raises(rk.ConfigError, match="TrainingArguments, must be a LeaveOneOut"):
-        trained(policy, TrainingArguments(str(tmp_path)))
+        new_trainer(TrainingArguments(str(tmp_path)))
 
 
-def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(policy, tmp_path):
+def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(new_trainer, config):
     with pytest.raises(rk.ConfigError, match=r"sync_ref_model updates .*: leave it out"):
-        trained(policy, rk.LeaveOneOutConfig(str(tmp_path), sync_ref_model=True))
+        new_trainer(config(sync_ref_model=True))
 
 
-def test_a_padding_token_of_a_given_tokenizer_is_replaced(policy, tmp_path):
-    model, tokenizer = policy
-    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})  # without a row in the embedding
-    args = rk.LeaveOneOutConfig(str(tmp_path), max_completion_length=8)
-    rows = rk.load_prompts("arithmetic", num_prompts=8)
-    trainer = rk.LeaveOneOutTrainer(model, short, args, rows, tokenizer)
-    assert trainer.processing_class.pad_token_id == tokenizer.eos_token_id
+def test_a_padding_token_of_a_given_tokenizer_is_replaced(policy, new_trainer):
+    policy[1].add_special_tokens({"pad_token": "<|padding|>"})  # without a row in the embedding
+    assert new_trainer().processing_class.pad_token_id == policy[1].eos_token_id
 
 
 UNDER_UNSLOTH = """
@@ -293,7 +246,7 @@ def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path, monk
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0123")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    (one, local) = load_rewards(["some-org/my.reward-1:0.5", str(snapshot)])
+    one, local = load_rewards(["some-org/my.reward-1:0.5", str(snapshot)])
     rows = {"completions": ["4", "five"], "prompts": ["2 + 2 = ", "1 + 1 = "]}
     assert (one.name, one.weight) == ("reward_model", 0.5)
     assert one.func(**rows) == local.func(**rows)
@@ -301,28 +254,20 @@ def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path, monk
 
 @pytest.mark.long
 @pytest.mark.parametrize("load", [str, AutoModelForSequenceClassification.from_pretrained])
-def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, load):
+def test_reward_processing_classes_are_used(new_trainer, reward_folder, load):
     tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
     sides = (tokenizer.padding_side, tokenizer.truncation_side)
-    trainer = trained(
-        policy,
-        rk.LeaveOneOutConfig(**few(tmp_path, max_steps=1)),
-        reward_funcs=[load(reward_folder), short],
-        reward_processing_classes=[tokenizer, None],
+    trainer = new_trainer(
+        reward_funcs=[load(reward_folder), short], reward_processing_classes=[tokenizer, None]
     )
+    trainer.train()
     assert trainer.state.global_step == 1
     assert (tokenizer.padding_side, tokenizer.truncation_side) == sides
 
 
-@pytest.mark.long
-def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
+def test_too_few_reward_processing_classes_are_refused(policy, new_trainer):
     with pytest.raises(rk.ConfigError, match="has 1 entries, but reward_funcs has"):
-        trained(
-            policy,
-            rk.LeaveOneOutConfig(**few(tmp_path)),
-            reward_funcs=["accuracy", short],
-            reward_processing_classes=policy[1],
-        )
+        new_trainer(reward_funcs=["accuracy", short], reward_processing_classes=policy[1])
 
 
 def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
@@ -337,7 +282,6 @@ def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
 QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -350,9 +294,9 @@ QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
         (QUESTIONS.to_pandas(), "train_dataset is a DataFrame, .*Dataset.from_pandas"),
     ],
 )
-def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, dataset, words):
+def test_a_dataset_that_holds_no_prompts_is_one_sentence(new_trainer, dataset, words):
     with pytest.raises(rk.DataError, match=f"^[^\n]*{words}[^\n]*$"):
-        trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), train_dataset=dataset)
+        new_trainer(train_dataset=dataset)
 
 
 # --- settings of who samples ---------------------------------------------------------------------
@@ -368,8 +312,8 @@ def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, datas
         ({"cache_implementation": "static"}, ("vllm", "server")),
     ],
 )
-def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
+def test_what_an_engine_does_not_obey_is_one_sentence(config, settings, engines):
+    args = config(**settings)
     for engine in ("vllm", "server", "transformers"):
         if engine not in engines:
             check_settings(args, engine)
@@ -393,31 +337,22 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
         ("transformers", {"num_beams": 2}, "selects beam_sample, but completions must be"),
     ],
 )
-def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(config, engine, kwargs, words):
+    args = config(generation_kwargs=kwargs)
     with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
         check_settings(args, engine)
 
 
-def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
-    given = {"generation_kwargs": {"min_tokens": 4}, "thinking_budget": 8}
-    args = rk.LeaveOneOutConfig(**few(tmp_path, **given))
+def test_what_counts_tokens_needs_whole_completions_from_vllm(config):
+    args = config(generation_kwargs={"min_tokens": 4}, thinking_budget=8)
     with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot combine with"):
         check_settings(args, "vllm")
 
 
 @pytest.mark.slow
-def test_continuous_batching_does_not_cast_the_adapter(tmp_path):
+def test_continuous_batching_does_not_cast_the_adapter(new_trainer, config):
     """TRL casts the whole model before it samples this way."""
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    model = rk.attach_lora(model, r=4)
     sampling = {"generation": "transformers", "use_transformers_continuous_batching": True}
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs="accuracy",
-        args=rk.LeaveOneOutConfig(**few(tmp_path, bf16=True, max_steps=1, **sampling)),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        processing_class=tokenizer,
-    )
+    trainer = new_trainer(config(bf16=True, **sampling))
     trainer.train()
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
