@@ -1,9 +1,10 @@
 """Every field of TRL's RLOOConfig acts, is refused, or has no meaning here.
 
-A field that a new version adds is in none of the three lists, and fails the first test: read what
+A field that a new version adds is in none of the four lists, and fails the first test: read what
 TRL and transformers make of it, and give it the row that is true of the kit's step.
 
 - ``ACTS``: a training with the field set differs from one without in what the list names.
+- ``KEPT``: the trainer hands it on to the libraries as it is.
 - ``REFUSED``: one sentence, before a model is loaded.
 - ``NO_MEANING``: why nothing follows from it, here and in TRL's RLOO.
 """
@@ -24,6 +25,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl.trainer import rloo_trainer
 
 import rloo_kit as rk
@@ -56,15 +58,6 @@ ACTS = {
     },
     "prompts": {"shuffle_dataset": False, "ignore_data_skip": True},
     "columns": {"remove_unused_columns": True},
-    "loader": {
-        "dataloader_num_workers": 1, "dataloader_persistent_workers": True,
-        "dataloader_prefetch_factor": 4, "dataloader_multiprocessing_context": "spawn",
-        "dataloader_in_order": False,
-    },
-    "eval_loader": {
-        "per_device_eval_batch_size": 4, "num_generations_eval": 2, "dataloader_drop_last": True,
-    },
-    "determinism": {"full_determinism": True},
     "weights": {
         "learning_rate": 0.1, "max_grad_norm": 1e-3, "neftune_noise_alpha": 5.0, "beta": 0.5,
         "load_best_model_at_end": True, "epsilon": 0.001, "epsilon_high": 0.001,
@@ -75,10 +68,6 @@ ACTS = {
         "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"num_cycles": 2},
         "warmup_steps": 1,
     },
-    "optimizer": {
-        "optim": "sgd", "optim_args": "alpha=3", "weight_decay": 0.1, "adam_beta1": 0.5,
-        "adam_beta2": 0.5, "adam_epsilon": 0.1,
-    },
     "precision": {"bf16": True, "fp16": True, "tf32": True},
     "dtype": {
         "bf16_full_eval": True, "fp16_full_eval": True, "model_init_kwargs": {"dtype": "bfloat16"},
@@ -87,26 +76,13 @@ ACTS = {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2},
         "debug": "underflow_overflow",
     },
-    "accelerator": {
-        "torch_compile": True, "torch_compile_backend": "eager",
-        "torch_compile_mode": "reduce-overhead", "accelerator_config": {"even_batches": False},
-        "parallelism_config": ParallelismConfig(), "ddp_find_unused_parameters": True,
-        "ddp_bucket_cap_mb": 3, "ddp_broadcast_buffers": False, "ddp_static_graph": True,
-    },
     "model": {"use_cache": True, "disable_dropout": True},
     "cache": {"torch_empty_cache_steps": 1},
     "passes": {"pad_to_multiple_of": 64},
-    "verbosity": {"log_level": "error"},
     "callbacks": {"report_to": "tensorboard", "sync_ref_model": True},
     "metrics": {"skip_memory_metrics": False},
     "printed": {"log_completions": True, "num_completions_to_print": 1},
     "tables": {"log_unique_prompts": True},
-    # what transformers itself reads of the settings, to upload and to report
-    "args": {
-        "run_name": "mine", "project": "mine", "trackio_space_id": "me/mine",
-        "trackio_bucket_id": "me/mine", "trackio_static_space_id": "me/mine", "hub_token": "hf_1",
-        "hub_private_repo": True, "hub_model_id": "me/mine", "hub_revision": "mine",
-    },
     "reference": {"ref_model_mixup_alpha": 0.1, "ref_model_sync_steps": 1},
     "generation": {
         "cache_implementation": "static", "use_transformers_continuous_batching": True,
@@ -124,9 +100,25 @@ ACTS = {
 """What differs -> fields that it depends on, each with the value to set."""
 DIFFERS = {name: what for what, fields in ACTS.items() for name in fields}
 
+KEPT = {
+    "dataloader_num_workers": 1, "dataloader_persistent_workers": True,
+    "dataloader_prefetch_factor": 4, "dataloader_multiprocessing_context": "spawn",
+    "dataloader_in_order": False, "dataloader_drop_last": True, "per_device_eval_batch_size": 4,
+    "num_generations_eval": 2, "full_determinism": True, "optim": "ademamix",
+    "optim_args": "alpha=3", "weight_decay": 0.1, "adam_beta1": 0.5, "adam_beta2": 0.5,
+    "adam_epsilon": 0.1, "torch_compile": True, "torch_compile_backend": "eager",
+    "torch_compile_mode": "reduce-overhead", "parallelism_config": ParallelismConfig(),
+    "accelerator_config": AcceleratorConfig(even_batches=False), "ddp_static_graph": True,
+    "ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 3, "ddp_broadcast_buffers": False,
+    "log_level": "error", "run_name": "mine", "project": "mine", "trackio_space_id": "me/mine",
+    "trackio_bucket_id": "me/mine", "trackio_static_space_id": "me/mine", "hub_token": "hf_1",
+    "hub_private_repo": True, "hub_model_id": "me/mine", "hub_revision": "mine",
+}  # fmt: skip
+"""What TRL, transformers and accelerate read of ``trainer.args``, in methods that are not the kit's
+(test_overrides.py has those that are)."""
+
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 BEST = EVAL | {"save_strategy": "best", "metric_for_best_model": "eval_seen", "keep_last": 9}
-WORKERS = {"dataloader_num_workers": 1}
 OFF_POLICY = {"num_iterations": 2, "learning_rate": 0.003}
 SERVER = {
     "generation": "server", "vllm_server_timeout": 0.0, "vllm_server_host": "127.0.0.1",
@@ -135,15 +127,9 @@ SERVER = {
 WITH = {
     "num_train_epochs": {"max_steps": -1},
     "per_device_train_batch_size": {"num_generations": 2},
-    "dataloader_persistent_workers": WORKERS,
-    "dataloader_prefetch_factor": WORKERS,
-    "dataloader_multiprocessing_context": WORKERS,
-    "dataloader_in_order": WORKERS,
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine"},
-    "optim_args": {"optim": "ademamix"},
     "max_grad_norm": {"optim": "sgd"},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
-    "torch_compile_mode": {"torch_compile": True},
     "logging_first_step": {"logging_steps": 2},
     "log_completions": {"num_completions_to_print": 1},
     "num_completions_to_print": {"log_completions": True},
@@ -248,7 +234,7 @@ NO_MEANING = {
 
 
 def test_every_field_is_in_one_list():
-    listed = [name for fields in (*ACTS.values(), REFUSED, NO_MEANING) for name in fields]
+    listed = [name for fields in (*ACTS.values(), KEPT, REFUSED, NO_MEANING) for name in fields]
     assert sorted(set(listed)) == sorted(listed), "a field is in two lists"
     new = FIELDS.keys() - set(listed)
     assert not new, f"{sorted(new)}: see what TRL makes of it, and give it a row in this file"
@@ -389,41 +375,20 @@ def of_trained(trainer, watcher, library, resume):
     }
 
 
-def of_loader(loader):
-    names = (
-        "drop_last", "num_workers", "persistent_workers", "in_order", "prefetch_factor",
-        "multiprocessing_context",
-    )  # fmt: skip
-    batches = [loader.total_batch_size, len(loader)]
-    return batches + [str(getattr(loader, name, None)).partition(" at ")[0] for name in names]
-
-
 def of_built(trainer, wanted):
     """What a trainer shows that has not trained."""
-    accelerator = trainer.accelerator
     model = trainer.model
     if wanted == "dtype":
         trainer.evaluate()
-    optimizer = trainer.create_optimizer()
-    defaults = getattr(optimizer, "defaults", None), getattr(optimizer, "args", None)
-    groups = [{**group, "params": None} for group in optimizer.param_groups]
-    own = [accelerator.dataloader_config, accelerator.ddp_handler, accelerator.state.dynamo_plugin]
     return {
-        "args": [getattr(trainer.args, name) for name in ACTS["args"]],
-        "accelerator": [str(one) for one in (*own, accelerator.parallelism_config)],
         "callbacks": [type(one).__name__ for one in trainer.callback_handler.callbacks],
-        "mixed_precision": accelerator.mixed_precision,
-        "determinism": torch.are_deterministic_algorithms_enabled(),
+        "mixed_precision": trainer.accelerator.mixed_precision,
         "dtype": str(model.dtype),
         "engine": _engine_arguments(trainer.args),
-        "eval_loader": of_loader(trainer.get_eval_dataloader()),
         "generation": [str(trainer.generation_config), str(trainer.continuous_batching_config)],
-        "loader": of_loader(trainer.get_train_dataloader()),
         "model": [
             model.config.use_cache, [m.p for m in model.modules() if hasattr(m, "p")],
         ],
-        "optimizer": [type(optimizer).__name__, str(groups), str(defaults)],
-        "verbosity": transformers.logging.get_verbosity(),
     }  # fmt: skip
 
 
@@ -482,6 +447,15 @@ def _as_it_was():
     torch.use_deterministic_algorithms(False)
     for name in os.environ.keys() - variables:
         del os.environ[name]
+
+
+@pytest.mark.long
+def test_what_the_libraries_read_is_handed_on(tmp_path):
+    wanted = {name: value for name, value in KEPT.items() if name in FIELDS}
+    trainer, _ = trainer_of(tmp_path, "lora", wanted)
+    assert {name: str(getattr(trainer.args, name)) for name in wanted} == {
+        name: str(value) for name, value in wanted.items()
+    }
 
 
 @pytest.mark.long

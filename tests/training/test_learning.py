@@ -1,7 +1,6 @@
 """What the trainer does beside TRL's gradient: options, limits, extras, and what it reports."""
 
 import asyncio
-import json
 import math
 import time
 
@@ -147,8 +146,6 @@ def test_dynamic_sampling_fills_the_batch_with_signal(trainer_for):
     trainer.add_callback(Keep())
     trainer.train()
     (rollout,) = recorded
-    prompts = [json.dumps(prompt) for prompt in rollout.sampled.prompts]
-    assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 16, 4))
     assert (rollout.score_advantages.view(-1, 4) != 0).any(dim=1).all()
     (row,) = logs(trainer)
     assert row["signal/groups_drawn_again"] > 0

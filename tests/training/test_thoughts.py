@@ -146,17 +146,10 @@ def test_marks_given_by_hand_are_saved_with_the_tokenizer(tmp_path):
 @pytest.mark.long
 def test_a_training_counts_the_thoughts_of_the_marks_that_its_run_file_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.py").write_text(
-        "import json\n\n\ndef note(completions, completion_ids, **_):\n"
-        "    with open('ids.jsonl', 'a') as file:\n"
-        "        for one, ids in zip(completions, completion_ids):\n"
-        "            print(json.dumps([one[0]['content'], ids]), file=file)\n"
-        "    return [0.01 * len(set(ids)) for ids in completion_ids]\n"
-    )
     run = {
         "model": {"name": "tiny-thinker", "load_in_4bit": False, "max_seq_length": 128},
         "data": {"num_prompts": 64, "held_out": 0},
-        "rewards": ["thinking", "notes.py:note"],
+        "rewards": ["thinking", "length"],
         "trainer": {
             "max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": 24,
         },
@@ -165,17 +158,15 @@ def test_a_training_counts_the_thoughts_of_the_marks_that_its_run_file_gives(tmp
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     rk.train("run.yaml")
-    tokenizer = AutoTokenizer.from_pretrained("run/adapter")
-    drawn, rows = (
-        list(map(json.loads, Path(name).read_text().splitlines()))
-        for name in ("ids.jsonl", "run/completions.jsonl")
-    )
-    close = tokenizer.convert_tokens_to_ids(thought_marks(tokenizer).end.text)
-    expected = [ids.index(close) if close in ids else None for _, ids in drawn]
-    assert [row["thought_tokens"] for row in rows] == expected
-    closed = [number is not None for number in expected]
-    assert {*closed} == {True, False}
-    assert [("</think>" in text) for text, _ in drawn] == closed
-    assert [row["rewards"]["thinking"] > -0.9 for row in rows] == closed
+    assert thought_marks(AutoTokenizer.from_pretrained("run/adapter")).end.text == "7"
+    rows = [*map(json.loads, Path("run/completions.jsonl").read_text().splitlines())]
+    texts = [row["completion"][-1]["content"] for row in rows]
+    assert "7" not in "".join(texts)
+    thoughts = [text.partition("</think>")[0] if "</think>" in text else None for text in texts]
+    counted = [row["thought_tokens"] for row in rows]
+    assert counted == [thought and len(thought) for thought in thoughts]  # a byte is a token
+    assert {number is None for number in counted} == {True, False}
+    scores = [row["rewards"]["thinking"] for row in rows]
+    assert [score == -1 for score in scores] == [number is None for number in counted]
     page = (tmp_path / "run/report.html").read_text()
-    assert all(f'"thought_tokens":{number}' in page for number in {*expected} - {None})
+    assert all(f'"thought_tokens":{number}' in page for number in {*counted} - {None})
