@@ -218,6 +218,12 @@ def test_on_a_cpu_it_is_made_only_on_request(trainer):
         assert trainer._worst_case().is_wanted() is (asked is True)
 
 
+@pytest.fixture
+def on_a_gpu(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("more", "settings", "expected"),
     [
@@ -228,21 +234,17 @@ def test_on_a_cpu_it_is_made_only_on_request(trainer):
         (0, {"dry_run": True}, True),
     ],
 )
-def test_on_a_gpu_small_batches_have_none(trainer, more, settings, expected, monkeypatch):
-    case = trainer._worst_case()
-    width = len(case._longest_prompt(None)) + trainer.args.max_completion_length
-    budget = 2 * width * trainer.args.generation_batch_size + more
-    monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
-    monkeypatch.setattr(trainer.learner, "budget", budget)
-    for name, value in settings.items():
-        setattr(trainer.args, name, value)
+def test_on_a_gpu_small_batches_have_none(on_a_gpu, more, settings, expected):
+    case = on_a_gpu._worst_case()
+    width = len(case._longest_prompt(None)) + 24
+    on_a_gpu.learner.budget = 2 * width * case.args.generation_batch_size + more
+    vars(case.args).update(settings)
     assert case.is_wanted() == expected
 
 
-def test_the_smallest_budget_says_nothing_about_memory(trainer, monkeypatch):
-    trainer.train_dataset = Dataset.from_dict({"prompt": ["1 + 1"] * 16})
-    trainer.args.max_completion_length = 1
-    monkeypatch.setattr(trainer.learner, "device", torch.device("cuda"))
+def test_the_smallest_budget_says_nothing_about_memory(on_a_gpu):
+    on_a_gpu.train_dataset = Dataset.from_dict({"prompt": ["1 + 1"] * 16})
+    on_a_gpu.args.max_completion_length = 1
     for budget, expected in ((SMALLEST_BUDGET, True), (SMALLEST_BUDGET + 1, False)):
-        monkeypatch.setattr(trainer.learner, "budget", budget)
-        assert trainer._worst_case().is_wanted() == expected
+        on_a_gpu.learner.budget = budget
+        assert on_a_gpu._worst_case().is_wanted() == expected

@@ -44,8 +44,6 @@ GRANITE = "Here is my thought process:"
     [
         ("qwen3", THINK, [], "<think>hm</think>4"),
         ("qwen3", THINK, [], "hm</think>4"),
-        ("deepseek_r1_distill", THINK, [], "<think>hm</think>4"),
-        ("glm4moe", THINK, [], "<think>hm</think>4"),
         ("llama3", THINK, [], "<think>hm</think>4"),
         ("gemma4", [], ["<|channel>", "<channel|>"], "<|channel>thought\nhm<channel|>4"),
         (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -21,7 +22,12 @@ from transformers import (
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
-from rloo_kit.config.engine_settings import check_settings
+from rloo_kit.config.engine_settings import (
+    OF_NO_ENGINE,
+    OF_SERVER,
+    OF_TRANSFORMERS,
+    check_settings,
+)
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 from rloo_kit.training.arguments import BY_DEVICE, _own_config
@@ -297,6 +303,17 @@ def test_a_dataset_that_holds_no_prompts_is_one_sentence(new_trainer, dataset, w
 
 
 # --- settings of who samples ---------------------------------------------------------------------
+
+
+def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
+    who_samples = re.compile("vllm|.*transformers_|cache_implementation")
+    found = {
+        field.name for field in dataclasses.fields(RLOOConfig) if who_samples.match(field.name)
+    }
+    obeyed = found - {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE}
+    assert obeyed == {
+        "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
+    }, "write down who obeys the new one"  # fmt: skip
 
 
 @pytest.mark.parametrize(
