@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import RLOOTrainer
 
 import rloo_kit as rk
@@ -102,18 +102,18 @@ def test_records_hold_the_advantages_that_trl_trains_with(new_trainer, config):
             seen.extend(inputs["advantages"].tolist())
             return super()._compute_loss(model, inputs)
 
-        def notify(self, event, **values):
-            if event == "on_completions":
-                records.extend(values["records"])
+    class Keep(TrainerCallback):
+        def on_completions(self, *_, records, **__):
+            kept.extend(records)
 
-    records = []
+    kept = []
     args = config(max_steps=2, beta=0.1, num_generations=4, learning_rate=1e-2)
-    new_trainer(args, Mine, reward_funcs=short).train()
-    assert len(records) == 16
-    assert sorted(seen) == pytest.approx(sorted(one["advantage"] for one in records), abs=1e-4)
+    new_trainer(args, Mine, reward_funcs=short, callbacks=[Keep()]).train()
+    assert len(kept) == 16
+    assert sorted(seen) == pytest.approx(sorted(one["advantage"] for one in kept), abs=1e-4)
     assert any(abs(one) > 0.1 for one in seen)
-    assert {one["step"] for one in records} == {1, 2}
-    assert all(one["rewards"]["short"] == one["score"] for one in records)
+    assert {one["step"] for one in kept} == {1, 2}
+    assert all(one["rewards"]["short"] == one["score"] for one in kept)
 
 
 def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, config, tmp_path):

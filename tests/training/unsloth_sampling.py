@@ -6,9 +6,9 @@ import torch
 from rloo_kit.training.policy import enable_checkpointing
 
 
-def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, new_trainer):
+def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, new_trainer, config):
     graphs = pytest.importorskip("unsloth.models._decode_graphs")
-    sampler = new_trainer().sampler
+    sampler = new_trainer(config(generation="transformers")).sampler
     depths = []
     policy[0].get_base_model().register_forward_pre_hook(
         lambda *_: depths.append(getattr(graphs._TLS, "rl_depth", 0))
@@ -26,7 +26,8 @@ def test_sampling_that_ran_out_of_memory_leaves_the_model_in_training(
 ):
     llama = pytest.importorskip("unsloth.models.llama")
     base = policy[0].get_base_model()
-    sampler = new_trainer(config(gradient_checkpointing=True)).sampler
+    args = config(generation="transformers", gradient_checkpointing=True)
+    sampler = new_trainer(args).sampler
     base._old_generate = base.generate  # as on a GPU, where Unsloth's takes its place
     monkeypatch.setattr(base, "generate", llama.unsloth_fast_generate.__get__(base), raising=False)
 
