@@ -14,7 +14,7 @@ def policy():
 @pytest.fixture
 def config(tmp_path):
     few = {
-        "max_steps": 1, "max_completion_length": 16, "save_strategy": "no", "learning_rate": 1e-3,
+        "max_steps": 1, "max_completion_length": 24, "save_strategy": "no", "learning_rate": 1e-3,
     }  # fmt: skip
     return lambda **settings: rk.LeaveOneOutConfig(str(tmp_path / "out"), **few | settings)
 

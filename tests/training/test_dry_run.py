@@ -27,6 +27,7 @@ def odd_characters(completions, **_):
 
 
 def make_trainer(folder, **settings):
+    torch.manual_seed(0)
     model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
     return rk.LeaveOneOutTrainer(
         model=rk.attach_lora(model),

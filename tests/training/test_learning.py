@@ -13,7 +13,7 @@ import rloo_kit as rk
 
 @pytest.fixture
 def trainer_for(new_trainer, config):
-    few = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 24}
+    few = {"per_device_train_batch_size": 16, "num_generations": 4}
     prompts = rk.load_prompts("arithmetic", num_prompts=64)
 
     def make(rewards, prompts=prompts, **settings):

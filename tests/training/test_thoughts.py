@@ -149,7 +149,7 @@ def test_a_training_counts_the_thoughts_of_the_marks_that_its_run_file_gives(tmp
         "data": {"num_prompts": 64, "held_out": 0},
         "rewards": ["thinking", "length"],
         "trainer": {
-            "max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": 24,
+            "max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": 12,
         },
         "output_dir": "run",
         "thinking": {"start": "<think>", "end": "7"},

@@ -32,10 +32,10 @@ def test_of_several_gpus_one_trains(config, monkeypatch):
     assert config().n_gpu == 1  # else transformers wraps the model in DataParallel
 
 
-def test_training_moves_the_adapter_alone_and_in_float32(policy, new_trainer):
+def test_training_moves_the_adapter_alone_and_in_float32(policy, new_trainer, config):
     model = policy[0]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    new_trainer(reward_funcs=odd_characters).train()
+    new_trainer(config(max_steps=2, max_completion_length=32), reward_funcs=odd_characters).train()
     moved = {n: p for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved
     assert all("lora_" in name and ".default." in name for name in moved)
@@ -159,12 +159,12 @@ def test_a_ref_policy_without_effect_is_refused(legacy_trainer, reference, setti
 
 @pytest.mark.long
 def test_an_older_notebook_trains_with_its_calls_unchanged(tmp_path):
-    script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "1"]
+    script = [sys.executable, str(HERE / "scripts" / "seed_notebook.py"), str(TINY_THINKER), "3"]
     done = subprocess.run(
         script, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
-    assert "length_reward: beta 0.05 0.05 steps 1" in done.stdout, done.stderr[-2000:]
-    moved = re.search(r"reward model: beta 0.05 steps 1 moved (\d+)", done.stdout)
+    assert "length_reward: beta 0.05 0.05 steps 3" in done.stdout, done.stderr[-2000:]
+    moved = re.search(r"reward model: beta 0.05 steps 3 moved (\d+)", done.stdout)
     assert moved, done.stdout
     assert int(moved[1]) > 0
     assert "kl_coef is beta here: beta=" in done.stderr

@@ -15,7 +15,7 @@ from rloo_kit.training.step_choice import TRL_METHODS, choose_step
 
 def short(completions, **_):
     """Score the completions of a group differently, by their texts."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
+    return [float(sum(map(ord, one[-1]["content"])) % 7) for one in completions]
 
 
 # --- the choice ----------------------------------------------------------------------------------

@@ -113,13 +113,13 @@ def test_a_script_in_trls_style_trains(tmp_path, monkeypatch, capsys):
     script = str(HERE / "scripts" / "trl_script.py")
     flags = f"""--model_name_or_path {TINY_THINKER} --dataset_name {data} --output_dir out
         --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --dtype float32
-        --normalize_reward moving --doctor false --max_steps 1 --max_completion_length 16
+        --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 24
         --learning_rate 1e-3 --beta 0 --save_strategy no --no_canary"""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     runpy.run_path(script)
     said = capsys.readouterr().out
-    assert "steps 1 only lora True\nmoved True\n" in said
+    assert "steps 2 only lora True\nmoved True\n" in said
     assert "moving moving False False 4 0.001 None 2" in said
 
 
