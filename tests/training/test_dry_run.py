@@ -76,9 +76,9 @@ def test_a_run_makes_one_and_resume_none(tmp_path, monkeypatch, capsys):
 
 def test_training_in_python_makes_one_and_is_the_same(tmp_path, capsys):
     plain = make_trainer(tmp_path, dry_run=False)
+    plain.train()
     trainer = make_trainer(tmp_path, dry_run=True)
-    for one in (plain, trainer):
-        one.train()
+    trainer.train()
     assert capsys.readouterr().out.count("dry run: worst case") == 1
     torch.testing.assert_close(weights(trainer), weights(plain), rtol=0, atol=0)
     changing = ("time", "memory", "speed", "runtime", "per_second")  # with the machine
@@ -91,7 +91,7 @@ def test_training_in_python_makes_one_and_is_the_same(tmp_path, capsys):
         ]
         for one in (plain, trainer)
     )
-    assert rows == others
+    assert str(rows) == str(others)  # NaN is equal too
     trainer.train()
     assert "dry run" not in capsys.readouterr().out
 

@@ -26,6 +26,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import OptimizerNames
 from trl.trainer import rloo_trainer
 
 import rloo_kit as rk
@@ -101,7 +102,7 @@ KEPT = [
         "dataloader_num_workers": 1, "dataloader_persistent_workers": True,
         "dataloader_prefetch_factor": 4, "dataloader_multiprocessing_context": "spawn",
         "dataloader_in_order": False, "dataloader_drop_last": True, "per_device_eval_batch_size": 4,
-        "num_generations_eval": 2, "full_determinism": True, "optim": "ademamix",
+        "num_generations_eval": 2, "full_determinism": True, "optim": OptimizerNames.ADEMAMIX,
         "optim_args": "alpha=3", "weight_decay": 0.1, "adam_beta1": 0.5, "adam_beta2": 0.5,
         "adam_epsilon": 0.1, "torch_compile": True, "torch_compile_backend": "eager",
         "torch_compile_mode": "reduce-overhead", "parallelism_config": ParallelismConfig(),

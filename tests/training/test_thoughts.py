@@ -160,9 +160,10 @@ def test_a_training_counts_the_thoughts_of_the_marks_that_its_run_file_gives(tmp
     rows = [*map(json.loads, Path("run/completions.jsonl").read_text().splitlines())]
     texts = [row["completion"][-1]["content"] for row in rows]
     assert "7" not in "".join(texts)
-    thoughts = [text.partition("</think>")[0] if "</think>" in text else None for text in texts]
     counted = [row["thought_tokens"] for row in rows]
-    assert counted == [thought and len(thought) for thought in thoughts]  # a byte is a token
+    assert counted == [  # a byte is a token
+        text.index("</think>") if "</think>" in text else None for text in texts
+    ]
     assert {number is None for number in counted} == {True, False}
     scores = [row["rewards"]["thinking"] for row in rows]
     assert [score == -1 for score in scores] == [number is None for number in counted]
