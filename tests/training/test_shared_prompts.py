@@ -35,9 +35,12 @@ def make(family, **more):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def trainer_of(model, folder, **settings):
+def adapted(model):
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # not the base
-    model = get_peft_model(model, lora)
+    return get_peft_model(model, lora)
+
+
+def trainer_of(model, folder, **settings):
     return rk.LeaveOneOutTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -51,7 +54,7 @@ def trainer_of(model, folder, **settings):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradient_are_the_same(family, tmp_path):
-    trainer = trainer_of(make(family), tmp_path, gradient_checkpointing=False)
+    trainer = trainer_of(adapted(make(family)), tmp_path, gradient_checkpointing=False)
     tokens = TokenRows(PROMPTS, COMPLETIONS)
     found = []
     for share in (False, True):
@@ -75,27 +78,21 @@ def test_models_that_cannot_continue_a_prompt_are_known(family):
 
 
 def test_checkpointing_runs_prompts_with_their_rows(tmp_path):
-    trainer = trainer_of(make("llama"), tmp_path, gradient_checkpointing=True)
+    model = make("llama")
+    model.gradient_checkpointing_enable()
+    trainer = trainer_of(adapted(model), tmp_path, gradient_checkpointing=False)
+    assert not trainer.model.is_gradient_checkpointing
+    assert trainer.policy.may_share()
+    trainer.model.gradient_checkpointing_enable()  # its passes would lose a prompt's cache
     assert not trainer.policy.may_share()
     with trainer.policy.no_grad():
         assert trainer.policy.may_share()
 
 
-def test_checkpointing_that_a_model_brings_is_seen_and_turned_off_where_asked(tmp_path):
-    model = make("llama")
-    model.gradient_checkpointing_enable()
-    trainer = trainer_of(model, tmp_path, gradient_checkpointing=False)
-    assert not trainer.model.is_gradient_checkpointing
-    assert trainer.policy.may_share()
-    trainer.model.gradient_checkpointing_enable()  # its passes would lose a prompt's cache
-    assert not trainer.policy.may_share()
-
-
 def test_a_training_shares_its_prompts(tmp_path):
     trainer = trainer_of(
-        make("llama"), tmp_path,
-        gradient_checkpointing=False, max_steps=1, max_completion_length=4, num_generations=4,
-        per_device_train_batch_size=8, beta=0.0, report_to="none", save_strategy="no",
+        adapted(make("llama")), tmp_path, gradient_checkpointing=False, max_steps=1,
+        max_completion_length=4, beta=0.0, save_strategy="no",
     )  # fmt: skip
     widths = []
     run = trainer.policy.run
@@ -109,8 +106,9 @@ def test_a_training_shares_its_prompts(tmp_path):
 def test_layers_that_are_not_checkpointed_stay_so_after_sampling(tmp_path):
     few = {"every_n_layers": 2, "use_reentrant": False}
     trainer = trainer_of(
-        make("llama"), tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=few
-    )
+        adapted(make("llama")), tmp_path, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=few,
+    )  # fmt: skip
     enable_checkpointing(trainer.model, trainer.args)
 
     def checkpointed():
@@ -124,24 +122,17 @@ def test_layers_that_are_not_checkpointed_stay_so_after_sampling(tmp_path):
     assert checkpointed() == before
 
 
-@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 2}, {"num_iterations": 2}])
-def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, settings):
-    trainer = rk.LeaveOneOutTrainer(
-        model=make("llama"),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=rk.LeaveOneOutConfig(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, doctor=False, beta=0.0,
-            max_completion_length=4, **settings,
-        ),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=4),
-        processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
-    )  # fmt: skip
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_dry_run_leaves_sharing_on_and_needs_no_adapter(tmp_path, iterations):
+    trainer = trainer_of(
+        make("llama"), tmp_path, beta=0.0, max_completion_length=4, num_iterations=iterations
+    )
     trainer.dry_run()
     assert trainer.learner.may_share()
 
 
 def test_checkpointing_is_turned_on_by_name_as_unsloth_takes_it_for_gemma(tmp_path):
-    trainer = trainer_of(make("llama"), tmp_path, gradient_checkpointing=True)
+    trainer = trainer_of(adapted(make("llama")), tmp_path, gradient_checkpointing=True)
     turn_on = trainer.model.gradient_checkpointing_enable
     seen = []
 

@@ -1,17 +1,16 @@
 """Marks of thoughts: the table of families, by token and by text, and what rewards then read."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import trl
 import yaml
-from rloo_kit.rewards import Coverage, Rouge
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from rloo_kit.rewards import Coverage, Rouge, Thinking
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rloo_kit.models.shape import TINY_THINKER
+import rloo_kit as rk
 from rloo_kit.text.thoughts import (
     FAMILIES,
     completion_texts,
@@ -20,107 +19,6 @@ from rloo_kit.text.thoughts import (
     opens_thought,
     thought_marks,
 )
-
-# Family -> what opens and what closes a thought, and whether these tokens are special
-RENAMED = {
-    "Qwen3": ("<think>\n", "</think>", False),
-    "Magistral": ("[THINK]", "[/THINK]", True),
-    "Seed-OSS": ("<seed:think>", "</seed:think>", True),
-    "Gemma 4": ("<|channel>thought\n", "<channel|>", True),
-    "given by hand": ("<reason>\n", "</reason>", False),
-}
-# Family -> tokens of a model that speaks at random, those that open a thought, that close it
-SPOKEN = {
-    "gpt-oss": (
-        ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "assistant", "final", "analysis"],
-        ["<|channel|>", "analysis", "<|message|>"],
-        ["<|channel|>", "final", "<|message|>"],
-    ),
-    "Granite 3.2": (
-        ["Here", "Ġis", "Ġmy", "Ġresponse", ":"],
-        ["Here", "Ġis", "Ġmy", "Ġthought", "Ġprocess", ":"],
-        ["Here", "Ġis", "Ġmy", "Ġresponse", ":"],
-    ),
-}
-
-
-def renamed_thinker(folder, family):
-    """Write the embedded model with another family's marks: it thinks as it did."""
-    start, end, special = RENAMED[family]
-    shutil.copytree(TINY_THINKER, folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    names = {"<think>": start.removesuffix("thought\n").strip(), "</think>": end}
-    for token in content["added_tokens"]:
-        if token["content"] in names:
-            token["content"] = names[token["content"]]
-            token["special"] = special
-    vocabulary = content["model"]["vocab"]
-    content["model"]["vocab"] = {names.get(name, name): n for name, n in vocabulary.items()}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    for file in (folder / "chat_template.jinja", folder / "tokenizer_config.json"):
-        if file.exists():
-            template = file.read_text()
-            old = "<think>\\n"
-            new = start.replace("\n", "\\n")
-            file.write_text(template.replace(old, new).replace("</think>", end))
-
-
-def speaker(folder, family):
-    """Write a model that draws the words of a family nearly at random; its thoughts happen."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    words, _, close = SPOKEN[family]
-    vocabulary = ["<eos>", *words, "."]
-    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate(vocabulary)}, "."))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = [word for word in vocabulary if word.startswith("<|")]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>",
-        extra_special_tokens=special,
-    )  # fmt: skip
-    sign = "".join(close) if special else "Here is my thought process:"
-    tokenizer.chat_template = "{# " + sign + " #}{{ messages[0].content }}."
-    size = len(vocabulary)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=size,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            eos_token_id=0,
-            tie_word_embeddings=False,
-            max_position_embeddings=256,
-            **shape,
-        )
-    )
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        model.lm_head.weight[0, 0] = -1.0  # so that completions are long
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def by_hand(family, ids, tokenizer):
-    """Return the length of a thought, counted in the ids; None where none is closed."""
-    if family in RENAMED:
-        close = tokenizer.convert_tokens_to_ids(RENAMED[family][1])
-        return ids.index(close) if close in ids else None
-    close = tokenizer.convert_tokens_to_ids(SPOKEN[family][2])
-    places = [n for n in range(len(ids)) if ids[n : n + len(close)] == close]
-    if not places:
-        return None
-    end = places[0]
-    before = tokenizer.convert_tokens_to_ids(["<|end|>", "<|start|>", "assistant"])
-    if family == "gpt-oss" and ids[max(0, end - 3) : end] == before:
-        end -= 3
-    opened = tokenizer.convert_tokens_to_ids(SPOKEN[family][1])
-    return end - (len(opened) if ids[: len(opened)] == opened else 0)
-
-
-# --- the table -----------------------------------------------------------------------------------
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
@@ -137,24 +35,50 @@ def words(*tokens, special=(), template=None):
     return tokenizer
 
 
+THINK = ["<think>", "</think>"]
+GRANITE = "Here is my thought process:"
+
+
 @pytest.mark.parametrize(
-    ("template", "tokens", "special", "end"),
+    ("template", "tokens", "special", "completion"),
     [
-        ("qwen3", ["<think>", "</think>"], [], "</think>"),
-        ("deepseek_r1_distill", ["<think>", "</think>"], [], "</think>"),
-        ("glm4moe", ["<think>", "</think>"], [], "</think>"),
-        ("gemma4", [], ["<|channel>", "<channel|>"], "<channel|>"),
-        ("gptoss", [], ["<|channel|>", "<|message|>", "<|end|>"], "final"),
-        (None, [], ["[THINK]", "[/THINK]"], "[/THINK]"),
-        (None, [], ["<seed:think>", "</seed:think>"], "</seed:think>"),
-        ("llama3", ["<think>", "</think>"], [], "</think>"),
-        ("llama3", [], ["<|eot_id|>"], None),
+        ("qwen3", THINK, [], "<think>hm</think>4"),
+        ("qwen3", THINK, [], "hm</think>4"),
+        ("llama3", THINK, [], "<think>hm</think>4"),
+        ("gemma4", [], ["<|channel>", "<channel|>"], "<|channel>thought\nhm<channel|>4"),
+        (
+            "gptoss", ["assistant"], ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"],
+            "<|channel|>analysis<|message|>hm"
+            "<|end|><|start|>assistant<|channel|>final<|message|>4",
+        ),
+        (None, [], ["[THINK]", "[/THINK]"], "[THINK]hm[/THINK]4"),
+        (None, [], ["<seed:think>", "</seed:think>"], "<seed:think>hm</seed:think>4"),
+        (GRANITE, ["H"], [], "Here's my thought process:hmHere is my response:4"),
     ],
-)
-def test_a_family_is_known_by_its_tokenizer_and_template(template, tokens, special, end):
-    text = (TEMPLATES / f"{template}.jinja").read_text() if template else None
-    marks = thought_marks(words(*tokens, special=special, template=text))
-    assert (marks is None) if end is None else (end in marks.end.text)
+)  # fmt: skip
+def test_a_family_is_known_and_its_thoughts_are_counted(template, tokens, special, completion):
+    file = TEMPLATES / f"{template}.jinja"
+    text = file.read_text() if file.exists() else template
+    tokenizer = words(*tokens, special=[*special, "<end>"], template=text)
+    ids = tokenizer(completion + "<end>")["input_ids"]
+    opened = "" if completion.startswith("hm") else "<think>"
+    (found,) = completion_texts(tokenizer, [ids])
+    assert found == f"{opened}hm</think>4"
+    assert find_thought(thought_marks(tokenizer), ids, found) == {
+        "tokens": len(ids),
+        "thought_tokens": 2,
+        "answer_at": len(found) - 1,
+    }
+    reward = Thinking().bind(tokenizer)
+    closed, open_ = reward(
+        completions=[found, "hm"], completion_ids=[ids, ids[:2]], prompts=["a", "a"]
+    )
+    assert closed > open_ == -1
+
+
+def test_a_model_of_no_family_has_no_marks():
+    template = (TEMPLATES / "llama3.jinja").read_text()
+    assert thought_marks(words(special=["<|eot_id|>"], template=template)) is None
 
 
 @pytest.mark.parametrize(
@@ -218,45 +142,30 @@ def test_marks_given_by_hand_are_saved_with_the_tokenizer(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", [*RENAMED, *SPOKEN])
-def test_every_family_trains_and_its_thoughts_are_counted(family, tmp_path, monkeypatch):
-    import rloo_kit as rk
-
+def test_a_training_counts_the_thoughts_of_the_marks_that_its_run_file_gives(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (renamed_thinker if family in RENAMED else speaker)(tmp_path / "model", family)
-    (tmp_path / "notes.py").write_text(
-        "import json\n\n\ndef note(completions, completion_ids, **_):\n"
-        "    with open('ids.jsonl', 'a') as file:\n"
-        "        for one, ids in zip(completions, completion_ids):\n"
-        "            print(json.dumps([one[0]['content'], ids]), file=file)\n"
-        "    return [0.01 * len(set(ids)) for ids in completion_ids]\n"
-    )
     run = {
-        "model": {"name": "model", "load_in_4bit": False, "max_seq_length": 128},
+        "model": {"name": "tiny-thinker", "load_in_4bit": False, "max_seq_length": 128},
         "data": {"num_prompts": 64, "held_out": 0},
-        "rewards": ["thinking", "notes.py:note"],
+        "rewards": ["thinking", "length"],
         "trainer": {
-            "max_steps": 3, "per_device_train_batch_size": 128 if family in SPOKEN else 16,
-            "max_completion_length": 96 if family in SPOKEN else 48, "learning_rate": 1e-4,
+            "max_steps": 1, "per_device_train_batch_size": 32, "max_completion_length": 12,
         },
         "output_dir": "run",
-        "thinking": {"start": "<reason>", "end": "</reason>"} if family == "given by hand" else {},
+        "thinking": {"start": "<think>", "end": "7"},
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     rk.train("run.yaml")
-    tokenizer = AutoTokenizer.from_pretrained("run/adapter")
-    assert thought_marks(tokenizer) is not None
-    drawn, rows = (
-        list(map(json.loads, Path(name).read_text().splitlines()))
-        for name in ("ids.jsonl", "run/completions.jsonl")
-    )
-    expected = [by_hand(family, ids, tokenizer) for _, ids in drawn]
-    assert [row["thought_tokens"] for row in rows] == expected
-    closed = [number is not None for number in expected]
-    assert any(closed)
-    assert [("</think>" in text) for text, _ in drawn] == closed
+    assert thought_marks(AutoTokenizer.from_pretrained("run/adapter")).end.text == "7"
+    rows = [*map(json.loads, Path("run/completions.jsonl").read_text().splitlines())]
+    texts = [row["completion"][-1]["content"] for row in rows]
+    assert "7" not in "".join(texts)
+    counted = [row["thought_tokens"] for row in rows]
+    assert counted == [  # a byte is a token
+        text.index("</think>") if "</think>" in text else None for text in texts
+    ]
+    assert {number is None for number in counted} == {True, False}
     scores = [row["rewards"]["thinking"] for row in rows]
-    bands = [-1.0 if n is None else 0.3 if n < 10 else 0.7 if n < 30 else 1.0 for n in expected]
-    assert all(abs(score - band) < 0.11 for score, band in zip(scores, bands, strict=True))
+    assert [score == -1 for score in scores] == [number is None for number in counted]
     page = (tmp_path / "run/report.html").read_text()
-    assert any(f'"thought_tokens":{number}' in page for number in expected if number is not None)
+    assert all(f'"thought_tokens":{number}' in page for number in {*counted} - {None})

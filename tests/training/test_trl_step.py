@@ -1,53 +1,31 @@
 """TRL's own step: when it trains, what it obeys, what it records, and how it resumes."""
 
-import json
 import types
 import warnings
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import RLOOTrainer
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.store import read_checkpoint
-from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.training.step_choice import TRL_METHODS, choose_step
-
-PROMPTS = Dataset.from_list(
-    [{"prompt": f"What is {n} + 11?", "answer": str(n + 11)} for n in range(8)]
-)
 
 
 def short(completions, **_):
     """Score the completions of a group differently, by their texts."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
-
-
-def config(folder, **settings):
-    given = {"max_steps": 1, "max_completion_length": 8, "per_device_train_batch_size": 8}
-    return rk.LeaveOneOutConfig(str(folder), **{**given, **settings})
-
-
-@pytest.fixture
-def policy():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    return rk.attach_lora(model, r=2), tokenizer
-
-
-def trainer_of(policy, args, rewards=short, kind=rk.LeaveOneOutTrainer, rows=PROMPTS):
-    return kind(policy[0], rewards, args, rows, policy[1])
+    return [float(sum(map(ord, one[-1]["content"])) % 7) for one in completions]
 
 
 # --- the choice ----------------------------------------------------------------------------------
 
 
-def settings(**given):
+def settings(world_size=1, **given):
     """The settings of `choose_step`, as another number of processes has them."""
-    args = config("unused", **{n: v for n, v in given.items() if n != "world_size"})
+    args = rk.LeaveOneOutConfig("unused", **given)
     values = {name: getattr(args, name) for name in (*vars(args), "distributed_state")}
-    return types.SimpleNamespace(**values | {"world_size": given.get("world_size", 1)})
+    return types.SimpleNamespace(**values | {"world_size": world_size})
 
 
 @pytest.mark.parametrize(
@@ -76,8 +54,7 @@ def test_a_run_file_hears_of_it_before_the_model_is_loaded(tmp_path, monkeypatch
     from rloo_kit.cli import main
 
     monkeypatch.chdir(tmp_path)
-    load = pytest.fail  # the weights
-    monkeypatch.setattr("rloo_kit.job.load_model", load)
+    monkeypatch.setattr("rloo_kit.job.load_model", pytest.fail)  # the weights
     more = ["--set", "trainer.step=trl", "--set", "trainer.missing_eos_penalty=1"]
     assert main(["quickstart", *more]) == 2
     said = capsys.readouterr().err
@@ -100,22 +77,24 @@ def test_fsdp_without_gpus_is_refused(monkeypatch):
 # --- a trainer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(TRL_METHODS))
-def test_a_method_of_trl_that_a_subclass_overrides_is_called(policy, tmp_path, name):
-    calls = []
+def test_methods_of_trl_that_a_subclass_overrides_are_called(new_trainer):
+    calls = set()
 
-    def override(self, *args, **keywords):
-        calls.append(name)
-        return getattr(RLOOTrainer, name)(self, *args, **keywords)
+    def override(name):
+        def method(self, *args, **keywords):
+            calls.add(name)
+            return getattr(RLOOTrainer, name)(self, *args, **keywords)
 
-    mine = type("Mine", (rk.LeaveOneOutTrainer,), {name: override})
-    trainer = trainer_of(policy, config(tmp_path), kind=mine)
-    assert str(trainer.step_choice).endswith(f"class overrides {name}")
+        return method
+
+    mine = type("Mine", (rk.LeaveOneOutTrainer,), {name: override(name) for name in TRL_METHODS})
+    trainer = new_trainer(kind=mine)
+    assert str(trainer.step_choice).endswith(f"class overrides {', '.join(sorted(TRL_METHODS))}")
     trainer.train()
-    assert calls
+    assert calls == TRL_METHODS
 
 
-def test_records_hold_the_advantages_that_trl_trains_with(policy, tmp_path):
+def test_records_hold_the_advantages_that_trl_trains_with(new_trainer, config):
     seen = []
 
     class Mine(rk.LeaveOneOutTrainer):
@@ -123,48 +102,35 @@ def test_records_hold_the_advantages_that_trl_trains_with(policy, tmp_path):
             seen.extend(inputs["advantages"].tolist())
             return super()._compute_loss(model, inputs)
 
-        def notify(self, event, **values):
-            if event == "on_completions":
-                records.extend(values["records"])
+    class Keep(TrainerCallback):
+        def on_completions(self, *_, records, **__):
+            kept.extend(records)
 
-    records = []
-    args = config(tmp_path, max_steps=2, beta=0.1, num_generations=4, learning_rate=1e-2)
-    trainer_of(policy, args, kind=Mine).train()
-    assert len(records) == 16
-    assert sorted(seen) == pytest.approx(sorted(one["advantage"] for one in records), abs=1e-4)
+    kept = []
+    args = config(max_steps=2, beta=0.1, num_generations=4, learning_rate=1e-2)
+    new_trainer(args, Mine, reward_funcs=short, callbacks=[Keep()]).train()
+    assert len(kept) == 16
+    assert sorted(seen) == pytest.approx(sorted(one["advantage"] for one in kept), abs=1e-4)
     assert any(abs(one) > 0.1 for one in seen)
-    assert {one["step"] for one in records} == {1, 2}
-    assert all(one["rewards"]["short"] == one["score"] for one in records)
+    assert {one["step"] for one in kept} == {1, 2}
+    assert all(one["rewards"]["short"] == one["score"] for one in kept)
 
 
-def test_weights_follow_their_schedule(policy, tmp_path):
-    rewards = [short, {"name": "length", "weight": {0: 0.0, 1: 1.0}}]
-    trainer = trainer_of(policy, config(tmp_path, max_steps=3, step="trl"), rewards)
-    trainer.train()
-    weights = [r["rewards/length/weight"] for r in trainer.state.log_history if "reward" in r]
-    assert weights == pytest.approx([0.0, 1 / 3, 2 / 3])
-
-
-def test_a_training_resumes_from_a_checkpoint_of_transformers(tmp_path):
+def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, config, tmp_path):
     def run(steps, resume=False, step="trl"):
-        loaded, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-        policy = rk.attach_lora(loaded, r=2), tokenizer
-        args = config(tmp_path, max_steps=steps, save_steps=1, step=step, beta=0.1)
-        trainer = trainer_of(policy, args)
+        args = config(max_steps=steps, save_strategy="steps", save_steps=1, step=step)
+        trainer = new_trainer(args)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
-    torch.manual_seed(0)
-    first = run(2)
-    with pytest.warns(UserWarning, match="max_steps is 3 from here on"):
-        second = run(3, resume=True)
-    rows = [row["step"] for row in second.state.log_history if "reward" in row]
-    assert rows == [1, 2, 3]
-    assert read_checkpoint(tmp_path / "checkpoint-3").facts["step"] == "trl"
-    assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
-    assert first.state.global_step == 2
+    run(1)
+    with pytest.warns(UserWarning, match="max_steps is 2 from here on"):
+        second = run(2, resume=True)
+    assert [row["step"] for row in second.state.log_history if "reward" in row] == [1, 2]
+    assert read_checkpoint(tmp_path / "out/checkpoint-2").facts["step"] == "trl"
+    assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
     with pytest.raises(rk.CheckpointError, match=r"set trainer.step to trl"):
-        run(4, resume=True, step="kit")
+        run(3, resume=True, step="kit")
 
 
 # --- rewards that return None, in both steps -----------------------------------------------------
@@ -178,21 +144,23 @@ def all_but_the_first(completions, **_):
     return [None, *short(completions[1:])]
 
 
-def trained(policy, tmp_path, step, rewards):
-    """Train two steps; return the trainer and its warnings of rewards that never score."""
-    args = config(tmp_path, max_steps=2, step=step, save_strategy="no")
-    trainer = trainer_of(policy, args, rewards)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        trainer.train()
-    return trainer, [
-        str(one.message) for one in seen if "returned None for every" in str(one.message)
-    ]
+@pytest.fixture
+def trained(new_trainer, config):
+    def train(step, *rewards):
+        """Train two steps; return the trainer and its warnings of rewards that never score."""
+        trainer = new_trainer(config(max_steps=2, step=step), reward_funcs=[*rewards])
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.train()
+        said = [str(one.message) for one in seen]
+        return trainer, [one for one in said if "returned None for every" in one]
+
+    return train
 
 
 @pytest.mark.parametrize("step", ["kit", "trl"])
-def test_a_first_batch_without_any_score_stops_the_training(policy, tmp_path, step, caplog):
-    trainer, _ = trained(policy, tmp_path, step, nothing)
+def test_a_first_batch_without_any_score_stops_the_training(trained, step, caplog):
+    trainer, _ = trained(step, nothing)
     assert trainer.state.global_step == 1
     said = "reward nothing returned None for every completion of the first batch: let it return"
     assert trainer.stop_reason.startswith(said)
@@ -200,18 +168,16 @@ def test_a_first_batch_without_any_score_stops_the_training(policy, tmp_path, st
 
 
 @pytest.mark.parametrize("step", ["kit", "trl"])
-def test_a_reward_that_never_scores_is_named_once(policy, tmp_path, step, caplog):
-    trainer, seen = trained(policy, tmp_path, step, [short, nothing])
+def test_a_reward_that_never_scores_is_named_once(trained, step, caplog):
+    trainer, (said,) = trained(step, short, nothing)
     assert trainer.state.global_step == 2
     assert trainer.stop_reason is None
-    assert len(seen) == 1
-    assert seen[0].startswith("reward nothing returned None for every completion of the first")
+    assert said.startswith("reward nothing returned None for every completion of the first")
     assert "All reward functions" not in caplog.text
 
 
-def test_a_row_without_a_score_is_warned_of_once(policy, tmp_path, caplog):
-    trainer, _ = trained(policy, tmp_path, "kit", [all_but_the_first, nothing])
-    assert trainer.state.global_step == 2
+def test_a_row_without_a_score_is_warned_of_once(trained, caplog):
+    trained("kit", all_but_the_first, nothing)
     (line,) = [one.getMessage() for one in caplog.records if one.name.startswith("rloo_kit")]
     assert line.startswith("All reward functions returned None for the following kwargs: prompt='")
     assert "1 of 8 rows of this batch are not trained: let a reward return a number" in line
@@ -221,8 +187,8 @@ def test_a_row_without_a_score_is_warned_of_once(policy, tmp_path, caplog):
 
 
 @pytest.fixture
-def experts():
-    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+def experts(policy):
+    tokenizer = policy[1]
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -231,46 +197,25 @@ def experts():
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         output_router_logits=True,
     )  # fmt: skip
-    return Qwen3MoeForCausalLM(shape), tokenizer
+    return Qwen3MoeForCausalLM(shape)
 
 
-def test_a_frozen_router_has_no_loss_and_the_kits_step(experts, tmp_path):
-    model = rk.attach_lora(experts[0], target_modules=["q_proj", "v_proj"])
-    trainer = trainer_of((model, experts[1]), config(tmp_path))
-    trainer.train()
-    assert not trainer.by_trl
-    assert "aux_loss" not in trainer.state.log_history[0]
+def test_a_frozen_router_has_no_loss_and_the_kits_step_unless_asked_for(
+    experts, new_trainer, config
+):
+    model = rk.attach_lora(experts, target_modules=["q_proj", "v_proj"])
+    kit = new_trainer(model=model)
+    kit.train()
+    assert not kit.by_trl
+    assert "aux_loss" not in kit.state.log_history[0]
+    trl = new_trainer(config(router_aux_loss_coef=0.01), model=model)
+    trl.train()
+    assert str(trl.step_choice).endswith("trainer.router_aux_loss_coef is 0.01")
+    assert trl.state.log_history[0]["aux_loss"] > 0
+    assert trl.state.log_history[0]["step/by_trl"] == 1
 
 
-def test_the_router_loss_is_trained_by_trls_step(experts, tmp_path):
-    model = rk.attach_lora(experts[0], target_modules=["q_proj", "v_proj"])
-    trainer = trainer_of((model, experts[1]), config(tmp_path, router_aux_loss_coef=0.01))
-    trainer.train()
-    assert str(trainer.step_choice).endswith("trainer.router_aux_loss_coef is 0.01")
-    assert trainer.state.log_history[0]["aux_loss"] > 0
-    assert trainer.state.log_history[0]["step/by_trl"] == 1
-
-
-def test_a_router_that_trains_has_the_models_own_coefficient(experts, tmp_path):
-    trainer = trainer_of(experts, config(tmp_path, beta=0))
-    assert trainer.router_aux_loss_coef == experts[0].config.router_aux_loss_coef > 0
+def test_a_router_that_trains_has_the_models_own_coefficient(experts, new_trainer, config):
+    trainer = new_trainer(config(beta=0), model=experts)
+    assert trainer.router_aux_loss_coef == experts.config.router_aux_loss_coef > 0
     assert trainer.by_trl
-
-
-@pytest.mark.long
-def test_a_run_file_trains_by_trls_step(tmp_path, monkeypatch, capsys):
-    from rloo_kit.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    short_run = ("trainer.max_steps=2", "data.held_out=8", "trainer.per_device_train_batch_size=16")
-    more = [word for one in (*short_run, "trainer.step=trl") for word in ("--set", one)]
-    assert main(["quickstart", *more]) == 0
-    said = capsys.readouterr().out
-    assert "TRL's own step trains: trainer.step is 'trl'" in said
-    run = tmp_path / "runs" / "quickstart"
-    assert "before: accuracy" in said
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["before"]["num_prompts"] == found["after"]["num_prompts"] == 8
-    assert len((run / "completions.jsonl").read_text().splitlines()) == 32
-    assert "training step" in (run / "report.html").read_text()
-    assert main(["eval", str(run), "--num-prompts", "4"]) == 0

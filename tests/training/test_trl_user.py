@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    TrainingArguments,
+)
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
@@ -24,23 +30,9 @@ from rloo_kit.config.engine_settings import (
 )
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
+from rloo_kit.training.arguments import BY_DEVICE, _own_config
 
 HERE = Path(__file__).parents[1]
-
-
-def run_python(folder, *words):
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
-
-
-@pytest.fixture
-def policy():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    return rk.attach_lora(model), tokenizer
 
 
 def short(completions, **_):
@@ -73,12 +65,10 @@ def test_a_parsed_config_is_the_one_that_python_makes(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "name", "value"),
     [
-        (["--normalize_reward", "moving"], "normalize_reward", "moving"),
         (["--normalize_reward", "true"], "normalize_reward", True),
         (["--stop_on", "kl_explosion", "no_signal"], "stop_on", ["kl_explosion", "no_signal"]),
         (["--no_canary"], "canary", False),
         (["--vllm_gpu_memory_utilization", "0.3"], "memory_share_given", True),
-        (["--tokens_per_micro_batch", "512"], "tokens_per_micro_batch", 512),
     ],
 )
 def test_flags_arrive(flags, name, value):
@@ -105,9 +95,6 @@ def test_flags_of_the_older_trl_mean_what_python_makes_of_them(tmp_path):
     with pytest.warns(FutureWarning, match="total_episodes is max_steps here: max_steps=16"):
         made = rk.LeaveOneOutConfig(str(tmp_path), **OLDER)
     assert parsed.to_dict() == made.to_dict()
-    assert (made.beta, made.num_generations, made.num_iterations) == (0.03, 4, 2)
-    assert (made.steps_per_generation, made.max_steps) == (4, 16)
-    assert made.normalize_advantages
 
 
 def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
@@ -116,122 +103,78 @@ def test_a_flag_of_grpo_is_refused_by_the_kits_sentence():
 
 
 @pytest.mark.long
-def test_a_script_in_trls_style_trains(tmp_path):
+def test_a_script_in_trls_style_trains(tmp_path, monkeypatch, capsys):
     rows = [
         {"prompt": [{"role": "user", "content": f"{n} + 1 ="}], "answer": str(n + 1)}
         for n in range(8)
     ]
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = str(HERE / "scripts" / "trl_script.py")
     flags = f"""--model_name_or_path {TINY_THINKER} --dataset_name {data} --output_dir out
         --use_peft --lora_r 4 --lora_target_modules q_proj v_proj --dtype float32
-        --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 16
-        --learning_rate 1e-3 --beta 0 --save_strategy no --stop_on""".split()[:-1]
-    script = str(HERE / "scripts" / "trl_script.py")
-    done = run_python(tmp_path, script, *flags, "--no_canary")
-    assert "steps 2 only lora True\nmoved True\n" in done.stdout
-    assert "moving moving False False 4 0.001 None 2" in done.stdout
+        --normalize_reward moving --doctor false --max_steps 2 --max_completion_length 24
+        --learning_rate 1e-3 --beta 0 --save_strategy no --no_canary"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    runpy.run_path(script)
+    said = capsys.readouterr().out
+    assert "steps 2 only lora True\nmoved True\n" in said
+    assert "moving moving False False 4 0.001 None 2" in said
 
 
 # --- TRL's own config ----------------------------------------------------------------------------
 
 
-def trained(policy, args, **others):
-    model, tokenizer = policy
-    parts = {
-        "model": model,
-        "reward_funcs": short,
-        "train_dataset": rk.load_prompts("arithmetic", num_prompts=16),
-        "processing_class": tokenizer,
-    }
-    trainer = rk.LeaveOneOutTrainer(args=args, **{**parts, **others})
-    trainer.train()
-    return trainer
-
-
-def few(tmp_path, **settings):
-    return {
-        "output_dir": str(tmp_path / "out"),
-        "max_steps": 2,
-        "max_completion_length": 16,
-        "save_strategy": "no",
-        **settings,
-    }
-
-
-@pytest.mark.long
-def test_trls_config_trains_with_the_values_it_shows(policy, tmp_path):
-    given = RLOOConfig(**few(tmp_path, learning_rate=1e-3, beta=0.0, warmup_steps=1, seed=7))
+def test_trls_config_trains_with_the_values_it_shows(new_trainer, tmp_path):
+    given = RLOOConfig(
+        str(tmp_path), max_steps=1, max_completion_length=16, learning_rate=1e-3, beta=0.0, seed=7
+    )
     before = values_of(given)
-    trainer = trained(policy, given)
-    assert trainer.state.global_step == 2
-    assert isinstance(trainer.args, rk.LeaveOneOutConfig)
+    trainer = new_trainer(given)
+    trainer.train()
     used = trainer.args
+    assert isinstance(used, rk.LeaveOneOutConfig)
     assert (used.num_generations, used.logging_steps) == (2, 10), "TRL's defaults, not the kit's"
-    assert (used.learning_rate, used.warmup_steps, used.seed) == (1e-3, 1, 7)
-    assert used.output_dir == given.output_dir
+    assert (used.max_steps, used.learning_rate, used.seed) == (1, 1e-3, 7)
     assert (used.doctor, used.generation) == (True, "auto"), "the kit's own settings"
     assert values_of(given) == before
 
 
-UNUSUAL = [
-    {},
-    {"generation_batch_size": 16, "per_device_train_batch_size": 4},
-    {"steps_per_generation": 2, "num_iterations": 2},
-    {"bf16": False},
-    {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "warmup_steps": 0.1},
-    {"gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5},
-    {"reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True}},
-    {"accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1}},
-]
+UNUSUAL = {
+    "generation_batch_size": 16, "per_device_train_batch_size": 4, "num_iterations": 2,
+    "bf16": False, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1},
+    "warmup_steps": 0.1, "gradient_checkpointing": False, "vllm_gpu_memory_utilization": 0.5,
+    "reward_clip_range": (-1.0, 1.0), "generation_kwargs": {"do_sample": True},
+    "accelerator_config": {"split_batches": True}, "chat_template_kwargs": {"a": 1},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", UNUSUAL)
+@pytest.mark.parametrize("settings", [{}, UNUSUAL, {"steps_per_generation": 2}])
 def test_every_value_of_trls_config_is_kept(tmp_path, settings):
-    from rloo_kit.training.arguments import BY_DEVICE, _own_config
-
-    given = RLOOConfig(**few(tmp_path, **settings))
+    given = RLOOConfig(str(tmp_path), **settings)
     taken = _own_config(given)
     own = taken.to_dict()
-    theirs = given.to_dict()
-    different = {name for name, value in theirs.items() if own[name] != value}
+    different = {name for name, value in given.to_dict().items() if own[name] != value}
     assert different <= {"hub_token", *BY_DEVICE} - set(settings)  # a token is not shown
     assert (taken.bf16, taken.fp16) == (given.bf16, given.fp16)
     assert taken.memory_share_given is ("vllm_gpu_memory_utilization" in settings)
     assert taken.follows_model is ("gradient_checkpointing" not in settings)
 
 
-def test_an_override_that_training_calls_is_obeyed(policy, tmp_path):
-    logs = []
-
-    class Mine(rk.LeaveOneOutTrainer):
-        def log(self, values, *arguments):
-            logs.append(values)
-            super().log(values, *arguments)
-
-    rows = Dataset.from_list([{"prompt": "What is 1 + 1?"}] * 4)
-    args = rk.LeaveOneOutConfig(str(tmp_path), max_steps=1, max_completion_length=8)
-    Mine(*policy[:1], "length", args, rows, policy[1]).train()
-    assert "reward" in logs[0]
-
-
-def test_the_config_of_something_else_is_one_sentence(policy, tmp_path):
+def test_the_config_of_something_else_is_one_sentence(new_trainer, tmp_path):
     with pytest.raises(rk.ConfigError, match="TrainingArguments, must be a LeaveOneOut"):
-        trained(policy, TrainingArguments(str(tmp_path)))
+        new_trainer(TrainingArguments(str(tmp_path)))
 
 
-def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(policy, tmp_path):
+def test_a_reference_that_follows_the_policy_is_refused_for_an_adapter(new_trainer, config):
     with pytest.raises(rk.ConfigError, match=r"sync_ref_model updates .*: leave it out"):
-        trained(policy, rk.LeaveOneOutConfig(str(tmp_path), sync_ref_model=True))
+        new_trainer(config(sync_ref_model=True))
 
 
-def test_a_padding_token_of_a_given_tokenizer_is_replaced(policy, tmp_path):
-    model, tokenizer = policy
-    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})  # without a row in the embedding
-    args = rk.LeaveOneOutConfig(str(tmp_path), max_completion_length=8)
-    rows = rk.load_prompts("arithmetic", num_prompts=8)
-    trainer = rk.LeaveOneOutTrainer(model, short, args, rows, tokenizer)
-    assert trainer.processing_class.pad_token_id == tokenizer.eos_token_id
+def test_a_padding_token_of_a_given_tokenizer_is_replaced(policy, new_trainer):
+    policy[1].add_special_tokens({"pad_token": "<|padding|>"})  # without a row in the embedding
+    assert new_trainer().processing_class.pad_token_id == policy[1].eos_token_id
 
 
 UNDER_UNSLOTH = """
@@ -270,7 +213,11 @@ print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
 def test_under_unsloths_patched_class_both_work(tmp_path):
-    done = run_python(tmp_path, "-c", UNDER_UNSLOTH)
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_UNSLOTH],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
         assert line in lines, done.stdout
@@ -283,103 +230,58 @@ def test_under_unsloths_patched_class_both_work(tmp_path):
 
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory):
-    """A sequence classifier on the embedded model's weights, with its tokenizer."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
+    """A sequence classifier on the embedded model's weights, without a tokenizer."""
     folder = tmp_path_factory.mktemp("rewards") / "my-reward-model"
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.long
-def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path):
+def test_a_hub_name_in_the_cache_is_a_reward_model(reward_folder, tmp_path, monkeypatch):
     """As after a download: the hub's own cache, and the hub not asked."""
-    commit = "0" * 40
-    home = tmp_path / "hub" / "models--some-org--my.reward-1"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text(commit)
-    (home / "snapshots").mkdir()
-    (home / "snapshots" / commit).symlink_to(reward_folder)
-    code = (
-        "import rloo_kit as rk\n"
-        "one, other = rk.load_rewards(['some-org/my.reward-1:0.5', 'accuracy'])\n"
-        "local, = rk.load_rewards([{'name': "
-        + repr(str(reward_folder))
-        + ", 'keep_thought': True}])\n"
-        "rows = {'completions': ['4', 'five'], 'prompts': ['2 + 2 = ', '1 + 1 = ']}\n"
-        "print(one.name, one.weight, one.func(**rows) == local.func(**rows))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.endswith("reward_model 0.5 True\n"), done.stderr[-2000:]
-
-
-class Counting:
-    """Counts the calls of a tokenizer, wherever a copy of it goes."""
-
-    calls = 0
-
-
-def counting(tokenizer):
-    kind = type(tokenizer)
-
-    def encode(self, *args, **keywords):
-        Counting.calls += 1
-        return kind.encode(self, *args, **keywords)
-
-    def call(self, *args, **keywords):
-        Counting.calls += 1
-        return kind.__call__(self, *args, **keywords)
-
-    tokenizer.__class__ = type("Counted", (kind,), {"encode": encode, "__call__": call})
-    return tokenizer
+    home = tmp_path / "models--some-org--my.reward-1"
+    snapshot = home / "snapshots" / "0123"
+    shutil.copytree(reward_folder, snapshot)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(snapshot)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    one, local = load_rewards(["some-org/my.reward-1:0.5", str(snapshot)])
+    rows = {"completions": ["4", "five"], "prompts": ["2 + 2 = ", "1 + 1 = "]}
+    assert (one.name, one.weight) == ("reward_model", 0.5)
+    assert one.func(**rows) == local.func(**rows)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["folder", "model", "no tokenizer in the folder"])
-def test_reward_processing_classes_are_used(policy, reward_folder, tmp_path, kind):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+@pytest.mark.parametrize("load", [str, AutoModelForSequenceClassification.from_pretrained])
+def test_reward_processing_classes_are_used(new_trainer, reward_folder, load):
+    calls = []
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
+    kind = type(tokenizer)
 
-    tokenizer = counting(AutoTokenizer.from_pretrained(reward_folder))
+    def noted(name):  # in the class, so that a copy of the tokenizer is noted too
+        def method(self, *args, **keywords):
+            calls.append(name)
+            return getattr(kind, name)(self, *args, **keywords)
+
+        return method
+
+    tokenizer.__class__ = type("Noted", (kind,), {n: noted(n) for n in ("encode", "__call__")})
     sides = (tokenizer.padding_side, tokenizer.truncation_side)
-    Counting.calls = 0
-    reward = str(reward_folder)
-    if kind == "model":
-        reward = AutoModelForSequenceClassification.from_pretrained(reward_folder)
-    elif kind != "folder":
-        reward = str(tmp_path / "bare")
-        shutil.copytree(reward_folder, reward, ignore=shutil.ignore_patterns("*token*"))
-    trainer = trained(
-        policy,
-        rk.LeaveOneOutConfig(**few(tmp_path, max_steps=1)),
-        reward_funcs=[reward, short],
-        reward_processing_classes=[tokenizer, None],
+    trainer = new_trainer(
+        reward_funcs=[load(reward_folder), short], reward_processing_classes=[tokenizer, None]
     )
-    assert trainer.state.global_step == 1
-    assert Counting.calls
+    trainer.train()
+    assert calls
     assert (tokenizer.padding_side, tokenizer.truncation_side) == sides
 
 
-@pytest.mark.long
-def test_too_few_reward_processing_classes_are_refused(policy, tmp_path):
+def test_too_few_reward_processing_classes_are_refused(policy, new_trainer):
     with pytest.raises(rk.ConfigError, match="has 1 entries, but reward_funcs has"):
-        trained(
-            policy,
-            rk.LeaveOneOutConfig(**few(tmp_path)),
-            reward_funcs=["accuracy", short],
-            reward_processing_classes=policy[1],
-        )
+        new_trainer(reward_funcs=["accuracy", short], reward_processing_classes=policy[1])
 
 
 def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
@@ -394,7 +296,6 @@ def test_a_composed_reward_model_refuses_a_tokenizer_of_trl():
 QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -407,43 +308,37 @@ QUESTIONS = Dataset.from_dict({"question": ["1 + 1 ="], "answer": ["2"]})
         (QUESTIONS.to_pandas(), "train_dataset is a DataFrame, .*Dataset.from_pandas"),
     ],
 )
-def test_a_dataset_that_holds_no_prompts_is_one_sentence(policy, tmp_path, dataset, words):
+def test_a_dataset_that_holds_no_prompts_is_one_sentence(new_trainer, dataset, words):
     with pytest.raises(rk.DataError, match=f"^[^\n]*{words}[^\n]*$"):
-        trained(policy, rk.LeaveOneOutConfig(**few(tmp_path)), train_dataset=dataset)
+        new_trainer(train_dataset=dataset)
 
 
 # --- settings of who samples ---------------------------------------------------------------------
 
-# Parts of the names of TRL's fields that say how an engine samples
-WHO_SAMPLES = ("vllm", "use_transformers", "continuous_batching", "cache_implementation")
-
 
 def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
-    fields = {field.name for field in dataclasses.fields(RLOOConfig)}
-    found = {name for name in fields if any(part in name for part in WHO_SAMPLES)}
-    obeyed = {
-        "use_vllm", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
-    }  # fmt: skip
-    refused = {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE} - {"vllm_adapter_dir"}  # the kit's
-    assert found == obeyed | refused, "write down who obeys the new one"
+    who_samples = re.compile("vllm|.*transformers_|cache_implementation")
+    found = {
+        field.name for field in dataclasses.fields(RLOOConfig) if who_samples.match(field.name)
+    }
+    obeyed = found - {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE}
+    assert obeyed == {
+        "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
+    }, "write down who obeys the new one"  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("settings", "engines"),
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, ("vllm", "server", "transformers")),
-        ({"vllm_group_port": 9}, ("vllm", "server", "transformers")),
-        ({"vllm_server_timeout": 9.0}, ("vllm", "transformers")),
         ({"vllm_adapter_dir": "shared"}, ("vllm", "transformers")),
-        ({"vllm_server_base_url": "http://127.0.0.1:9"}, ("vllm", "transformers")),
         ({"vllm_mode": "server"}, ("vllm", "transformers")),
         ({"vllm_max_model_length": 128, "vllm_enable_sleep_mode": True}, ()),
         ({"cache_implementation": "static"}, ("vllm", "server")),
-        ({}, ()),
     ],
 )
-def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engines):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, **settings))
+def test_what_an_engine_does_not_obey_is_one_sentence(config, settings, engines):
+    args = config(**settings)
     for engine in ("vllm", "server", "transformers"):
         if engine not in engines:
             check_settings(args, engine)
@@ -458,47 +353,31 @@ def test_what_an_engine_does_not_obey_is_one_sentence(tmp_path, settings, engine
     ("engine", "kwargs", "words"),
     [
         ("vllm", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
-        ("server", {"num_beams": 4}, "has 'num_beams', which cannot be used with vLLM"),
         ("vllm", {"seed": 4}, "has 'seed', .* set generation: transformers, or use only .*: all"),
         ("transformers", {"top_q": 0.5}, "has 'top_q', which cannot be passed to generate"),
         ("transformers", {"num_return_sequences": "many"}, "'many'} were refused"),
         ("transformers", {"max_new_tokens": 9}, "reads it from trainer.max_completion_length"),
         ("vllm", {"temperature": 0.6}, "reads it from trainer.temperature: set it there"),
-        ("transformers", {"do_sample": False}, "selects greedy_search, but completions must be"),
         ("transformers", {"eos_token_id": [7]}, "has 'eos_token_id', which cannot be passed"),
         ("transformers", {"num_beams": 2}, "selects beam_sample, but completions must be"),
     ],
 )
-def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(tmp_path, engine, kwargs, words):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs=kwargs))
+def test_generation_kwargs_that_cannot_be_obeyed_are_one_sentence(config, engine, kwargs, words):
+    args = config(generation_kwargs=kwargs)
     with pytest.raises(rk.ConfigError, match=f"^trainer.generation_kwargs [^\n]*{words}[^\n]*$"):
         check_settings(args, engine)
 
 
-def test_what_counts_tokens_needs_whole_completions_from_vllm(tmp_path):
-    given = {"generation_kwargs": {"min_tokens": 4}, "thinking_budget": 8}
-    args = rk.LeaveOneOutConfig(**few(tmp_path, **given))
+def test_what_counts_tokens_needs_whole_completions_from_vllm(config):
+    args = config(generation_kwargs={"min_tokens": 4}, thinking_budget=8)
     with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot combine with"):
         check_settings(args, "vllm")
 
 
 @pytest.mark.slow
-def test_continuous_batching_does_not_cast_the_adapter(tmp_path):
+def test_continuous_batching_does_not_cast_the_adapter(new_trainer, config):
     """TRL casts the whole model before it samples this way."""
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    model = rk.attach_lora(model, r=4)
     sampling = {"generation": "transformers", "use_transformers_continuous_batching": True}
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        reward_funcs="accuracy",
-        args=rk.LeaveOneOutConfig(**few(tmp_path, bf16=True, max_steps=1, **sampling)),
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        processing_class=tokenizer,
-    )
+    trainer = new_trainer(config(bf16=True, **sampling))
     trainer.train()
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
-
-
-def test_generation_kwargs_that_can_be_obeyed_pass(tmp_path):
-    args = rk.LeaveOneOutConfig(**few(tmp_path, generation_kwargs={"top_p": 0.9, "top_k": 5}))
-    check_settings(args, "transformers")

@@ -3,27 +3,12 @@
 import pytest
 import torch
 
-import rloo_kit as rk
 from rloo_kit.training.policy import enable_checkpointing
 
 
-@pytest.fixture
-def policy():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    return rk.attach_lora(model), tokenizer
-
-
-def sampler_of(policy, tmp_path, **settings):
-    args = rk.LeaveOneOutConfig(
-        str(tmp_path), max_completion_length=4, generation="transformers", **settings
-    )
-    prompts = rk.load_prompts("arithmetic", num_prompts=8)
-    return rk.LeaveOneOutTrainer(policy[0], "length", args, prompts, policy[1]).sampler
-
-
-def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path):
+def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, new_trainer, config):
     graphs = pytest.importorskip("unsloth.models._decode_graphs")
-    sampler = sampler_of(policy, tmp_path)
+    sampler = new_trainer(config(generation="transformers")).sampler
     depths = []
     policy[0].get_base_model().register_forward_pre_hook(
         lambda *_: depths.append(getattr(graphs._TLS, "rl_depth", 0))
@@ -37,11 +22,12 @@ def test_the_model_samples_in_unsloths_scope_and_keeps_its_mode(policy, tmp_path
 
 
 def test_sampling_that_ran_out_of_memory_leaves_the_model_in_training(
-    policy, tmp_path, monkeypatch
+    policy, new_trainer, config, monkeypatch
 ):
     llama = pytest.importorskip("unsloth.models.llama")
     base = policy[0].get_base_model()
-    sampler = sampler_of(policy, tmp_path, gradient_checkpointing=True)
+    args = config(generation="transformers", gradient_checkpointing=True)
+    sampler = new_trainer(args).sampler
     base._old_generate = base.generate  # as on a GPU, where Unsloth's takes its place
     monkeypatch.setattr(base, "generate", llama.unsloth_fast_generate.__get__(base), raising=False)
 
