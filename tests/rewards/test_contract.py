@@ -17,6 +17,7 @@ import rloo_kit.rewards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.scoring.specs import load_reward
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
@@ -45,29 +46,28 @@ TABLES = {
 """Parameters of rewards that cannot do without, or are tried with others than the default."""
 
 
+PER_ROW = {
+    "answer": ["85", None, 85, 85.0, "d", "85"],
+    "reference": ["86", None, "a", "b", "", "c"],
+    "tests": [["assert f(1) == 2"], None, [], ["assert f(2) == 3"], None, None],
+    "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
+    "target": [85, None, 85, 85, 1, 85],
+    "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],
+}
+
+
 def columns_of(texts, ids, *, conversational=False):
     """Return what the trainer passes for these completions, with every column a reward asks for."""
-    count = len(texts)
     completions = list(texts)
-    prompts = ["Q"] * count
+    prompts = ["Q"] * len(completions)
     if conversational:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        prompts = [[{"role": "user", "content": "Q"}]] * count
-    per_row = {
-        "answer": ["85", None, 85, 85.0, "d", "85"],
-        "reference": ["86", None, "a", "b", "", "c"],
-        "tests": [["assert f(1) == 2"], None, [], ["assert f(2) == 3"], None, None],
-        "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
-        "target": [85, None, 85, 85, 1, 85],
-        "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],
-    }
-    spread = {name: [(values * count)[row] for row in range(count)] for name, values in
-              per_row.items()}  # fmt: skip
+        prompts = [[{"role": "user", "content": "Q"}]] * len(completions)
     return {
         "completions": completions,
         "prompts": prompts,
-        "completion_ids": [list(row) for row in ids],
-        **spread,
+        "completion_ids": list(ids),
+        **{name: (values * len(texts))[: len(texts)] for name, values in PER_ROW.items()},
         "trainer_state": None,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
@@ -120,7 +120,6 @@ def rows_of(columns, rows):
 
 
 def assert_same(given, expected):
-    assert len(given) == len(expected)
     for one, other in zip(given, expected, strict=True):
         assert one == (None if other is None else pytest.approx(other, abs=1e-4))
 
@@ -130,8 +129,6 @@ def assert_contract(reward, columns, rng):
     count = len(columns["completions"])
     scores = call(reward, columns)
     assert isinstance(scores, list)
-    assert len(scores) == count
-    assert all(type(score) in (int, float, bool, type(None)) for score in scores)
     assert all(score is None or math.isfinite(score) for score in scores)
     order = rng.sample(range(count), count)
     assert_same(call(reward, rows_of(columns, order)), [scores[row] for row in order])
@@ -143,8 +140,6 @@ def assert_contract(reward, columns, rng):
 
 def test_reward_keeps_the_contract(reward):
     scores = assert_contract(reward, COLUMNS, random.Random(0))
-    for row in range(len(TEXTS)):
-        assert_same(call(reward, rows_of(COLUMNS, [row])), [scores[row]])
     assert_same(call(pickle.loads(pickle.dumps(reward)), COLUMNS), scores)
     assert call(reward, rows_of(COLUMNS, [])) == []
 
@@ -173,15 +168,14 @@ ROWS = st.lists(
 
 
 @settings(
-    max_examples=50,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
-    texts = [text for text, _ in rows]
-    ids = [ids for _, ids in rows]
-    assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
+    columns = columns_of([t for t, _ in rows], [i for _, i in rows], conversational=conversational)
+    assert_contract(reward, columns, rng)
 
 
 @pytest.mark.parametrize("module", sorted({reward.__module__ for reward in
@@ -192,33 +186,58 @@ def test_docstring_examples_run(module):
     assert results.failed == 0
 
 
-def test_importing_every_reward_loads_nothing_heavy():
+def test_importing_every_reward_loads_nothing_heavy_and_needs_no_extra_package():
     code = (
-        "import sys, rloo_kit.rewards as r, rloo_kit.scoring.specs;"
-        "[getattr(r, name) for name in r.__all__];"
-        "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
-        " 'reasoning_gym'} & set(sys.modules)))"
+        "import sys\n"
+        "for name in ('py3langid', 'math_verify', 'jsonschema', 'reasoning_gym'):\n"
+        "    sys.modules[name] = None\n"
+        "import rloo_kit.rewards as r, rloo_kit.scoring.specs\n"
+        "[getattr(r, name) for name in r.__all__]\n"
+        "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy'} & "
+        "set(sys.modules)))\n"
+        "import rloo_kit.cli, rloo_kit.job"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_every_reward_is_imported_without_the_packages_that_some_need():
-    code = (
-        "import sys\n"
-        "for name in ('py3langid', 'math_verify', 'jsonschema', 'reasoning_gym'):\n"
-        "    sys.modules[name] = None\n"
-        "import rloo_kit.rewards as r, rloo_kit.cli, rloo_kit.scoring.specs, rloo_kit.job\n"
-        "print(len([getattr(r, name) for name in r.__all__]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == len(rloo_kit.rewards.__all__)
-
-
 def test_public_names_and_submodules_do_not_depend_on_import_order():
     rewards = rloo_kit.rewards
-    assert all(hasattr(rewards, name) for name in rewards.__all__)
     assert rewards.length is importlib.import_module("rloo_kit.rewards.length")
     assert rewards.length.length == rewards.Length()
     with pytest.raises(AttributeError, match="has no attribute 'lenght'"):
         _ = rewards.lenght
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "remedy"),
+    [
+        ("accuracy", {"match": "fuzzy"}, "give one of: auto, exact, number, choice"),
+        ("accuracy", {"match": "number", "tolerance": -1}, "finite number of 0 or more"),
+        ("accuracy", {"tolerance": 0.1}, "set match to 'number', or remove tolerance"),
+        ("code", {"memory_mib": 1}, "memory_mib is 1; set it to 64 or more"),
+        ("code", {"timeout_seconds": math.nan}, "timeout_seconds is nan; set it to"),
+        ("countdown", {"valid_score": 1.0}, r"valid_score is 1\.0; set it to 0 or more, below 1"),
+        ("format", {}, "has no format; give exactly one of pattern, tags and schema"),
+        ("format", {"pattern": "a", "tags": ["a"]}, "has pattern and tags; give exactly one"),
+        ("format", {"tags": ["a"], "full": True}, "full has no effect on 'tags'; remove it"),
+        ("format", {"schema": {}, "part": "answer"}, "part has no effect on 'schema'; remove it"),
+        ("format", {"pattern": "("}, r"'\(' is not a regular expression .* correct it"),
+        ("format", {"pattern": "a", "part": "thought"}, "give one of: completion, answer"),
+        ("format", {"schema": 3}, r"is not a JSON schema .* give a table such as"),
+        ("format", {"schema": {"type": "objekt"}}, r"is not a JSON schema .* give a table such as"),
+        ("format", {"schema": {"enum": {1, 2}}}, r"is not a JSON schema .* give a table such as"),
+        ("length_band", {"low": 5, "high": 4}, "set 0 <= low <= high"),
+        ("length_band", {"falloff": -1}, "set it to 0 or more"),
+        ("length_band", {"part": "prompt"}, "give one of: completion, thought, answer"),
+        ("repetition", {"ngram_size": 0}, "set it to 1 or more"),
+        ("repetition", {"max_penalty": 0.1}, "number of 0 or less"),
+        ("repetition", {"unit": "lines"}, "give one of: tokens, words"),
+        ("rouge", {"measure": "f2"}, "give one of"),
+        ("soft_overlong", {"max_completion_length": 10, "soft_punish_cache": 11}, "set 0 <= soft"),
+        ("thinking", {"short": 99}, "set 0 <= short <= long"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_with_the_remedy(name, parameters, remedy):
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward({"name": name, **parameters})

@@ -8,7 +8,6 @@ import pytest
 from rloo_kit.rewards import RewardModel
 from rloo_kit.rewards._classifier import (
     fingerprint,
-    set_up_tokenizer,
     token_ids,
 )
 
@@ -45,13 +44,9 @@ def test_pickle_holds_the_parameters_and_not_the_model(reward):
     assert reward.is_loaded
 
 
-def test_a_model_without_a_trained_head_is_refused(model_folder, tmp_path):
-    from transformers import LlamaForCausalLM
-
-    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    LlamaForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
+def test_a_model_without_a_trained_head_is_refused(base_folder):
     with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
-        RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
+        one(RewardModel(str(base_folder), device="cpu"))
 
 
 # --- calibration ---------------------------------------------------------------------------------
@@ -68,9 +63,8 @@ def calibrated_folder(model_folder, tmp_path):
 def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folder):
     raw = reward(completions=TEXTS, prompts=PROMPTS)
     expected = [(score - 0.5) / 2 for score in raw]
-    for given in ({}, {"calibrated": True}):
-        found = RewardModel(str(calibrated_folder), device="cpu", **given)
-        assert found(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
+    found = RewardModel(str(calibrated_folder), device="cpu")
+    assert found(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
     off = RewardModel(str(calibrated_folder), device="cpu", calibrated=False)
     assert off(completions=TEXTS, prompts=PROMPTS) == pytest.approx(raw, abs=1e-5)
 
@@ -79,7 +73,6 @@ def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folde
     ("content", "remedy"),
     [
         ('{"mean": 0, "std": 0}', "std to a number above 0"),
-        ('{"std": 1}', "std to a number above 0"),
         ("[1, 2]", "write it again"),
     ],
 )
@@ -92,68 +85,42 @@ def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
 # --- 4 bit, and where the weights wait -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def wide_folder(model_folder, tmp_path_factory):
-    """The same classifier with 64 dimensions, so that its layers can be quantised on a CPU."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(1)
-    config = LlamaConfig.from_pretrained(model_folder)
-    config.hidden_size = 64
-    config.intermediate_size = 128
-    config.head_dim = 32
-    model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.model.embed_tokens.weight)
-    torch.nn.init.normal_(model.score.weight)
-    folder = tmp_path_factory.mktemp("wide")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.long
-def test_in_4_bit_the_head_stays_and_scores_stay_close(wide_folder):
-    whole = RewardModel(str(wide_folder), device="cpu")
-    small = RewardModel(str(wide_folder), device="cpu", load_in_4bit=True)
-    expected = whole(completions=TEXTS, prompts=PROMPTS)
+def test_in_4_bit_the_head_stays_and_scores_stay_close(reward, model_folder):
+    small = RewardModel(str(model_folder), device="cpu", load_in_4bit=True)
+    expected = reward(completions=TEXTS, prompts=PROMPTS)
     found = small(completions=TEXTS, prompts=PROMPTS)
     kinds = {name: type(m).__name__ for name, m in small._loaded.model.named_modules()}
     assert kinds["score"] == "Linear"
     assert kinds["model.layers.0.mlp.up_proj"] == "Linear4bit"
     assert found == pytest.approx(expected, abs=1.0)
     assert found != pytest.approx(expected, abs=1e-3)
-    alone = [small(completions=[text], prompts=["x "])[0] for text in TEXTS]
-    assert found == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_4bit", [False, True])
-def test_on_a_gpu_the_weights_wait_in_the_machines_memory(wide_folder, in_4bit):
-    reward = RewardModel(str(wide_folder), load_in_4bit=in_4bit)
-    staying = RewardModel(str(wide_folder), load_in_4bit=in_4bit, offload=False)
+def test_on_a_gpu_the_weights_wait_in_the_machines_memory(model_folder, in_4bit):
+    reward = RewardModel(str(model_folder), load_in_4bit=in_4bit)
+    staying = RewardModel(str(model_folder), load_in_4bit=in_4bit, offload=False)
     first = reward(completions=TEXTS, prompts=PROMPTS)
-    assert {p.device.type for p in reward._loaded.model.parameters()} == {"cpu"}
-    assert reward(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
-    assert staying(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
-    assert {p.device.type for p in staying._loaded.model.parameters()} == {"cuda"}
+    for again, device in ((reward, "cpu"), (staying, "cuda")):
+        assert again(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
+        assert {p.device.type for p in again._loaded.model.parameters()} == {device}
 
 
 # --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def base_folder(wide_folder, tmp_path_factory):
+def base_folder(model_folder, tmp_path_factory):
     """A causal language model: it has no score head."""
     import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(2)
     folder = tmp_path_factory.mktemp("bases") / "base"
-    model = LlamaForCausalLM.from_pretrained(wide_folder)
-    torch.nn.init.normal_(model.model.embed_tokens.weight)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(wide_folder).save_pretrained(folder)
+    shutil.copytree(model_folder, folder)
+    LlamaForCausalLM.from_pretrained(model_folder).save_pretrained(folder)
     return folder
 
 
@@ -176,7 +143,6 @@ def adapter_folder(base_folder, tmp_path):
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").unlink()
     facts = {"base": "models/base", "base_folder": "../../models/base"}
     facts["base_fingerprint"] = fingerprint(base_folder)
     (folder / "reward_model.json").write_text(json.dumps(facts))
@@ -190,14 +156,12 @@ def one(reward):
     return reward(completions=["a b"], prompts=["x "])[0]
 
 
-def test_an_adapter_is_attached_to_its_base(adapter_folder, base_folder):
+def test_an_adapter_is_attached_to_its_base(adapter_folder):
     folder, expected = adapter_folder
     reward = RewardModel(str(folder), device="cpu")
     assert one(reward) == pytest.approx(expected, abs=1e-4)
-    bare = RewardModel(str(folder), device="cpu")
-    bare(completions=["z"], prompts=["x "])
-    with bare._loaded.model.disable_adapter():
-        assert one(bare) != pytest.approx(expected, abs=1e-2)  # the adapter matters
+    with reward._loaded.model.disable_adapter():
+        assert one(reward) != pytest.approx(expected, abs=1e-2)  # the adapter matters
 
 
 def test_the_base_is_found_from_another_place(adapter_folder, tmp_path, monkeypatch):
@@ -222,14 +186,9 @@ def test_a_base_that_is_not_here_is_named_with_the_remedy(adapter_folder, base_f
     assert one(found) == pytest.approx(expected, abs=1e-4)
 
 
-def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, tmp_path):
-    from transformers import LlamaForCausalLM
-
+def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, model_folder, tmp_path):
     folder, _ = adapter_folder
-    place = tmp_path / "project" / "models" / "base"
-    model = LlamaForCausalLM.from_pretrained(place)
-    model.lm_head.weight.data[0, 0] += 1.0
-    model.save_pretrained(place)
+    shutil.copy(model_folder / "model.safetensors", tmp_path / "project" / "models" / "base")
     with pytest.raises(ModelError, match="was trained on base model 'models/base', but"):
         one(RewardModel(str(folder), device="cpu"))
 
@@ -237,20 +196,19 @@ def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, tmp_p
 @pytest.mark.long
 def test_an_adapter_reads_as_it_was_trained_by_default(adapter_folder):
     folder, _ = adapter_folder
+    trained = {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
     facts = json.loads((folder / "reward_model.json").read_text())
-    facts |= {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
-    (folder / "reward_model.json").write_text(json.dumps(facts))
-    reward = RewardModel(str(folder), device="cpu")
-    one(reward)
-    assert (reward._loaded.keep_thought, reward._loaded.max_length) == (True, 7)
-    kinds = {type(m).__name__ for m in reward._loaded.model.modules()}
-    assert "Linear4bit" in kinds
-    other = RewardModel(
-        str(folder), device="cpu", keep_thought=False, max_length=9, load_in_4bit=False
-    )
-    one(other)
-    assert (other._loaded.keep_thought, other._loaded.max_length) == (False, 9)
-    assert "Linear4bit" not in {type(m).__name__ for m in other._loaded.model.modules()}
+    (folder / "reward_model.json").write_text(json.dumps(facts | trained))
+    other = {"keep_thought": False, "max_length": 9, "load_in_4bit": False}
+    for given, wanted in (({}, trained), (other, other)):
+        reward = RewardModel(str(folder), device="cpu", **given)
+        one(reward)
+        loaded = reward._loaded
+        assert (loaded.keep_thought, loaded.max_length) == (
+            wanted["keep_thought"], wanted["max_length"],
+        )  # fmt: skip
+        kinds = {type(m).__name__ for m in loaded.model.modules()}
+        assert ("Linear4bit" in kinds) is wanted["load_in_4bit"]
 
 
 def test_an_adapter_without_a_score_head_is_refused(adapter_folder):
@@ -258,7 +216,6 @@ def test_an_adapter_without_a_score_head_is_refused(adapter_folder):
 
     folder, _ = adapter_folder
     weights = load_file(folder / "adapter_model.safetensors")
-    assert "base_model.model.score.weight" in weights
     weights.pop("base_model.model.score.weight")
     save_file(weights, folder / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
@@ -320,8 +277,8 @@ def test_the_policys_tokens_are_read_with_their_eos(model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder).eval()
     texts = ["c d", "e", "c d f"]
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    ids[0] = [*ids[0], tokenizer.eos_token_id]  # the pad token too, since the model has none
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids[0].append(tokenizer.eos_token_id)  # the pad token too, since the model has none
     prompt = tokenizer.encode("a b")
     given = {"completions": texts, "prompts": ["a b"] * 3, "completion_ids": ids}
     scores = RewardModel(str(model_folder), policy_tokens=True, device="cpu")(**given)
@@ -336,19 +293,12 @@ def test_the_policys_tokens_are_read_with_their_eos(model_folder):
 # --- the thought ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def thinker():
-    """The embedded model's tokenizer: its template opens thoughts and cuts them out of answers."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_a_thought_is_read_also_where_the_template_cuts_it_out(opened):
+    """The embedded model's template opens thoughts and cuts them out of answers."""
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
-    model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
-    set_up_tokenizer(model, tokenizer, "tiny-thinker")
-    return tokenizer
-
-
-@pytest.mark.parametrize("opened", ["", "<think>", "<think>\n"])
-def test_a_thought_is_read_also_where_the_template_cuts_it_out(thinker, opened):
+    thinker = AutoTokenizer.from_pretrained(TINY_THINKER)
     prompt = [{"role": "user", "content": "2+2?"}]
     completion = [{"role": "assistant", "content": f"{opened}2+2=4\n</think>\n\n4"}]
     text = thinker.decode(token_ids(thinker, prompt, completion, keep_thought=True))

@@ -1,6 +1,5 @@
 """A program in the sandbox does its work, reaches nothing, and leaves nothing."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,24 +17,7 @@ strong = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """A place of its own for the folders of programs, empty again at the end of each test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-    assert workers(tmp_path) == []
-    assert [*tmp_path.iterdir()] == []
-
-
-def workers(place):
-    """Ids of the processes that run a program in a folder there."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (process / "cmdline").read_bytes()
-            if b"_confinement.py" in words and os.fsencode(place) in words:
-                found.append(int(process.name))
-    return found
+pytestmark = pytest.mark.usefixtures("workers")
 
 
 # --- what a program can do ------------------------------------------------------------------------
@@ -91,13 +73,10 @@ print(written < 5)
     ("program", "reason"),
     [
         ("import sys; sys.exit(0)", ""), ("import sys; sys.exit(3)", "exit"), ("1/0", "exit"),
-        ("(", "exit"), ("a\0", "exit"), ("'\ud800'", "exit"),
+        ("a\0", "exit"), ("'\ud800'", "exit"), ("'x' * 10**11", "exit"),
         ("import ctypes; ctypes.string_at(0)", "signal"),
-        ("'x' * 10**11", "exit"), ("def f(): f()\nf()", "exit"),
         ("while True: print('x' * 1000)", "output"),
         ("import os\nos.close(1)\nwhile True: pass", "timeout"),
-        ("import signal, time\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
-         "time.sleep(100)", "timeout"),
     ],
 )  # fmt: skip
 def test_the_reason_says_how_it_ended(program, reason):
@@ -158,18 +137,19 @@ print("end")
 
 @pytest.mark.long
 @strong
-def test_a_program_ends_with_its_parent(place):
+def test_a_program_ends_with_its_parent(workers):
     code = (
         "from rloo_kit.rewards._sandbox import Limits, run_python\n"
         "run_python('import time; time.sleep(60)', limits=Limits(timeout_seconds=60))"
     )
-    environment = {**os.environ, "TMPDIR": str(place)}
+    place = tempfile.gettempdir()
+    environment = {**os.environ, "TMPDIR": place}
     with subprocess.Popen([sys.executable, "-c", code], env=environment) as parent:
-        wait_for(lambda: workers(place) != [])
+        wait_for(lambda: [*workers()] != [])
         parent.kill()
         parent.wait()
-    wait_for(lambda: workers(place) == [])
-    for folder in place.iterdir():  # the parent had no time to
+    wait_for(lambda: [*workers()] == [])
+    for folder in Path(place).iterdir():  # the parent had no time to
         folder.rmdir()
 
 
@@ -227,20 +207,14 @@ def test_a_machine_without_a_layer(number, argument, layer, refused):
     assert layer in done.stdout.splitlines()[-1]
 
 
-def test_a_limit_that_nothing_could_keep_is_refused():
-    with pytest.raises(ValueError, match="memory_mib is 1; set it to 64 or more"):
-        Limits(memory_mib=1)
-    with pytest.raises(ValueError, match="timeout_seconds is nan; set it to"):
-        Limits(timeout_seconds=float("nan"))
-
-
 # --- the filter of system calls -------------------------------------------------------------------
 
 ALLOWED = 0x7FFF0000
 DENIED = 0x50001
 MISSING = 0x50026
 KILLED = 0x80000000
-ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X86_64 = 0xC000003E
+AARCH64 = 0xC00000B7
 
 
 def verdict(lines, architecture, number, *arguments):
@@ -262,24 +236,16 @@ def verdict(lines, architecture, number, *arguments):
             at += if_true if holds else if_false
 
 
-@pytest.mark.parametrize(
-    ("machine", "names"),
-    [
-        ("x86_64", {"socket": 41, "fork": 57, "execve": 59, "kill": 62, "clone": 56, "read": 0,
-                    "openat": 257, "prlimit64": 302, "ptrace": 101, "shmget": 29}),
-        ("aarch64", {"socket": 198, "execve": 221, "kill": 129, "clone": 220, "read": 63,
-                     "openat": 56, "prlimit64": 261, "ptrace": 117, "shmget": 194}),
-    ],
-)  # fmt: skip
-def test_the_filter_on_each_architecture(machine, names):
-    lines = _confinement.system_call_filter(machine)
-    own = ARCHITECTURE[machine]
+def test_the_filter_on_another_architecture_than_this():
+    """On x86_64 the kernel itself is asked above."""
+    lines = _confinement.system_call_filter("aarch64")
+    names = {"read": 63, "openat": 56, "clone": 220, "prlimit64": 261}
 
     def say(name, *arguments):
-        return verdict(lines, own, names[name], *arguments)
+        return verdict(lines, AARCH64, names[name], *arguments)
 
-    for name in {"socket", "fork", "execve", "kill", "ptrace", "shmget"} & set(names):
-        assert say(name) == DENIED, name
+    for number in (198, 221, 129, 117, 194):  # socket, execve, kill, ptrace, shmget
+        assert verdict(lines, AARCH64, number) == DENIED
     assert say("read") == ALLOWED
     assert say("clone", 0x3D0F00) == ALLOWED  # the flags of a thread
     assert say("clone", 0x1200011) == DENIED  # those of fork
@@ -287,6 +253,11 @@ def test_the_filter_on_each_architecture(machine, names):
     assert say("prlimit64", 1) == DENIED
     assert say("openat", 0, 0, os.O_RDONLY) == ALLOWED
     assert say("openat", 0, 0, os.O_RDONLY | os.O_TRUNC) == DENIED
+
+
+@pytest.mark.parametrize(("machine", "own"), [("x86_64", X86_64), ("aarch64", AARCH64)])
+def test_the_filter_knows_no_other_numbers(machine, own):
+    lines = _confinement.system_call_filter(machine)
     assert verdict(lines, own, 435) == verdict(lines, own, 451) == MISSING
     assert verdict(lines, own, 0x40000000 | 41) == MISSING  # the x32 numbers
     assert verdict(lines, 0x40000003, 4) == KILLED  # 32 bit

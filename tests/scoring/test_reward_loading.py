@@ -28,9 +28,6 @@ class Short:
     def __call__(self, completions, **_):
         return [float(len(text) <= self.limit) for text in completions]
 
-def nan(completions, **_):
-    return [1.0] * len(completions)
-
 def inf(completions, **_):
     return [1.0] * len(completions)
 
@@ -66,21 +63,15 @@ def test_one_name_is_a_list_of_one():
     ("spec", "name", "weight"),
     [
         ("thinking", "thinking", 1.0),
-        ("thinking:0.5", "thinking", 0.5),
         ("length:-1e-1", "length", -0.1),
-        ("my.py:polite", "polite", 1.0),
         ("my.py:polite:0.5", "polite", 0.5),
         ("./my.py:short:2", "short", 2.0),
-        ("my.py:nan", "nan", 1.0),
         ("./my.py:inf:0.5", "inf", 0.5),
         ("my.py:Short", "short", 1.0),
         ("rloo_kit.rewards.length:length", "length", 1.0),
-        ("rloo_kit.rewards.length:length:3", "length", 3.0),
         ({"name": "thinking", "weight": 0.25, "long": 60}, "thinking", 0.25),
         ({"name": "thinking:0.25"}, "thinking", 0.25),
-        ({"name": "my.py:Short", "limit": 6}, "short", 1.0),
         ({"name": plain, "weight": 2}, "plain", 2.0),
-        (plain, "plain", 1.0),
         (Length(), "length", 1.0),
         (functools.partial(plain, extra=1), "plain", 1.0),
         (AsyncReward(), "AsyncReward", 1.0),
@@ -129,20 +120,6 @@ def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
     assert tabled.name == "reward_model_3"
 
 
-def test_rewards_are_bound_to_the_tokenizer():
-    class Bound:
-        def __init__(self, tokenizer=None):
-            self.tokenizer = tokenizer
-
-        def bind(self, tokenizer):
-            return Bound(tokenizer)
-
-        def __call__(self, completions):
-            return [self.tokenizer] * len(completions)
-
-    assert load_reward(Bound(), tokenizer=4.0).func(**COLUMNS) == [4.0, 4.0]
-
-
 def test_same_names_get_a_number():
     loaded = load_rewards(["length", plain, "length", "length:2"])
     assert [reward.name for reward in loaded] == ["length", "plain", "length_2", "length_3"]
@@ -156,22 +133,19 @@ def test_same_names_get_a_number():
     ("spec", "remedy"),
     [
         ("thinkin", r"did you mean 'thinking'\?.* give a built-in one \(accuracy"),
-        ("thinkng:0.5", "did you mean 'thinking'"),
         ("none.py:polite", "does not exist; give its path relative to the run file"),
-        ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, nan"),
+        ("my.py:polit", r"did you mean 'polite'\?.* one of: polite, old_style, Short, inf"),
         ("my.py", "as in 'file.py:function', give one of: polite"),
         ("my.py:0.5", "as in 'file.py:function', give one of: polite"),
         ("no_such_package.rewards:polite", "install its package, or give a file"),
         ("my.py:number", "is a int, which cannot be called"),
         (Length, "give a function, an instance with __call__, or write it as a table"),
-        ("my.py:polite:nan", "not a finite number"),
         ("accuracy:0,5", "weight .0,5. of reward .accuracy. is not a finite number"),
         ({"name": "thinking", "weight": float("inf")}, "not a finite number"),
         ({"name": "thinking", "weight": True}, "not a finite number"),
         ({"weight": 1.0}, "add 'name'"),
         ({"name": "thinking", "lnog": 3}, r"did you mean 'long'\?.* give one of: short, long"),
         ({"name": "my.py:polite", "wrod": "x"}, "did you mean 'word'"),
-        ({"name": "thinking", "short": 99}, "set 0 <= short <= long"),
         ("reward_model", "missing 1 required positional argument: 'model'.*; write it as a table"),
     ],
 )
@@ -181,19 +155,14 @@ def test_wrong_spec_is_refused_with_a_remedy(folder, spec, remedy):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("x = 1\ndef f(:\n", "SyntaxError"),
-        ("import no_such_package\n", "ModuleNotFoundError"),
-        ("1 / 0\n", "ZeroDivisionError"),
-    ],
+    ("text", "kind"), [("def f(:\n", "SyntaxError"), ("1 / 0\n", "ZeroDivisionError")]
 )
 def test_a_corrected_file_is_run_again(tmp_path, text, kind):
     path = tmp_path / "bad.py"
     path.write_text(text)
     with pytest.raises(RewardLoadError, match=f"raised {kind} while it was loaded"):
         load_reward("bad.py:f", base_dir=tmp_path)
-    path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")
+    path.write_text("def f(completions):\n    return [1.0, 1.0]\n")
     assert load_reward("bad.py:f", base_dir=tmp_path).func(**COLUMNS) == [1.0, 1.0]
 
 
