@@ -4,13 +4,13 @@ The completions are made here, 16 prompts of 8, and follow a chat template that 
 """
 
 import json
-import os
 import random
 import re
 import time
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -94,6 +94,10 @@ def right(completions, answer, **_):
     return [float(t.rpartition("</think>")[2] == a) for t, a in pairs]
 
 
+async def right_async(completions, answer, **_):
+    return right(completions, answer)
+
+
 def early_bird(completions, answer, **_):
     scores = right(completions, answer)
     return [score + (0.5 if row < 10 else 0.0) for row, score in enumerate(scores)]
@@ -149,21 +153,24 @@ CUT = changed(
 )
 NO_ANSWER = [{k: v for k, v in row.items() if k != "answer"} for row in ROWS]
 FEW = ROWS[:24]
-TOOLS = {"source": "tools"}
 
 
-def with_calls(when):
-    """Return the rows, of which some call a tool."""
-    call = [{"type": "function", "function": {"name": "calculator", "arguments": {}}}]
-    turns = [
-        {"role": "assistant", "content": "", "tool_calls": call},
-        {"role": "tool", "name": "calculator", "content": "4"},
-    ]
-    return [
-        {**row, "completion": [*turns * when(number), {"role": "assistant", "content": text}]}
-        for number, row in enumerate(ROWS)
-        for text in [row["completion"]]
-    ]
+CALL = """
+- role: assistant
+  content: ""
+  tool_calls: [{type: function, function: {name: calculator, arguments: {}}}]
+- {role: tool, name: calculator, content: "4"}
+"""
+
+
+def with_calls(calling):
+    """Return the rows, of which so many in each group call a tool."""
+    rows = []
+    for number, row in enumerate(ROWS):
+        turns = yaml.safe_load(CALL) if number % 8 < calling else []
+        turns.append({"role": "assistant", "content": row["completion"]})
+        rows.append({**row, "completion": turns})
+    return rows
 
 
 def calls_cost(completions, answer, **_):
@@ -173,25 +180,25 @@ def calls_cost(completions, answer, **_):
 
 
 FAULTS = [
-    ("raises", [splits], ROWS, {}),
-    ("timeout", [hangs], ROWS, QUICK),
-    ("missing_column", ["accuracy"], NO_ANSWER, {}),
-    ("missing_column", [right], NO_ANSWER, {}),
-    ("wrong_output", [one_short], ROWS, {}),
-    ("never_applies", ["accuracy"], changed(answer=" "), {}),
-    ("truncated", ["accuracy", "thinking:0.1", tags], CUT, {}),
-    ("blind_to_thought", [tags], ROWS, {}),
-    ("blind_to_thought", [tags_and_answer], ROWS, {}),
-    ("non_deterministic", [dice], ROWS, {}),
-    ("order_dependent", [early_bird], ROWS, {}),
-    ("constant", [half, "accuracy"], ROWS, {}),
-    ("all_zero", ["accuracy", boxed], ROWS, {}),
-    ("saturated", [closed], ROWS, {}),
-    ("no_signal", [by_level], ROWS, {}),
-    ("fragile", [last_digit], ROWS, {}),
-    ("length_in_disguise", [thorough], ROWS, {}),
-    ("tools_never_called", ["accuracy"], with_calls(lambda number: False), TOOLS),
-    ("needless_calls", [calls_cost], with_calls(lambda number: number % 2 == 0), TOOLS),
+    ("raises", [splits], {}),
+    ("timeout", [hangs], QUICK),
+    ("missing_column", ["accuracy"], {"rows": NO_ANSWER}),
+    ("missing_column", [right], {"rows": NO_ANSWER}),
+    ("wrong_output", [one_short], {}),
+    ("never_applies", ["accuracy"], {"rows": changed(answer=" ")}),
+    ("truncated", ["accuracy", "thinking:0.1", tags], {"rows": CUT}),
+    ("blind_to_thought", [tags], {}),
+    ("blind_to_thought", [tags_and_answer], {}),
+    ("non_deterministic", [dice], {}),
+    ("order_dependent", [early_bird], {}),
+    ("constant", [half, "accuracy"], {}),
+    ("all_zero", ["accuracy", boxed], {}),
+    ("saturated", [closed], {}),
+    ("no_signal", [by_level], {}),
+    ("fragile", [last_digit], {}),
+    ("length_in_disguise", [thorough], {}),
+    ("tools_never_called", ["accuracy"], {"source": "tools", "rows": with_calls(0)}),
+    ("needless_calls", [calls_cost], {"source": "tools", "rows": with_calls(4)}),
 ]
 
 
@@ -201,11 +208,9 @@ def test_every_kind_of_fault_is_planted():
     assert planted | set(TOOL_KINDS) == set(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rewards", "rows", "more"), FAULTS, ids=[kind for kind, *_ in FAULTS]
-)
-def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, rows, more):
-    found = check(rewards, rows, **more)
+@pytest.mark.parametrize(("kind", "rewards", "more"), FAULTS, ids=[kind for kind, *_ in FAULTS])
+def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, more):
+    found = check(rewards, **more)
     assert kinds(found) == [kind], found
     assert found.findings[0].evidence
     assert kind in str(found)
@@ -220,22 +225,19 @@ def test_several_faults_are_listed_the_worst_first():
 
 # --- good rewards --------------------------------------------------------------------------------
 
-BAND = {"name": "length_band", "low": 10, "high": 20, "falloff": 10}
-NUMBER = {"name": "format", "pattern": "[0-9]+", "part": "answer", "weight": 0.5}
-OVERLONG = {"name": "soft_overlong", "max_completion_length": 900, "soft_punish_cache": 16}
+
+GOOD = [
+    "[accuracy, 'thinking:0.2', {name: length_band, low: 10, high: 20, falloff: 10, weight: 0.3}, "
+    "{name: format, pattern: '[0-9]+', part: answer, weight: 0.5}]",
+    "[accuracy, {name: soft_overlong, max_completion_length: 900, soft_punish_cache: 16}]",
+    "[{name: accuracy, only_for: {level: [1, 2]}}]",
+    "[{name: length_band, low: 10, high: 20, falloff: 10}]",
+    "[thinking]",
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "rewards",
-    [
-        ["thinking"],
-        [BAND],
-        ["accuracy", "thinking:0.2", {**BAND, "weight": 0.3}, NUMBER],
-        ["accuracy", OVERLONG],
-        [{"name": "accuracy", "only_for": {"level": [1, 2]}}],
-    ],
-)
+@pytest.mark.parametrize("rewards", [*map(yaml.safe_load, GOOD), [right_async]])
 def test_good_rewards_are_left_alone(rewards):
     found = check(rewards)
     assert found.findings == [], found
@@ -279,15 +281,6 @@ def test_plain_texts_are_grouped_by_their_prompt():
     assert found.signal.num_groups == found.signal.num_with_signal == 4
 
 
-def test_an_async_reward_is_awaited():
-    async def later(completions, answer, **_):
-        return right(completions, answer)
-
-    found = check([later, right], FEW)
-    assert found.findings == []
-    assert found.table[0].mean == found.table[1].mean
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
@@ -309,14 +302,21 @@ def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
 
 
 def test_the_command_exits_with_1_where_the_run_cannot_learn(tmp_path, monkeypatch, capsys):
+    """The file .env is read before rewards are made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_SCORE", "")
+    monkeypatch.delenv("MY_SCORE")  # also at the end
     write(tmp_path / "c.jsonl", FEW)
-    (tmp_path / "mine.py").write_text("def half(completions): return [0.5 for _ in completions]")
+    (tmp_path / ".env").write_text("MY_SCORE=0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nSCORE = float(os.environ['MY_SCORE'])\n"
+        "def half(completions): return [SCORE for _ in completions]"
+    )
     (tmp_path / "run.yaml").write_text("rewards: [accuracy]")
     command = ["rewards", "check", "run.yaml", "--completions", "c.jsonl"]
-    assert main(command) == 0
     assert main([*command, "--set", "rewards=[accuracy, mine.py:half]"]) == 1
     assert "1. error: constant (half)" in capsys.readouterr().out
+    assert main(command) == 0
     assert main([*command, "--set", "rewards=[acuracy]"]) == 2
 
 
@@ -352,21 +352,6 @@ def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(capsys):
     printed = capsys.readouterr().out
     assert "sampling 8 prompts x 8 completions of tiny-thinker, temperature 1" in printed
     assert "released" in printed
-
-
-def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MY_ANSWER", raising=False)
-    (tmp_path / ".env").write_text("MY_ANSWER=42\n")
-    (tmp_path / "mine.py").write_text(
-        "import os\nANSWER = os.environ['MY_ANSWER']\n\n\n"
-        "def mine(completions, **_):\n    return [float(ANSWER)] * len(completions)\n"
-    )
-    try:
-        found = check_rewards(rewards=["mine.py:mine"], completions=ROWS)
-    finally:
-        os.environ.pop("MY_ANSWER", None)
-    assert found.table[0].mean == 42
 
 
 @pytest.mark.long

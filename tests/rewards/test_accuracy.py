@@ -9,33 +9,28 @@ def score(text, answer, prompt="?", reward=accuracy):
     return reward(completions=[text], prompts=[prompt], answer=[answer])[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (" 85\n", 85),
-        ("85.0", "85"),
-        ("1,234", 1234),
-        ("12345678901234567891", 12345678901234567891),
-        ("Paris", "Paris"),
-        ("1/2", "1/2"),
-    ],
-)
+RIGHT = {
+    " 85\n": 85,
+    "85.0": "85",
+    "1,234": 1234,
+    "12345678901234567891": 12345678901234567891,
+    "Paris": "Paris",
+}
+WRONG = {
+    "86": 85,
+    "the answer is 85": "85",
+    "0.5": "1/2",
+    "0.30000000000000004": "0.3",
+    "paris": "Paris",
+}
+
+
+@pytest.mark.parametrize(("text", "answer"), RIGHT.items())
 def test_equal_texts_and_equal_numbers_are_right(text, answer):
     assert score(f"so</think>{text}", answer) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("86", 85),
-        ("the answer is 85", "85"),
-        ("$85", "85"),
-        ("12,34", "1234"),
-        ("0.5", "1/2"),
-        ("0.30000000000000004", "0.3"),
-        ("paris", "Paris"),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), WRONG.items())
 def test_anything_else_is_wrong(text, answer):
     assert score(f"so</think>{text}", answer) == 0.0
 

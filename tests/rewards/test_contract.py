@@ -4,7 +4,6 @@ import asyncio
 import doctest
 import importlib
 import inspect
-import json
 import math
 import pickle
 import random
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 import rloo_kit.rewards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,33 +27,28 @@ BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
 TEXTS = ["", "a b c", "why?</think>85.", "<think>a b", "d " * 20 + "</think>", "\n</think>\n85"]
 IDS = [[], [1, 2], [1, CLOSE, 3], [4], [*[5] * 40, CLOSE], [6, CLOSE, 7]]
-ENTRY = json.dumps(
-    {
-        "question": "What is 1 + 84?",
-        "answer": "85",
-        "metadata": {"source_dataset": "chain_sum"},
-        "settings": {},
-    }
+ENTRY = (
+    '{"question": "What is 1 + 84?", "answer": "85", "metadata": '
+    '{"source_dataset": "chain_sum"}, "settings": {}}'
 )
 """As ``load_prompts`` writes one of reasoning-gym."""
-TABLES = {
-    "code": {"timeout_seconds": 5},
-    "format": {"pattern": r".*</think>.*"},
-    "language": {"language": "en"},
-    "soft_overlong": {"max_completion_length": 32, "soft_punish_cache": 8},
-    "thinking_budget": {"budget": 8, "limit": 16},
-}
+TABLES = """
+code: {timeout_seconds: 5}
+format: {pattern: .*</think>.*}
+language: {language: en}
+soft_overlong: {max_completion_length: 32, soft_punish_cache: 8}
+thinking_budget: {budget: 8, limit: 16}
+"""
 """Parameters of rewards that cannot do without, or are tried with others than the default."""
 
 
-PER_ROW = {
-    "answer": ["85", None, 85, 85.0, "d", "85"],
-    "reference": ["86", None, "a", "b", "", "c"],
-    "tests": [["assert f(1) == 2"], None, [], ["assert f(2) == 3"], None, None],
-    "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
-    "target": [85, None, 85, 85, 1, 85],
-    "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],
-}
+PER_ROW = """
+answer: ["85", null, 85, 85.0, d, "85"]
+reference: ["86", null, a, b, "", c]
+tests: [["assert f(1) == 2"], null, [], ["assert f(2) == 3"], null, null]
+numbers: [[1, 84], null, [85], [5, 80], [1], [85]]
+target: [85, null, 85, 85, 1, 85]
+"""
 
 
 def columns_of(texts, ids, *, conversational=False):
@@ -63,11 +58,12 @@ def columns_of(texts, ids, *, conversational=False):
     if conversational:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [[{"role": "user", "content": "Q"}]] * len(completions)
+    per_row = yaml.safe_load(PER_ROW) | {"entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY]}
     return {
         "completions": completions,
         "prompts": prompts,
         "completion_ids": list(ids),
-        **{name: (values * len(texts))[: len(texts)] for name, values in PER_ROW.items()},
+        **{name: (values * len(texts))[: len(texts)] for name, values in per_row.items()},
         "trainer_state": None,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
@@ -88,7 +84,7 @@ def judge_url():
 def table_of(name, model_folder, judge_url):
     return {
         "name": name,
-        **TABLES.get(name, {}),
+        **yaml.safe_load(TABLES).get(name, {}),
         **({"model": "any", "base_url": judge_url} if name == "judge" else {}),
         **({"model": str(model_folder), "device": "cpu"} if name == "reward_model" else {}),
     }
@@ -209,35 +205,37 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
         _ = rewards.lenght
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "remedy"),
-    [
-        ("accuracy", {"match": "fuzzy"}, "give one of: auto, exact, number, choice"),
-        ("accuracy", {"match": "number", "tolerance": -1}, "finite number of 0 or more"),
-        ("accuracy", {"tolerance": 0.1}, "set match to 'number', or remove tolerance"),
-        ("code", {"memory_mib": 1}, "memory_mib is 1; set it to 64 or more"),
-        ("code", {"timeout_seconds": math.nan}, "timeout_seconds is nan; set it to"),
-        ("countdown", {"valid_score": 1.0}, r"valid_score is 1\.0; set it to 0 or more, below 1"),
-        ("format", {}, "has no format; give exactly one of pattern, tags and schema"),
-        ("format", {"pattern": "a", "tags": ["a"]}, "has pattern and tags; give exactly one"),
-        ("format", {"tags": ["a"], "full": True}, "full has no effect on 'tags'; remove it"),
-        ("format", {"schema": {}, "part": "answer"}, "part has no effect on 'schema'; remove it"),
-        ("format", {"pattern": "("}, r"'\(' is not a regular expression .* correct it"),
-        ("format", {"pattern": "a", "part": "thought"}, "give one of: completion, answer"),
-        ("format", {"schema": 3}, r"is not a JSON schema .* give a table such as"),
-        ("format", {"schema": {"type": "objekt"}}, r"is not a JSON schema .* give a table such as"),
-        ("format", {"schema": {"enum": {1, 2}}}, r"is not a JSON schema .* give a table such as"),
-        ("length_band", {"low": 5, "high": 4}, "set 0 <= low <= high"),
-        ("length_band", {"falloff": -1}, "set it to 0 or more"),
-        ("length_band", {"part": "prompt"}, "give one of: completion, thought, answer"),
-        ("repetition", {"ngram_size": 0}, "set it to 1 or more"),
-        ("repetition", {"max_penalty": 0.1}, "number of 0 or less"),
-        ("repetition", {"unit": "lines"}, "give one of: tokens, words"),
-        ("rouge", {"measure": "f2"}, "give one of"),
-        ("soft_overlong", {"max_completion_length": 10, "soft_punish_cache": 11}, "set 0 <= soft"),
-        ("thinking", {"short": 99}, "set 0 <= short <= long"),
-    ],
-)
-def test_a_wrong_parameter_is_refused_with_the_remedy(name, parameters, remedy):
+REMEDIES = {
+    "{name: accuracy, match: fuzzy}": "give one of: auto, exact, number, choice",
+    "{name: accuracy, match: number, tolerance: -1}": "finite number of 0 or more",
+    "{name: accuracy, tolerance: 0.1}": "set match to 'number', or remove tolerance",
+    "{name: code, memory_mib: 1}": "memory_mib is 1; set it to 64 or more",
+    "{name: code, timeout_seconds: .nan}": "timeout_seconds is nan; set it to",
+    "{name: countdown, valid_score: 1.0}": r"valid_score is 1\.0; set it to 0 or more, below 1",
+    "{name: format}": "has no format; give exactly one of pattern, tags and schema",
+    "{name: format, pattern: a, tags: [a]}": "has pattern and tags; give exactly one",
+    "{name: format, tags: [a], full: true}": "full has no effect on 'tags'; remove it",
+    "{name: format, schema: {}, part: answer}": "part has no effect on 'schema'; remove it",
+    "{name: format, pattern: (}": r"'\(' is not a regular expression .* correct it",
+    "{name: format, pattern: a, part: thought}": "give one of: completion, answer",
+    "{name: format, schema: 3}": "is not a JSON schema .* give a table such as",
+    "{name: format, schema: {type: objekt}}": "is not a JSON schema .* give a table such as",
+    "{name: format, schema: {enum: [2026-01-31]}}": "is not a JSON schema .* give a table such",
+    "{name: length_band, low: 5, high: 4}": "set 0 <= low <= high",
+    "{name: length_band, falloff: -1}": "set it to 0 or more",
+    "{name: length_band, part: prompt}": "give one of: completion, thought, answer",
+    "{name: repetition, ngram_size: 0}": "set it to 1 or more",
+    "{name: repetition, max_penalty: 0.1}": "number of 0 or less",
+    "{name: repetition, unit: lines}": "give one of: tokens, words",
+    "{name: rouge, measure: f2}": "give one of",
+    "{name: soft_overlong, max_completion_length: 1, soft_punish_cache: 2}": "set 0 <= soft_punis",
+    "{name: thinking, short: 99}": "set 0 <= short <= long",
+    "{name: thinking_budget, budget: 9, limit: 9}": "set 0 <= budget < limit",
+    "{name: thinking_questions, most: 0}": "set it to 1 or more",
+}
+
+
+@pytest.mark.parametrize(("table", "remedy"), REMEDIES.items())
+def test_a_wrong_parameter_is_refused_with_the_remedy(table, remedy):
     with pytest.raises(RewardLoadError, match=remedy):
-        load_reward({"name": name, **parameters})
+        load_reward(yaml.safe_load(table))

@@ -1,5 +1,6 @@
 """The formats: regular expressions, tags, JSON, and the factory behind the name."""
 
+import json
 import pickle
 import re
 import time
@@ -90,30 +91,32 @@ def test_a_thought_opened_in_the_prompt_is_the_first_tag():
 
 # --- JSON -----------------------------------------------------------------------------------------
 
-SCHEMA = {
-    "$defs": {"count": {"type": "integer", "minimum": 0}},
-    "type": "object",
-    "properties": {"total": {"$ref": "#/$defs/count"}, "unit": {"pattern": "^[a-z]+$"}},
-    "required": ["total"],
-    "additionalProperties": False,
+SCHEMA = """{
+  "$defs": {"count": {"type": "integer", "minimum": 0}},
+  "type": "object",
+  "properties": {"total": {"$ref": "#/$defs/count"}, "unit": {"pattern": "^[a-z]+$"}},
+  "required": ["total"],
+  "additionalProperties": false
+}"""
+
+
+ANSWERS = {
+    '{"total": 4}': 1.0,
+    '```json\n{"total": 4}\n```': 1.0,
+    '```JSON\n{"total": 4}```': 1.0,
+    '{"total": 4, "unit": "M"}': 0.0,
+    '{"total": -4}': 0.0,
+    '{"total": 4, "more": 1}': 0.0,
+    '{"total": 4': 0.0,
+    'Here: {"total": 4}': 0.0,
+    '```json\n{"total": 4}\n```\n```json\n{"total": 4}\n```': 0.0,
 }
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ('{"total": 4}', 1.0),
-        ('```json\n{"total": 4}\n```', 1.0),
-        ('```JSON\n{"total": 4}```', 1.0),
-        ('{"total": 4, "unit": "M"}', 0.0),
-        ('{"total": 4, "more": 1}', 0.0),
-        ('{"total": 4', 0.0),
-        ('Here: {"total": 4}', 0.0),
-        ('```json\n{"total": 4}\n```\n```json\n{"total": 4}\n```', 0.0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "expected"), ANSWERS.items())
 def test_the_answer_is_json_under_the_schema(answer, expected):
-    assert score(JsonFormat(schema=SCHEMA), f'{{"total": 4}}</think>{answer}') == expected
+    reward = JsonFormat(schema=json.loads(SCHEMA))
+    assert score(reward, f'{{"total": 4}}</think>{answer}') == expected
 
 
 @pytest.mark.parametrize("answer", ["NaN", "[Infinity]", "-Infinity", "1e999", "[" * 100_000])
@@ -122,36 +125,39 @@ def test_what_no_reader_can_hold_is_no_json(answer):
     assert score(JsonFormat(schema=True), '[1.5e3, null, "\\ud800"]') == 1.0
 
 
-OLD = "http://json-schema.org/draft-0{}/schema#"
-
-
 def test_a_pattern_in_a_schema_has_a_time_limit():
     pattern, text = ENDLESS
     reward = JsonFormat(schema={"pattern": pattern})
     assert [score(reward, given) for given in (f'"{text}"', '"aaa"', "4")] == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [("$ref", "#/$defs/none"), ("$dynamicRef", "#none"), ("$ref", "https://a.org/b"), ("$ref", 5)],
-)
-def test_a_reference_out_of_the_schema_is_refused(key, name):
-    schema = {"properties": {"total": {"items": {key: name}}}, "$schema": OLD.format(4)}
-    with pytest.raises(ValueError, match=re.escape(f"refers to {name!r}, which it does not")):
-        JsonFormat(schema=schema)
+REFERENCES = {
+    '{"properties": {"total": {"items": {"$ref": "#/$defs/none"}}}}': "'#/$defs/none'",
+    '{"items": {"$dynamicRef": "#none"}}': "'#none'",
+    '{"items": {"$ref": "https://example.com/a"}}': "'https://example.com/a'",
+    '{"$schema": "http://json-schema.org/draft-04/schema#", "$ref": 5}': "5",
+}
+
+
+@pytest.mark.parametrize(("schema", "name"), REFERENCES.items())
+def test_a_reference_out_of_the_schema_is_refused(schema, name):
+    with pytest.raises(ValueError, match=re.escape(f"refers to {name}, which it does not")):
+        JsonFormat(schema=json.loads(schema))
 
 
 @pytest.mark.parametrize(
     "schema",
     [
-        {"$schema": OLD.format(7), "dependencies": {"a": {"required": ["b"]}, "c": ["d"]}},
-        {"$schema": OLD.format(4), "definitions": {"n": {}}, "items": {"$ref": "#/definitions/n"}},
-        {"properties": {"$ref": {"type": "string"}, "next": {"$ref": "#"}}},
-        {"$ref": "#total", "$defs": {"t": {"$anchor": "total"}}},
+        """{"$schema": "http://json-schema.org/draft-07/schema#",
+            "dependencies": {"a": {"required": ["b"]}, "c": ["d"]}}""",
+        """{"$schema": "http://json-schema.org/draft-04/schema#",
+            "definitions": {"n": {}}, "items": {"$ref": "#/definitions/n"}}""",
+        '{"properties": {"$ref": {"type": "string"}, "next": {"$ref": "#"}}}',
+        '{"$ref": "#total", "$defs": {"t": {"$anchor": "total"}}}',
     ],
 )
 def test_schemas_of_every_draft_are_accepted(schema):
-    assert score(JsonFormat(schema=schema), "{}") == 1.0
+    assert score(JsonFormat(schema=json.loads(schema)), "{}") == 1.0
 
 
 # --- the factory ----------------------------------------------------------------------------------

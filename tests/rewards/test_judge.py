@@ -12,6 +12,7 @@ import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import yaml
 from rloo_kit.rewards import _judge_server
 from rloo_kit.rewards._judge_server import read_verdict
 
@@ -348,28 +349,27 @@ def test_the_key_goes_into_the_header_and_nowhere_else(serve, monkeypatch, capfd
     assert not [text for text in shown if SECRET in text]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"api_key_env": SECRET}, "and give the variable's name"),
-        ({"api_key_env": SECRET.lower().replace("-", "_")}, "put the key into an environment"),
-        ({"base_url": f"https://me:{SECRET}@host/v1"}, "leave out user, password"),
-        ({"base_url": f"https://host/v1?key={SECRET}"}, "leave out user, password"),
-        ({"api_key": SECRET}, "no parameter 'api_key'; did you mean 'api_key_env'"),
-        ({"base_url": None}, "give base_url, such as .*, or set the environment variable OPENAI_B"),
-        ({"base_url": "127.0.0.1:8000/v1"}, "is not an address; give base_url"),
-        ({"mode": "best"}, "mode is 'best'; give one of: rubric, pairwise"),
-        ({"scale": [5, 5]}, r"scale \(5, 5\) is not \(lowest, highest\); give two numbers"),
-        ({"template": "Grade: {answer}"}, "template lacks {completion}"),
-        ({"extra_body": {"stream": True}}, "extra_body sets 'stream'"),
-        ({"max_concurrency": 0}, "max_concurrency is 0; set it to 1 or more"),
-        ({"timeout_seconds": 0}, "timeout_seconds is 0; set it above 0"),
-    ],
-)
-def test_a_key_in_the_run_file_and_a_wrong_value_are_refused_and_no_key_is_shown(
-    parameters, message
-):
-    table = {"name": "judge", "model": "m", "base_url": "http://host/v1", **parameters}
-    with pytest.raises(RewardLoadError, match=message) as caught:
-        load_reward(table)
+UNDERSCORED = SECRET.lower().replace("-", "_")
+REMEDIES = {
+    f"api_key_env: {SECRET}": "and give the variable's name",
+    f"api_key_env: {UNDERSCORED}": "put the key into an environment",
+    f"base_url: https://me:{SECRET}@host/v1": "leave out user, password",
+    f"base_url: https://host/v1?key={SECRET}": "leave out user, password",
+    f"api_key: {SECRET}": "no parameter 'api_key'; did you mean 'api_key_env'",
+    "base_url: null": "give base_url, such as .*, or set the environment variable OPENAI_B",
+    "base_url: 127.0.0.1:8000/v1": "is not an address; give base_url",
+    "mode: best": "mode is 'best'; give one of: rubric, pairwise",
+    "scale: [5, 5]": r"scale \(5, 5\) is not \(lowest, highest\); give two numbers",
+    "template: 'Grade: {answer}'": "template lacks {completion}",
+    "extra_body: {stream: true}": "extra_body sets 'stream'",
+    "max_concurrency: 0": "max_concurrency is 0; set it to 1 or more",
+    "timeout_seconds: 0": "timeout_seconds is 0; set it above 0",
+}
+
+
+@pytest.mark.parametrize(("setting", "remedy"), REMEDIES.items())
+def test_a_key_in_the_run_file_and_a_wrong_value_are_refused_and_no_key_is_shown(setting, remedy):
+    table = {"name": "judge", "model": "m", "base_url": "http://host/v1"}
+    with pytest.raises(RewardLoadError, match=remedy) as caught:
+        load_reward(table | yaml.safe_load(setting))
     assert "planted" not in str(caught.value)

@@ -3,17 +3,16 @@
 from itertools import chain
 
 import pytest
+import yaml
 from rloo_kit.rewards import (
     ClosedOnce,
-    LengthBand,
     SelfQuestions,
-    SoftOverlong,
     Thinking,
-    ThinkingBudget,
     end_of_thinking_id,
 )
 from rloo_kit.rewards.thinking import thinking, thinking_format
 
+from rloo_kit.scoring.specs import load_reward
 from rloo_kit.text.thoughts import completion_texts
 
 OPEN = 151667
@@ -128,19 +127,20 @@ TURNS = [[[1, 9, 3], [2, 2, 9, 4]], [[1, 9, 3], [2, 2]], [[7, 3], [2, 9, 4]]]
 """Thoughts of 3 tokens, of an unclosed last turn, of 1 token."""
 
 
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (Thinking(short=2, long=3, end_token_id=9), [1.0, -1.0, 0.3]),
-        (ThinkingBudget(budget=1, limit=3, end_token_id=9), [0.0, 0.0, 1.0]),
-        (ClosedOnce(start_token_id=8, end_token_id=9), [1.0, 0.0, 0.0]),
-        (LengthBand(3, 3, 2, unit="tokens", part="thought", end_token_id=9), [1.0, 0.0, 0.0]),
-        (LengthBand(7, 7, 1, unit="tokens"), [1.0, 0.0, 0.0]),
-        (LengthBand(1, 1, 1, unit="tokens", part="answer", end_token_id=9), [1, 0, 1]),
-        (SoftOverlong(max_completion_length=7, soft_punish_cache=2), [-1.0, 0.0, 0.0]),
-    ],
-)
-def test_the_thoughts_of_all_turns_count(reward, expected):
+OF_TURNS = {
+    "{name: thinking, short: 2, long: 3, end_token_id: 9}": [1.0, -1.0, 0.3],
+    "{name: thinking_budget, budget: 1, limit: 3, end_token_id: 9}": [0.0, 0.0, 1.0],
+    "{name: thinking_closed_once, start_token_id: 8, end_token_id: 9}": [1.0, 0.0, 0.0],
+    "{name: length_band, low: 3, unit: tokens, part: thought, end_token_id: 9}": [1, 0, 0.8],
+    "{name: length_band, low: 7, high: 7, falloff: 1, unit: tokens}": [1.0, 0.0, 0.0],
+    "{name: length_band, low: 1, high: 1, unit: tokens, part: answer, end_token_id: 9}": [1, 0, 1],
+    "{name: soft_overlong, max_completion_length: 7, soft_punish_cache: 2}": [-1.0, 0.0, 0.0],
+}
+
+
+@pytest.mark.parametrize(("table", "expected"), OF_TURNS.items())
+def test_the_thoughts_of_all_turns_count(table, expected):
     ids = [[*chain(*turns)] for turns in TURNS]
+    reward = load_reward(yaml.safe_load(table)).func
     scores = reward(completions=[""] * 3, completion_ids=ids, completion_turns=TURNS)
     assert scores == pytest.approx(expected)

@@ -4,6 +4,7 @@ import asyncio
 import pickle
 
 import pytest
+import yaml
 from rloo_kit.rewards import Accuracy, Length
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
@@ -149,41 +150,41 @@ def test_a_schedule_is_straight_between_its_points_and_flat_outside(progress, we
     assert WeightSchedule.of({0.4: 0.2, 0.1: 1}).at(progress) == pytest.approx(weight)
 
 
-@pytest.mark.parametrize("points", [{}, {2: 1.0}, {0: float("inf")}, {0: None}])
-def test_a_bad_schedule_is_refused(points):
-    with pytest.raises(RewardLoadError, match=r"such as \{0: 1.0, 0.5: 0.2\}"):
-        load_reward({"name": "length", "weight": points})
-
-
 # --- in a run file -------------------------------------------------------------------------------
 
 
+TABLE = """
+name: accuracy
+weight: {0: 1.0, 0.5: 0.0}
+only_if: {name: length, min_words: 1, too_short: -1, at_least: 0.5}
+only_for: {task: sum}
+scaled_by: 3
+clipped_to: [0, 2]
+"""
+
+
 def test_a_run_file_composes_by_keys():
-    table = {
-        "name": "accuracy",
-        "weight": {0: 1.0, 0.5: 0.0},
-        "only_if": {"name": "length", "min_words": 1, "too_short": -1, "at_least": 0.5},
-        "only_for": {"task": "sum"},
-        "scaled_by": 3,
-        "clipped_to": [0, 2],
-    }
-    loaded = load_reward(table)
+    loaded = load_reward(yaml.safe_load(TABLE))
     assert loaded.func(**COLUMNS) == [2.0, 0.0, None, None]
     assert loaded.name == "accuracy"
     assert [loaded.weight_at(p) for p in (0, 0.25, 1)] == [1.0, 0.5, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"only_if": "lenght"}, "did you mean 'length'"),
-        ({"only_if": {"name": "length", "at_least": "high"}}, "only_if: NAME"),
-        ({"only_for": "sum"}, "only_for: {column: value}"),
-        ({"clipped_to": 3}, r"clipped_to: \[low, high\]"),
-        ({"clipped_to": [3, 1]}, "give the lower number first"),
-        ({"scaled_by": "x"}, "scaled_by: NUMBER"),
-    ],
-)
-def test_a_bad_composition_says_what_to_write(keys, message):
-    with pytest.raises(RewardLoadError, match=message):
-        load_reward({"name": "accuracy", **keys})
+REMEDIES = {
+    "only_if: lenght": "did you mean 'length'",
+    "only_if: {name: length, at_least: high}": "only_if: NAME",
+    "only_for: sum": "only_for: {column: value}",
+    "clipped_to: 3": r"clipped_to: \[low, high\]",
+    "clipped_to: [3, 1]": "give the lower number first",
+    "scaled_by: x": "scaled_by: NUMBER",
+    "weight: {}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {2: 1.0}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {0: .inf}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {0: null}": r"such as \{0: 1.0, 0.5: 0.2\}",
+}
+
+
+@pytest.mark.parametrize(("keys", "remedy"), REMEDIES.items())
+def test_a_bad_composition_or_schedule_says_what_to_write(keys, remedy):
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward({"name": "accuracy", **yaml.safe_load(keys)})
