@@ -71,13 +71,13 @@ FORMS = """
 - prompt: Hello?
   chosen: [&good {role: assistant, content: Hello!}]
   rejected: [&bad {role: assistant, content: No.}]
-- chosen: [&user {role: user, content: Hello?}, *good]
+- chosen: [&user {role: user, content: "Hello?"}, *good]
   rejected: [*user, *bad]
 - prompt: Hello?
   chosen: [*user, *good]
   rejected: [*user, *bad]
 - {prompt: [*user], chosen: Hello!, rejected: No.}
-- {prompt: Hello?, chosen: Hello!, rejected: No.}
+- {prompt: "Hello?", chosen: Hello!, rejected: No.}
 """
 
 
