@@ -364,9 +364,10 @@ def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypa
         seen.extend(zip(group, truncated, strict=True))
         return [float(len(str(one))) for one in completions]
 
-    prompt = {"group": "easy", "truncated": "no"}
-    prompts = write(
-        tmp_path / "prompts.jsonl", [{"prompt": f"{n} + 1 = ", **prompt} for n in range(4)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "1 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "2 + 1 = ", "group": "easy", "truncated": "no"}\n'
     )
     on_gpu = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
     monkeypatch.setattr(lab.PreparedJob, "environment", on_gpu)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 
 @pytest.fixture
@@ -57,6 +58,20 @@ def plain_tokenizer():
     return make_tokenizer({"<unk>": 0, "well": 1})
 
 
+CONFIG = """
+hidden_size: 64
+intermediate_size: 128
+num_hidden_layers: 1
+num_attention_heads: 2
+num_key_value_heads: 2
+max_position_embeddings: 64
+num_labels: 1
+bos_token_id: 1
+eos_token_id: 2
+pad_token_id: null
+"""
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A Llama sequence classifier of 64 dimensions with one output, and no pad token."""
@@ -71,11 +86,7 @@ def model_folder(tmp_path_factory):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
     )
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, num_labels=1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=None,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=len(words), **yaml.safe_load(CONFIG))
     folder = tmp_path_factory.mktemp("reward-model")
     model = LlamaForSequenceClassification(config)
     # The default initialisation is so small that every text would score alike.

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import yaml
 from rloo_kit.rewards import JsonFormat, RegexFormat, TagFormat
 
 from rloo_kit.scoring.specs import load_reward
@@ -23,15 +24,15 @@ def score(reward, text, prompt="Q"):
 @pytest.mark.parametrize(
     ("parameters", "text", "expected"),
     [
-        ({"pattern": r"a.*b"}, "xa b", 0.0),
-        ({"pattern": r"a.*b", "full": False}, "xa\nbx", 1.0),
-        ({"pattern": r"^a", "full": False}, "x\na", 0.0),
-        ({"pattern": r"\d+", "part": "answer"}, "<think>4", 0.0),
-        ({"pattern": r".+"}, "\ud800\U0001f600", 1.0),
+        ("{pattern: a.*b}", "xa b", 0.0),
+        ("{pattern: a.*b, full: false}", "xa\nbx", 1.0),
+        ("{pattern: ^a, full: false}", "x\na", 0.0),
+        ("{pattern: '[0-9]+', part: answer}", "<think>4", 0.0),
+        ("{pattern: .+}", "\ud800\U0001f600", 1.0),
     ],
 )
 def test_a_regular_expression_is_matched(parameters, text, expected):
-    assert score(RegexFormat(**parameters), text) == expected
+    assert score(RegexFormat(**yaml.safe_load(parameters)), text) == expected
 
 
 def test_an_answer_needs_a_closed_thought():
@@ -163,16 +164,16 @@ def test_schemas_of_every_draft_are_accepted(schema):
 # --- the factory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("parameters", "reward"),
-    [
-        ({"pattern": "a", "full": False, "part": "answer"}, RegexFormat("a", False, "answer")),
-        ({"tags": ["a", "b"], "part": "answer"}, TagFormat(tags=("a", "b"), part="answer")),
-        ({"schema": False}, JsonFormat(schema=False)),
-    ],
-)
-def test_the_name_makes_the_format_that_is_given(parameters, reward):
-    loaded = load_reward({"name": "format", **parameters})
+FORMATS = {
+    "{name: format, pattern: a, full: false, part: answer}": RegexFormat("a", False, "answer"),
+    "{name: format, tags: [a, b], part: answer}": TagFormat(tags=("a", "b"), part="answer"),
+    "{name: format, schema: false}": JsonFormat(schema=False),
+}
+
+
+@pytest.mark.parametrize(("table", "reward"), FORMATS.items())
+def test_the_name_makes_the_format_that_is_given(table, reward):
+    loaded = load_reward(yaml.safe_load(table))
     assert (loaded.func.reward, loaded.name) == (reward, "format")
     again = pickle.loads(pickle.dumps(reward))
     assert (again, hash(again)) == (reward, hash(reward))
