@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import math
 import re
 import sys
 import time
@@ -34,8 +33,8 @@ def row_of(task):
     return row
 
 
-def score(task, answer, **parameters):
-    (found,) = ReasoningGym(**parameters)(completions=[answer], entry=[row_of(task)["entry"]])
+def score(task, answer):
+    (found,) = ReasoningGym()(completions=[answer], entry=[row_of(task)["entry"]])
     return found
 
 
@@ -59,11 +58,7 @@ def test_junk_is_scored_low_and_never_raises(task):
             '{"a": 1}', "[[1], 2]", "\ud800", "x y " * 2000, "9" * 5000]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = ReasoningGym()(
-            completions=junk, entry=[row_of(task)["entry"]] * len(junk), prompts=["Q"] * len(junk)
-        )
-    assert all(type(one) is float and 0 <= one <= 1 and math.isfinite(one) for one in found)
-    assert max(found) < 0.5
+        assert all(0 <= score(task, text) < 0.5 for text in junk)
 
 
 # --- settings and entries -------------------------------------------------------------------------
@@ -77,24 +72,21 @@ def test_an_entry_that_is_none_is_refused(entry):
 
 
 RUN_AS_PYTHON = {
-    "bitwise_arithmetic": ("metadata", "problem"),
-    "intermediate_integration": ("metadata", "integrand"),
-    "number_sorting": ("answer",),
-    "polynomial_multiplication": ("answer",),
-    "simple_integration": ("metadata", "integrand"),
+    "bitwise_arithmetic": "problem",
+    "intermediate_integration": "integrand",
+    "number_sorting": "answer",
+    "polynomial_multiplication": "answer",
+    "simple_integration": "integrand",
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", RUN_AS_PYTHON)
-def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
+@pytest.mark.parametrize(("task", "key"), RUN_AS_PYTHON.items())
+def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, key, tmp_path):
     entry = json.loads(row_of(task)["entry"])
-    place = entry
-    *path, last = RUN_AS_PYTHON[task]
-    for key in path:
-        place = place[key]
     ran = tmp_path / "ran"
-    place[last] = f"__import__('pathlib').Path({str(ran)!r}).touch() or x"
+    place = entry if key == "answer" else entry["metadata"]
+    place[key] = f"__import__('pathlib').Path({str(ran)!r}).touch() or x"
     answer = '["1"]' if task == "number_sorting" else "0"
     DATASETS[task][0](DATASETS[task][1]()).score_answer(answer, entry)
     ran.unlink()  # reasoning-gym itself runs it
