@@ -133,10 +133,6 @@ def one_short(completions, **_):
     return [1.0] * (len(completions) - 1)
 
 
-def nothing(completions, **_):
-    return [None] * len(completions)
-
-
 def last_digit(completions, **_):
     return [float(text[-1] in "13579") for text in texts_of(completions)]
 
