@@ -364,6 +364,8 @@ def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypa
     prompts.write_text(
         '{"prompt": "1 + 1 = ", "group": "easy", "truncated": "no"}\n'
         '{"prompt": "2 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "3 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "4 + 1 = ", "group": "easy", "truncated": "no"}\n'
     )
     on_gpu = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
     monkeypatch.setattr(lab.PreparedJob, "environment", on_gpu)

@@ -133,7 +133,8 @@ OF_TURNS = {
     "{name: thinking_closed_once, start_token_id: 8, end_token_id: 9}": [1.0, 0.0, 0.0],
     "{name: length_band, low: 3, unit: tokens, part: thought, end_token_id: 9}": [1, 0, 0.8],
     "{name: length_band, low: 7, high: 7, falloff: 1, unit: tokens}": [1.0, 0.0, 0.0],
-    "{name: length_band, low: 1, high: 1, unit: tokens, part: answer, end_token_id: 9}": [1, 0, 1],
+    "{name: length_band, low: 1, high: 1, falloff: 1, "
+    "unit: tokens, part: answer, end_token_id: 9}": [1.0, 0.0, 1.0],
     "{name: soft_overlong, max_completion_length: 7, soft_punish_cache: 2}": [-1.0, 0.0, 0.0],
 }
 
