@@ -3,19 +3,19 @@
 The completions are made here, 16 prompts of 8, and follow a chat template that opens the thought.
 """
 
-import asyncio
 import json
-import os
 import random
 import re
 import time
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.errors import ConfigError, DataError, ModelError, RewardLoadError
+from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
+from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.reward_lab import lab
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
@@ -29,24 +29,23 @@ def make_rows(num_prompts=16, size=8, seed=5):
     """Sums with a thought; half of the answers are right, whatever their length."""
     rng = random.Random(seed)
     rows = []
-    for prompt in range(num_prompts):
-        a = rng.randint(100, 999)
-        b = rng.randint(100, 999)
-        for _ in range(size):
-            thought = [rng.choice(WORDS) for _ in range(rng.randint(4, 44))]
-            wrong = rng.choice([0, 0, 0, 1, 10])
-            lead = rng.choice(["", "", "", "It is "])
-            rows.append(
-                {
-                    "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
-                    "completion": f"{' '.join(thought)}</think>{lead}{a + b - wrong}",
-                    "completion_ids": [*(10 + len(w) for w in thought), CLOSE, 7, 8, 9, END],
-                    "answer": str(a + b),
-                    "level": 1 + prompt % 3,
-                    "group": prompt,
-                    "truncated": False,
-                }
-            )
+    for number in range(num_prompts * size):
+        group = number // size
+        right = 7 * group + 301
+        thought = rng.choices(WORDS, k=rng.randint(4, 44))
+        answer = right - rng.choice([0, 0, 0, 1, 10])
+        lead = rng.choice(["", "", "", "It is "])
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": f"What is {right - 123} + 123?"}],
+                "completion": f"{' '.join(thought)}</think>{lead}{answer}",
+                "completion_ids": [*(10 + len(w) for w in thought), CLOSE, 7, 8, 9, END],
+                "answer": str(right),
+                "level": 1 + group % 3,
+                "group": group,
+                "truncated": False,
+            }
+        )
     return rows
 
 
@@ -54,16 +53,11 @@ ROWS = make_rows()
 
 
 def changed(**columns):
-    """The rows with columns put in; a function gets the row, None takes the column out."""
-    rows = []
-    for row in ROWS:
-        row = dict(row)
-        for name, value in columns.items():
-            row[name] = value(row) if callable(value) else value
-            if value is None:
-                del row[name]
-        rows.append(row)
-    return rows
+    """The rows with other values in some columns; a function gets the row."""
+    return [
+        row | {name: new(row) if callable(new) else new for name, new in columns.items()}
+        for row in ROWS
+    ]
 
 
 def check(rewards, rows=ROWS, source=None, **more):
@@ -90,10 +84,6 @@ def boxed(completions, **_):
     return [float(r"\boxed{" in text) for text in texts_of(completions)]
 
 
-def log_of_zero(completions, **_):
-    return [float("nan") if len(t) % 5 == 0 else 1.0 for t in texts_of(completions)]
-
-
 def splits(completions, **_):
     """Raises where the word is not there."""
     return [float(len(text.split("again")[1]) % 2) for text in texts_of(completions)]
@@ -102,6 +92,10 @@ def splits(completions, **_):
 def right(completions, answer, **_):
     pairs = zip(texts_of(completions), answer, strict=True)
     return [float(t.rpartition("</think>")[2] == a) for t, a in pairs]
+
+
+async def right_async(completions, answer, **_):
+    return right(completions, answer)
 
 
 def early_bird(completions, answer, **_):
@@ -135,16 +129,8 @@ def dice(completions, **_):
     return [random.random() for _ in completions]
 
 
-def moody(completions, answer, **_):
-    return [score + random.uniform(0, 0.2) for score in right(completions, answer)]
-
-
 def one_short(completions, **_):
     return [1.0] * (len(completions) - 1)
-
-
-def nothing(completions, **_):
-    return [None] * len(completions)
 
 
 def last_digit(completions, **_):
@@ -155,36 +141,30 @@ def hangs(completions, **_):
     time.sleep(5)
 
 
-async def hangs_async(completions, **_):
-    await asyncio.sleep(5)
-
-
 QUICK = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.1"]}
 CUT = changed(
     completion=lambda row: row["completion"].partition("</think>")[0],
     completion_ids=lambda row: (row["completion_ids"][:4] * 12)[:48],
     truncated=True,
 )
-NO_ANSWER = changed(answer=None)
-BLANK_ANSWER = changed(answer=" ")
+NO_ANSWER = [{k: v for k, v in row.items() if k != "answer"} for row in ROWS]
 FEW = ROWS[:24]
-SETTLED = changed(
-    completion=lambda row: f"hm</think>{row['answer'] if row['group'] % 2 else 'no idea'}"
-)
-TOOLS = {"source": "tools"}
 
 
-def trajectories(*results, when=lambda number: True, is_open=False):
-    """Return rows in which some completions call a tool, once for each result."""
-    call = [{"type": "function", "function": {"name": "calculator", "arguments": {}}}]
+CALL = """
+- role: assistant
+  content: ""
+  tool_calls: [{type: function, function: {name: calculator, arguments: {}}}]
+- {role: tool, name: calculator, content: "4"}
+"""
+
+
+def with_calls(calling):
+    """Return the rows, of which so many in each group call a tool."""
     rows = []
     for number, row in enumerate(ROWS):
-        turns = [{"role": "assistant", "content": row["completion"]}]
-        if when(number):
-            for result in reversed(results):
-                turns.insert(0, {"role": "tool", "name": "calculator", "content": result})
-                turns.insert(0, {"role": "assistant", "content": "", "tool_calls": call})
-            turns += [{"role": "assistant", "content": "", "tool_calls": call}] * is_open
+        turns = yaml.safe_load(CALL) if number % 8 < calling else []
+        turns.append({"role": "assistant", "content": row["completion"]})
         rows.append({**row, "completion": turns})
     return rows
 
@@ -195,87 +175,65 @@ def calls_cost(completions, answer, **_):
     return [score if len(turns) == 1 else -1.0 for score, turns in pairs]
 
 
-def worth_it(completions, answer, **_):
-    """Pays for a call."""
-    pairs = zip(right(completions, answer), completions, strict=True)
-    return [score + 2.0 * (len(turns) > 1) for score, turns in pairs]
-
-
-def is_even(number):
-    return number % 2 == 0
-
-
-FAULTS = {
-    "raises": [([splits], ROWS)],
-    "timeout": [([hangs], ROWS, QUICK), ([hangs_async], ROWS, QUICK)],
-    "missing_column": [(["accuracy"], NO_ANSWER), ([right], NO_ANSWER)],
-    "wrong_output": [([one_short], ROWS), ([log_of_zero], ROWS)],
-    "never_applies": [(["accuracy"], BLANK_ANSWER)],
-    "truncated": [(["accuracy"], CUT), (["accuracy", "thinking:0.1", tags], CUT)],
-    "blind_to_thought": [([tags], ROWS), ([tags_and_answer], ROWS)],
-    "non_deterministic": [([dice], ROWS), ([moody], ROWS)],
-    "order_dependent": [([early_bird], ROWS)],
-    "constant": [([half], ROWS), ([half, "accuracy"], ROWS)],
-    "all_zero": [([boxed], ROWS), (["accuracy", boxed], ROWS)],
-    "saturated": [([closed], ROWS)],
-    "no_signal": [([by_level], ROWS), (["accuracy"], SETTLED)],
-    "fragile": [([last_digit], ROWS)],
-    "length_in_disguise": [([thorough], ROWS)],
-    "tools_never_called": [(["accuracy"], trajectories(), TOOLS)],
-    "tool_calls_fail": [
-        ([worth_it], trajectories("{'error': 'no'}", "4", when=is_even), TOOLS),
-        (["accuracy"], trajectories("{'error': 'no'}"), TOOLS),
-    ],
-    "calls_without_answer": [([worth_it], trajectories(when=is_even, is_open=True), TOOLS)],
-    "tool_results_cut": [([worth_it], trajectories("x" * 20_000, when=is_even), TOOLS)],
-    "needless_calls": [([calls_cost], trajectories("4", when=is_even), TOOLS)],
-}
-CASES = [
-    pytest.param(kind, *case, *([{}] if len(case) < 3 else []), id=f"{kind}-{number}")
-    for kind, cases in FAULTS.items()
-    for number, case in enumerate(cases)
+FAULTS = [
+    ("raises", [splits], {}),
+    ("timeout", [hangs], QUICK),
+    ("missing_column", ["accuracy"], {"rows": NO_ANSWER}),
+    ("missing_column", [right], {"rows": NO_ANSWER}),
+    ("wrong_output", [one_short], {}),
+    ("never_applies", ["accuracy"], {"rows": changed(answer=" ")}),
+    ("truncated", ["accuracy", "thinking:0.1", tags], {"rows": CUT}),
+    ("blind_to_thought", [tags], {}),
+    ("blind_to_thought", [tags_and_answer], {}),
+    ("non_deterministic", [dice], {}),
+    ("order_dependent", [early_bird], {}),
+    ("constant", [half, "accuracy"], {}),
+    ("all_zero", ["accuracy", boxed], {}),
+    ("saturated", [closed], {}),
+    ("no_signal", [by_level], {}),
+    ("fragile", [last_digit], {}),
+    ("length_in_disguise", [thorough], {}),
+    ("tools_never_called", ["accuracy"], {"source": "tools", "rows": with_calls(0)}),
+    ("needless_calls", [calls_cost], {"source": "tools", "rows": with_calls(4)}),
 ]
 
 
 def test_every_kind_of_fault_is_planted():
-    assert set(FAULTS) == set(KINDS)
+    """The other faults of tools are planted in runs."""
+    planted = {kind for kind, *_ in FAULTS}
+    assert planted | set(TOOL_KINDS) == set(KINDS)
 
 
-@pytest.mark.parametrize(("kind", "rewards", "rows", "more"), CASES)
-def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, rows, more):
-    found = check(rewards, rows, **more)
+@pytest.mark.parametrize(("kind", "rewards", "more"), FAULTS, ids=[kind for kind, *_ in FAULTS])
+def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, more):
+    found = check(rewards, **more)
     assert kinds(found) == [kind], found
     assert found.findings[0].evidence
     assert kind in str(found)
 
 
 def test_several_faults_are_listed_the_worst_first():
-    found = check([closed, half, splits], FEW)
-    assert kinds(found) == ["raises", "constant", "saturated"]
+    found = check([closed, half, dice, splits], FEW)
+    assert kinds(found) == ["raises", "non_deterministic", "constant", "saturated"]
     assert found.verdict == "The run would stop at its first step: see raises below."
     assert found.has_errors
 
 
 # --- good rewards --------------------------------------------------------------------------------
 
-BAND = {"name": "length_band", "low": 10, "high": 20, "falloff": 10}
-NUMBER = {"name": "format", "pattern": "[0-9]+", "part": "answer"}
-OVERLONG = {"name": "soft_overlong", "max_completion_length": 48, "soft_punish_cache": 16}
+
+GOOD = [
+    "[accuracy, 'thinking:0.2', {name: length_band, low: 10, high: 20, falloff: 10, weight: 0.3}, "
+    "{name: format, pattern: '[0-9]+', part: answer, weight: 0.5}]",
+    "[accuracy, {name: soft_overlong, max_completion_length: 900, soft_punish_cache: 16}]",
+    "[{name: accuracy, only_for: {level: [1, 2]}}]",
+    "[{name: length_band, low: 10, high: 20, falloff: 10}]",
+    "[thinking]",
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "rewards",
-    [
-        ["accuracy"],
-        ["thinking"],
-        [BAND],
-        ["accuracy", "thinking:0.2", {**BAND, "weight": 0.3}, {**NUMBER, "weight": 0.5}],
-        ["accuracy", {**OVERLONG, "max_completion_length": 900}],
-        [{"name": "accuracy", "only_for": {"level": [1, 2]}}],
-    ],
-    ids=lambda specs: " ".join(getattr(spec, "__name__", str(spec)) for spec in specs),
-)
+@pytest.mark.parametrize("rewards", [*map(yaml.safe_load, GOOD), [right_async]])
 def test_good_rewards_are_left_alone(rewards):
     found = check(rewards)
     assert found.findings == [], found
@@ -292,14 +250,19 @@ def write(path, rows):
     return path
 
 
-def test_what_is_written_can_be_checked_again(tmp_path):
-    first = check(["accuracy", "thinking:0.1"], output_dir=tmp_path / "out")
+def test_a_check_is_printed_as_a_table_and_written_to_be_checked_again(tmp_path):
     folder = tmp_path / "out"
-    found_again = json.loads((folder / "rewards_check.json").read_text())
-    assert found_again["verdict"] == first.verdict
-    assert found_again["table"][0]["mean"] == first.table[0].mean
-    assert len(found_again["samples"]) == 128
-    again = check(["accuracy", "thinking:0.1"], folder / "completions.jsonl", output_dir=folder)
+    specs = ["accuracy", "thinking:0.1"]
+    first = check(specs, output_dir=folder)
+    lines = str(first).splitlines()[:4]
+    assert [line.split()[0] for line in lines] == ["reward", "accuracy", "thinking", "score"]
+    assert lines[2].split()[1] == "0.1"
+    assert max(map(len, lines)) < 120
+    written = json.loads((folder / "rewards_check.json").read_text())
+    assert written["verdict"] == first.verdict
+    assert written["table"][0]["mean"] == first.table[0].mean
+    assert len(written["samples"]) == 128
+    again = check(specs, folder / "completions.jsonl", output_dir=folder)
     assert again.samples == first.samples
     assert again.signal == first.signal
     assert (tmp_path / "out-2").is_dir()
@@ -314,26 +277,19 @@ def test_plain_texts_are_grouped_by_their_prompt():
     assert found.signal.num_groups == found.signal.num_with_signal == 4
 
 
-def test_an_async_reward_is_awaited():
-    async def later(completions, answer, **_):
-        return right(completions, answer)
-
-    found = check([later])
-    assert found.findings == []
-    assert found.table[0].mean == check([right]).table[0].mean
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({}, ConfigError, "give a run file, or completions"),
         ({"completions": ROWS}, ConfigError, "give a run file, or completions"),
         ({"source": "quickstart", "num_prompts": 0}, ConfigError, "must be at least 1"),
         ({"completions": [], "rewards": [right]}, DataError, "add rows with the columns prompt"),
         ({"completions": "none.jsonl", "rewards": [right]}, DataError, "give the path of a .jsonl"),
         ({"completions": [{"prompt": "a"}], "rewards": [right]}, DataError, "row 1: completion is"),
-        ({"completions": ROWS, "rewards": ["acuracy"]}, RewardLoadError, "did you mean 'accuracy'"),
-        ({"source": "quickstart", "rewards": ["x.py:f"]}, RewardLoadError, "does not exist"),
+        (
+            {"completions": ROWS, "rewards": [right], "output_dir": f"{__file__}/checks"},
+            ConfigError,
+            "cannot be written",
+        ),
     ],
 )
 def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
@@ -342,25 +298,25 @@ def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
 
 
 def test_the_command_exits_with_1_where_the_run_cannot_learn(tmp_path, monkeypatch, capsys):
+    """The file .env is read before rewards are made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_SCORE", "")
+    monkeypatch.delenv("MY_SCORE")  # also at the end
     write(tmp_path / "c.jsonl", FEW)
-    (tmp_path / "mine.py").write_text("def half(completions): return [0.5 for _ in completions]")
+    (tmp_path / ".env").write_text("MY_SCORE=0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nSCORE = float(os.environ['MY_SCORE'])\n"
+        "def half(completions): return [SCORE for _ in completions]"
+    )
     (tmp_path / "run.yaml").write_text("rewards: [accuracy]")
     command = ["rewards", "check", "run.yaml", "--completions", "c.jsonl"]
-    assert main(command) == 0
     assert main([*command, "--set", "rewards=[accuracy, mine.py:half]"]) == 1
     assert "1. error: constant (half)" in capsys.readouterr().out
+    assert main(command) == 0
     assert main([*command, "--set", "rewards=[acuracy]"]) == 2
 
 
 # --- what is shown -------------------------------------------------------------------------------
-
-
-def test_the_table_has_a_line_for_each_reward():
-    lines = str(check(["accuracy", "thinking:0.1"])).splitlines()
-    assert [line.split()[0] for line in lines[:4]] == ["reward", "accuracy", "thinking", "score"]
-    assert lines[2].split()[1] == "0.1"
-    assert all(len(line) < 120 for line in lines[:4])
 
 
 def test_completions_cannot_steer_the_terminal():
@@ -373,94 +329,59 @@ def test_completions_cannot_steer_the_terminal():
 # --- the real model ------------------------------------------------------------------------------
 
 
-def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(tmp_path, capsys):
+def test_the_embedded_model_can_be_sampled_and_its_reward_is_good(capsys):
     rk.setup()
     found = check_rewards(
         "quickstart",
         rewards=["accuracy", "thinking:0.1", tags],
         num_prompts=8,
-        output_dir=tmp_path / "out",
         overrides=["data.held_out=0"],
     )
-    found_again = [(finding.kind, finding.reward) for finding in found.findings]
     # Its thoughts are all of the same band, so that the second reward says nothing yet.
-    assert found_again == [("blind_to_thought", "tags"), ("constant", "thinking")]
+    assert [(finding.kind, finding.reward) for finding in found.findings] == [
+        ("blind_to_thought", "tags"),
+        ("constant", "thinking"),
+    ]
     accuracy = found.table[0]
     assert accuracy.none_share == 0
     assert 0.3 < accuracy.mean < 0.8
     printed = capsys.readouterr().out
     assert "sampling 8 prompts x 8 completions of tiny-thinker, temperature 1" in printed
     assert "released" in printed
-    specs = ["accuracy", "thinking:0.1", tags]
-    again = check(specs, tmp_path / "out" / "completions.jsonl", source="quickstart")
-    assert again.findings == found.findings
-    assert again.samples == found.samples
-
-
-def test_rewards_get_the_columns_of_the_prompts_even_if_the_check_uses_their_names(tmp_path):
-    seen = []
-
-    def own(completions, group, truncated, **_):
-        seen.extend(zip(group, truncated, strict=True))
-        return [float(len(str(text))) for text in completions]
-
-    prompts = write(
-        tmp_path / "prompts.jsonl",
-        [{"prompt": f"{n} + 1 = ", "group": "easy", "truncated": "no"} for n in range(4)],
-    )
-    rk.setup()
-    found = check_rewards(
-        "quickstart",
-        rewards=[own],
-        num_prompts=2,
-        overrides=[f"data.prompts={prompts}", "data.held_out=0"],
-    )
-    assert set(seen) == {("easy", "no")}
-    assert found.signal.num_groups == 2
-
-
-def test_an_output_that_cannot_be_written_is_said_first(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        check_rewards(
-            rewards=["accuracy"], completions=ROWS, output_dir=tmp_path / "file" / "checks"
-        )
-
-
-def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MY_ANSWER", raising=False)
-    (tmp_path / ".env").write_text("MY_ANSWER=42\n")
-    (tmp_path / "mine.py").write_text(
-        "import os\nANSWER = os.environ['MY_ANSWER']\n\n\n"
-        "def mine(completions, **_):\n    return [float(ANSWER)] * len(completions)\n"
-    )
-    try:
-        found = check_rewards(rewards=["mine.py:mine"], completions=ROWS)
-    finally:
-        os.environ.pop("MY_ANSWER", None)
-    assert found.table[0].mean == 42
 
 
 @pytest.mark.long
-def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypatch, capfd):
+def test_on_a_gpu_the_model_samples_in_a_child_and_the_rewards_run_here(monkeypatch, tmp_path):
+    """The columns of the prompts are the rewards', even if the check uses their names."""
     rk.setup()
     seen = []
 
-    def mine(completions, **columns):
-        seen.append(len(completions))
-        return [float(len(one)) for one in completions]
+    def mine(completions, group, truncated):
+        seen.extend(zip(group, truncated, strict=True))
+        return [float(len(str(one))) for one in completions]
 
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"prompt": "1 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "2 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "3 + 1 = ", "group": "easy", "truncated": "no"}\n'
+        '{"prompt": "4 + 1 = ", "group": "easy", "truncated": "no"}\n'
+    )
     on_gpu = SimpleNamespace(hardware=SimpleNamespace(device="cuda"))
     monkeypatch.setattr(lab.PreparedJob, "environment", on_gpu)
     monkeypatch.setattr(lab.PreparedJob, "policy", None)  # of this process, not of the child
     lines = []
-    found = check_rewards("quickstart", rewards=[mine], num_prompts=2, say=lines.append)
-    assert 16 in seen
+    found = check_rewards(
+        "quickstart",
+        rewards=[mine],
+        num_prompts=2,
+        overrides=[f"data.prompts={prompts}", "data.held_out=0"],
+        say=lines.append,
+    )
+    assert set(seen) == {("easy", "no")}
     assert found.table[0].name == "mine"
+    assert found.signal.num_groups == 2
     assert any(line.startswith("sampling 2 prompts x 8 completions") for line in lines)
-    with pytest.raises(ModelError, match="does not exist"):
-        check_rewards("quickstart", overrides=["model.name=./nowhere"], say=str)
 
 
 GAME = """

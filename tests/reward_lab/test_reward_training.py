@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from rloo_kit.rewards import RewardModel
 
 from rloo_kit.cli import main
@@ -18,10 +19,6 @@ from rloo_kit.scoring.specs import load_rewards
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from worked_thought import worked_thought
-
-USER = {"role": "user", "content": "Hello?"}
-GOOD = {"role": "assistant", "content": "Hello!"}
-BAD = {"role": "assistant", "content": "No."}
 
 
 def sums(num):
@@ -70,61 +67,45 @@ def held_out_columns():
 # --- pairs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "Hello?", "chosen": "Hello!", "rejected": "No."},
-        {"prompt": [USER], "chosen": "Hello!", "rejected": "No."},
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": "Hello?", "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "Hello?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    ],
-)
+FORMS = """
+- prompt: Hello?
+  chosen: [&good {role: assistant, content: Hello!}]
+  rejected: [&bad {role: assistant, content: No.}]
+- chosen: [&user {role: user, content: "Hello?"}, *good]
+  rejected: [*user, *bad]
+- prompt: Hello?
+  chosen: [*user, *good]
+  rejected: [*user, *bad]
+- {prompt: [*user], chosen: Hello!, rejected: No.}
+- {prompt: "Hello?", chosen: Hello!, rejected: No.}
+"""
+
+
+@pytest.mark.parametrize("row", yaml.safe_load(FORMS))
 def test_a_conversation_is_read_in_every_form(row):
     (pair,) = read_pairs([row])
-    assert pair.chosen == ([USER], [GOOD])
-    assert pair.rejected == ([USER], [BAD])
+    user = [{"role": "user", "content": "Hello?"}]
+    assert pair.chosen == (user, [{"role": "assistant", "content": "Hello!"}])
+    assert pair.rejected == (user, [{"role": "assistant", "content": "No."}])
 
 
-def test_pairs_come_from_rows_and_from_files_alike(tmp_path):
-    import datasets
+REMEDIES = {
+    '{"prompt": "a", "chosen": "b"}': "rejected is None, must be text or a list",
+    '{"prompt": "a", "chosen": "b", "rejected": "b"}': "same text; delete the pair",
+    '{"chosen": [{"role": "x"}], "rejected": "b"}': "needs `role` and `content`",
+    '{"chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant", '
+    '"content": "c"}]}': "chosen must be a conversation that ends with",
+    '{"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}': (
+        "rejected must be a conversation"
+    ),
+}
 
-    rows = ROWS[:3]
-    table = datasets.Dataset.from_list(rows)
-    table.to_csv(tmp_path / "pairs.csv", index=False)
-    table.to_parquet(tmp_path / "pairs.parquet")
-    write_pairs(tmp_path / "pairs.jsonl", rows)
-    for kind in ("csv", "parquet", "jsonl"):
-        assert read_pairs(tmp_path / f"pairs.{kind}") == read_pairs(rows)
 
-
-@pytest.mark.parametrize(
-    ("row", "remedy"),
-    [
-        ({"prompt": "a", "chosen": "b"}, "rejected is None, must be text or a list"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "same text; delete the pair"),
-        ({"prompt": "a", "chosen": 5, "rejected": "b"}, "chosen is 5, must be text or a list"),
-        ({"prompt": "a", "chosen": [], "rejected": "b"}, "must be text or a list of chat"),
-        ({"chosen": [USER, {"role": "x"}], "rejected": "b"}, "needs `role` and `content`"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "chosen must be a conversation that ends with"),
-        ({"prompt": [USER], "chosen": "b", "rejected": [USER]}, "rejected must be a conversation"),
-    ],
-)
+@pytest.mark.parametrize(("row", "remedy"), REMEDIES.items())
 def test_a_bad_pair_is_named_with_its_line_and_the_remedy(tmp_path, row, remedy):
-    path = write_pairs(tmp_path / "pairs.jsonl", [ROWS[0], row])
+    path = write_pairs(tmp_path / "pairs.jsonl", [ROWS[0], json.loads(row)])
     with pytest.raises(DataError, match=rf"pairs\.jsonl, line 2: .*{remedy}"):
         read_pairs(path)
-    with pytest.raises(DataError, match=rf"row 2: .*{remedy}"):
-        read_pairs([ROWS[0], row])
-
-
-def test_no_pairs_are_named(tmp_path):
-    for empty in ([], write_pairs(tmp_path / "empty.jsonl", [])):
-        with pytest.raises(
-            DataError, match="there are no rows: add rows with the columns chosen and rejected"
-        ):
-            read_pairs(empty)
 
 
 @pytest.mark.parametrize(("held_out", "what"), [(0.001, "raise"), (10**6, "lower")])
@@ -133,13 +114,13 @@ def test_an_empty_split_is_refused(held_out, what):
         split_pairs(read_pairs(ROWS), held_out, 42)
 
 
-@pytest.mark.parametrize(("held_out", "expected"), [(0.1, 8), (7, 6), (8, 8)])
+@pytest.mark.parametrize(("held_out", "expected"), [(0.1, 8), (7, 6)])
 def test_all_pairs_of_a_prompt_are_on_one_side(held_out, expected):
     pairs = read_pairs(ROWS)
     train, held = split_pairs(pairs, held_out, 42)
     assert len(held) == expected
     assert {p.group for p in train} & {p.group for p in held} == set()
-    assert sorted(map(repr, [*train, *held])) == sorted(map(repr, pairs))
+    assert len(train) == len(pairs) - expected
     assert split_pairs(pairs, held_out, 42) == (train, held)
     assert split_pairs(pairs, held_out, 43) != (train, held)
 
@@ -167,44 +148,31 @@ def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
     } <= names  # fmt: skip
     assert not {name for name in names if name.endswith((".bin", ".pt", ".md"))}
     facts = json.loads((result.folder / "reward_model.json").read_text())
-    assert facts["base"] == "tiny-thinker"
-    assert facts["accuracy"] == result.accuracy
-    assert facts["steps"] == 12
-    assert (facts["load_in_4bit"], facts["keep_thought"], facts["max_length"]) == (True, False, 96)
+    wanted = {"base": "tiny-thinker", "accuracy": result.accuracy, "steps": 12}
+    wanted |= {"load_in_4bit": True, "keep_thought": False, "max_length": 96}
+    assert facts == facts | wanted
     assert not list(result.folder.parent.glob(".*"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("load_in_4bit", [True, False])
-def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path, load_in_4bit):
+def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path):
     result = train_reward_model(
-        ROWS,
-        model=str(packed_thinker),
-        load_in_4bit=load_in_4bit,
-        output_dir=tmp_path / "taste",
-        say=lambda _: None,
-        **SHORT,
+        ROWS, str(packed_thinker), output_dir=tmp_path / "taste", say=lambda _: None, **SHORT
     )
     reward = RewardModel(str(result.folder))
     first, second = reward(prompts=["x", "x"], completions=["a", "b c"])
     assert first != second
     kinds = {name: type(m).__name__ for name, m in reward._loaded.model.named_modules()}
     assert "4bit" not in kinds[next(name for name in kinds if name.endswith("score"))]
-    assert any(kind == "Linear4bit" for kind in kinds.values())
+    assert "Linear4bit" in kinds.values()
 
 
 def test_the_reward_gives_the_scores_that_training_computed(trained):
     result, _ = trained
     scores = RewardModel(str(result.folder), calibrated=False)(**held_out_columns())
-    chosen = scores[:16]
-    rejected = scores[16:]
-    right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
-    assert right / 16 == result.accuracy
-    margin = statistics.fmean(chosen) - statistics.fmean(rejected)
-    assert margin == pytest.approx(result.margin, abs=1e-4)
-    calibration = json.loads((result.folder / "calibration.json").read_text())
-    assert statistics.fmean(scores) == pytest.approx(calibration["mean"], abs=1e-4)
-    assert statistics.pstdev(scores) == pytest.approx(calibration["std"], abs=1e-4)
+    margins = [c - r for c, r in zip(scores[:16], scores[16:], strict=True)]
+    assert sum(margin > 0 for margin in margins) / 16 == result.accuracy
+    assert statistics.fmean(margins) == pytest.approx(result.margin, abs=1e-4)
 
 
 def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
@@ -216,35 +184,6 @@ def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
     assert statistics.pstdev(scores) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_folder_is_found_from_the_run_files_place(trained):
-    result, _ = trained
-    specs = ["taste:0.5", {"name": "reward_model", "model": "taste", "clipped_to": [-1, 1]}]
-    short, table = load_rewards(specs, base_dir=result.folder.parent)
-    assert short.weight == 0.5
-    columns = {"prompts": ["What is 1 + 2?"], "completions": ["1+2=3"]}
-    (score,) = short.func(**columns)
-    assert table.func(**columns) == [max(-1, min(1, score))]
-
-
-@pytest.mark.long
-def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
-    first, _ = trained
-    before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
-    lines = []
-    second = train_reward_model(
-        ROWS, output_dir=first.folder, load_in_4bit=False, say=lines.append, **QUICK
-    )
-    assert second.folder.name == "taste-2"
-    assert second.accuracy_before < 0.8
-    assert second.accuracy >= 0.9
-    assert "32-bit" in lines[0]
-    # PEFT would ask the hub for the vocabulary of a base that is known by its name alone.
-    assert not [w for w in recwarn if "config file in tiny-thinker" in str(w.message)]
-    assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == before
-    reward = RewardModel(str(second.folder))
-    assert statistics.fmean(reward(**held_out_columns())) == pytest.approx(0, abs=1e-3)
-
-
 # --- what is refused, and what is left then ------------------------------------------------------
 
 
@@ -252,10 +191,8 @@ def test_float32_learns_as_well_and_overwrites_nothing(trained, recwarn):
     ("settings", "remedy"),
     [
         ({"learning_rat": 1e-3}, "TRL refuses .*unexpected keyword argument 'learning_rat'"),
-        ({"save_strategy": "steps"}, "TRL refuses .*multiple values .*'save_strategy'"),
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
         ({"learning_rate": 0}, "learning_rate is 0, must be greater than 0"),
-        ({"r": 1.5}, "r is 1.5, must be a valid integer"),
     ],
 )
 def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
@@ -265,7 +202,7 @@ def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
 
 
 def test_a_base_that_is_no_model_is_refused(tmp_path):
-    for model in (tmp_path / "none", tmp_path, write_pairs(tmp_path / "model.gguf", [])):
+    for model in (tmp_path, write_pairs(tmp_path / "model.gguf", [])):
         with pytest.raises(ModelError, match=r"the base .* cannot be loaded"):
             train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
 
@@ -283,75 +220,48 @@ def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def stopping(error):
-    """Return a ``say`` that raises at the first line about a step."""
-
-    def say(line):
-        if line.startswith("step"):
-            raise error
-
-    return say
-
-
-@pytest.mark.long
-def test_after_an_error_nothing_is_left(tmp_path):
-    with pytest.raises(RuntimeError, match="the screen is gone"):
-        train_reward_model(
-            ROWS,
-            output_dir=tmp_path / "new" / "taste",
-            say=stopping(RuntimeError("the screen is gone")),
-            **SHORT,
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- the command ---------------------------------------------------------------------------------
 
 
-def train_by_command(*arguments):
-    return main(["reward-model", "train", *map(str, arguments)])
+@pytest.mark.long
+def test_the_command_trains_in_float32_too_and_overwrites_nothing(trained, capsys, recwarn):
+    first, _ = trained
+    before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
+    settings = {**QUICK, "load_in_4bit": "false"}
+    command = ["reward-model", "train", str(first.folder.parent / "pairs.jsonl")]
+    command += ["--output-dir", str(first.folder)]
+    for name, value in settings.items():
+        command += ["--set", f"{name}={value}"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "32-bit" in printed
+    accuracy, before_it = re.search(r"accuracy (\S+) \(before (\S+)\)", printed).groups()
+    assert float(before_it) < 0.8
+    assert float(accuracy) >= 0.9
+    # PEFT would ask the hub for the vocabulary of a base that is known by its name alone.
+    assert not [w for w in recwarn if "config file in tiny-thinker" in str(w.message)]
+    assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == before
+    assert RewardModel(f"{first.folder}-2")(prompts=["x"], completions=["a"])
 
 
 @pytest.mark.long
-def test_the_command_trains(tmp_path, capsys):
-    pairs = write_pairs(tmp_path / "pairs.jsonl", ROWS[:12])
-    settings = [part for name, value in SHORT.items() for part in ("--set", f"{name}={value}")]
-    assert train_by_command(pairs, "--output-dir", tmp_path / "taste", *settings) == 0
-    assert (tmp_path / "taste" / "adapter_model.safetensors").is_file()
-    assert "held-out pairs: accuracy " in capsys.readouterr().out
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["none.jsonl"], "data file 'none.jsonl' does not exist"),
-        (
-            ["pairs.jsonl", "--model", "./none"],
-            "the base './none' of a reward model cannot be loaded",
-        ),
-        (["pairs.jsonl", "--set", "max_step=3"], "unexpected keyword argument 'max_step'"),
-    ],
-)
-def test_the_command_ends_with_2_and_one_sentence(
-    tmp_path, monkeypatch, capsys, arguments, sentence
-):
+def test_the_command_ends_with_2_and_one_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl", ROWS)
-    assert train_by_command(*arguments) == 2
+    assert main(["reward-model", "train", "pairs.jsonl", "--model", "./none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rloo-kit: ")
-    assert re.search(sentence, line)
+    assert line.startswith("rloo-kit: the base './none' of a reward model cannot be loaded")
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
-def test_out_of_memory_is_one_sentence(monkeypatch, tmp_path):
+def test_out_of_memory_is_one_sentence_and_leaves_nothing(monkeypatch, tmp_path):
     import transformers
 
-    def train(self, *args, **kwargs):
+    def train(self):
         raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(transformers.Trainer, "train", train)
+    place = tmp_path / "new" / "taste"
     with pytest.raises(MemoryRanOutError, match="lower per_device_train_batch_size"):
-        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=lambda line: None, **SHORT)
+        train_reward_model(ROWS, output_dir=place, say=lambda line: None, **SHORT)
     assert list(tmp_path.iterdir()) == []

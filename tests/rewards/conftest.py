@@ -1,6 +1,32 @@
-"""Tokenizers and a reward model small enough to make on the spot; nothing is downloaded."""
+"""Tokenizers and a reward model small enough to make on the spot, and a place for programs."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
+import yaml
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    """Return what lists the processes that run a program of the sandbox in this test.
+
+    At the end there is none, and no file of a program.
+    """
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+
+    def found():
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.fsencode(own) in (process / "cmdline").read_bytes():
+                    yield process.name
+
+    yield found
+    assert [*found(), *own.iterdir()] == []
 
 
 def make_tokenizer(vocabulary, **kwargs):
@@ -10,12 +36,6 @@ def make_tokenizer(vocabulary, **kwargs):
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **kwargs)
-
-
-@pytest.fixture(scope="session")
-def qwen3_tokenizer():
-    """A tokenizer with Qwen3's ids for the thinking tokens."""
-    return make_tokenizer({"<unk>": 0, "why?": 1, "well": 2, "<think>": 151667, "</think>": 151668})
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +58,23 @@ def plain_tokenizer():
     return make_tokenizer({"<unk>": 0, "well": 1})
 
 
+CONFIG = """
+hidden_size: 64
+intermediate_size: 128
+num_hidden_layers: 1
+num_attention_heads: 2
+num_key_value_heads: 2
+max_position_embeddings: 64
+num_labels: 1
+bos_token_id: 1
+eos_token_id: 2
+pad_token_id: null
+"""
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A Llama sequence classifier of 16 dimensions with one output, and no pad token."""
+    """A Llama sequence classifier of 64 dimensions with one output, and no pad token."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -52,11 +86,7 @@ def model_folder(tmp_path_factory):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
     )
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, num_labels=1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=None,
-    )  # fmt: skip
+    config = LlamaConfig(vocab_size=len(words), **yaml.safe_load(CONFIG))
     folder = tmp_path_factory.mktemp("reward-model")
     model = LlamaForSequenceClassification(config)
     # The default initialisation is so small that every text would score alike.

@@ -4,7 +4,6 @@ import asyncio
 import doctest
 import importlib
 import inspect
-import json
 import math
 import pickle
 import random
@@ -13,10 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 import rloo_kit.rewards
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.scoring.specs import load_reward
 
 sys.path.append(str(Path(__file__).parents[1] / "faults"))
@@ -26,48 +27,43 @@ BUILTIN = sorted(rloo_kit.rewards.BUILTIN)
 CLOSE = 151668
 TEXTS = ["", "a b c", "why?</think>85.", "<think>a b", "d " * 20 + "</think>", "\n</think>\n85"]
 IDS = [[], [1, 2], [1, CLOSE, 3], [4], [*[5] * 40, CLOSE], [6, CLOSE, 7]]
-ENTRY = json.dumps(
-    {
-        "question": "What is 1 + 84?",
-        "answer": "85",
-        "metadata": {"source_dataset": "chain_sum"},
-        "settings": {},
-    }
+ENTRY = (
+    '{"question": "What is 1 + 84?", "answer": "85", "metadata": '
+    '{"source_dataset": "chain_sum"}, "settings": {}}'
 )
 """As ``load_prompts`` writes one of reasoning-gym."""
-TABLES = {
-    "code": {"timeout_seconds": 5},
-    "format": {"pattern": r".*</think>.*"},
-    "language": {"language": "en"},
-    "soft_overlong": {"max_completion_length": 32, "soft_punish_cache": 8},
-    "thinking_budget": {"budget": 8, "limit": 16},
-}
+TABLES = """
+code: {timeout_seconds: 5}
+format: {pattern: .*</think>.*}
+language: {language: en}
+soft_overlong: {max_completion_length: 32, soft_punish_cache: 8}
+thinking_budget: {budget: 8, limit: 16}
+"""
 """Parameters of rewards that cannot do without, or are tried with others than the default."""
+
+
+PER_ROW = """
+answer: ["85", null, 85, 85.0, d, "85"]
+reference: ["86", null, a, b, "", c]
+tests: [["assert f(1) == 2"], null, [], ["assert f(2) == 3"], null, null]
+numbers: [[1, 84], null, [85], [5, 80], [1], [85]]
+target: [85, null, 85, 85, 1, 85]
+"""
 
 
 def columns_of(texts, ids, *, conversational=False):
     """Return what the trainer passes for these completions, with every column a reward asks for."""
-    count = len(texts)
     completions = list(texts)
-    prompts = ["Q"] * count
+    prompts = ["Q"] * len(completions)
     if conversational:
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        prompts = [[{"role": "user", "content": "Q"}]] * count
-    per_row = {
-        "answer": ["85", None, 85, 85.0, "d", "85"],
-        "reference": ["86", None, "a", "b", "", "c"],
-        "tests": [["assert f(1) == 2"], None, [], ["assert f(2) == 3"], None, None],
-        "numbers": [[1, 84], None, [85], [5, 80], [1], [85]],
-        "target": [85, None, 85, 85, 1, 85],
-        "entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY],
-    }
-    spread = {name: [(values * count)[row] for row in range(count)] for name, values in
-              per_row.items()}  # fmt: skip
+        prompts = [[{"role": "user", "content": "Q"}]] * len(completions)
+    per_row = yaml.safe_load(PER_ROW) | {"entry": [ENTRY, None, ENTRY, ENTRY, None, ENTRY]}
     return {
         "completions": completions,
         "prompts": prompts,
-        "completion_ids": [list(row) for row in ids],
-        **spread,
+        "completion_ids": list(ids),
+        **{name: (values * len(texts))[: len(texts)] for name, values in per_row.items()},
         "trainer_state": None,
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
@@ -88,7 +84,7 @@ def judge_url():
 def table_of(name, model_folder, judge_url):
     return {
         "name": name,
-        **TABLES.get(name, {}),
+        **yaml.safe_load(TABLES).get(name, {}),
         **({"model": "any", "base_url": judge_url} if name == "judge" else {}),
         **({"model": str(model_folder), "device": "cpu"} if name == "reward_model" else {}),
     }
@@ -120,7 +116,6 @@ def rows_of(columns, rows):
 
 
 def assert_same(given, expected):
-    assert len(given) == len(expected)
     for one, other in zip(given, expected, strict=True):
         assert one == (None if other is None else pytest.approx(other, abs=1e-4))
 
@@ -130,8 +125,6 @@ def assert_contract(reward, columns, rng):
     count = len(columns["completions"])
     scores = call(reward, columns)
     assert isinstance(scores, list)
-    assert len(scores) == count
-    assert all(type(score) in (int, float, bool, type(None)) for score in scores)
     assert all(score is None or math.isfinite(score) for score in scores)
     order = rng.sample(range(count), count)
     assert_same(call(reward, rows_of(columns, order)), [scores[row] for row in order])
@@ -143,8 +136,6 @@ def assert_contract(reward, columns, rng):
 
 def test_reward_keeps_the_contract(reward):
     scores = assert_contract(reward, COLUMNS, random.Random(0))
-    for row in range(len(TEXTS)):
-        assert_same(call(reward, rows_of(COLUMNS, [row])), [scores[row]])
     assert_same(call(pickle.loads(pickle.dumps(reward)), COLUMNS), scores)
     assert call(reward, rows_of(COLUMNS, [])) == []
 
@@ -173,15 +164,14 @@ ROWS = st.lists(
 
 
 @settings(
-    max_examples=50,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(rows=ROWS, conversational=st.booleans(), rng=st.randoms(use_true_random=False))
 def test_contract_holds_for_whatever_a_model_writes(reward, rows, conversational, rng):
-    texts = [text for text, _ in rows]
-    ids = [ids for _, ids in rows]
-    assert_contract(reward, columns_of(texts, ids, conversational=conversational), rng)
+    columns = columns_of([t for t, _ in rows], [i for _, i in rows], conversational=conversational)
+    assert_contract(reward, columns, rng)
 
 
 @pytest.mark.parametrize("module", sorted({reward.__module__ for reward in
@@ -192,33 +182,60 @@ def test_docstring_examples_run(module):
     assert results.failed == 0
 
 
-def test_importing_every_reward_loads_nothing_heavy():
+def test_importing_every_reward_loads_nothing_heavy_and_needs_no_extra_package():
     code = (
-        "import sys, rloo_kit.rewards as r, rloo_kit.scoring.specs;"
-        "[getattr(r, name) for name in r.__all__];"
-        "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy', 'math_verify',"
-        " 'reasoning_gym'} & set(sys.modules)))"
+        "import sys\n"
+        "for name in ('py3langid', 'math_verify', 'jsonschema', 'reasoning_gym'):\n"
+        "    sys.modules[name] = None\n"
+        "import rloo_kit.rewards as r, rloo_kit.scoring.specs\n"
+        "[getattr(r, name) for name in r.__all__]\n"
+        "print(*sorted({'torch', 'transformers', 'trl', 'numpy', 'httpx', 'sympy'} & "
+        "set(sys.modules)))\n"
+        "import rloo_kit.cli, rloo_kit.job"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_every_reward_is_imported_without_the_packages_that_some_need():
-    code = (
-        "import sys\n"
-        "for name in ('py3langid', 'math_verify', 'jsonschema', 'reasoning_gym'):\n"
-        "    sys.modules[name] = None\n"
-        "import rloo_kit.rewards as r, rloo_kit.cli, rloo_kit.scoring.specs, rloo_kit.job\n"
-        "print(len([getattr(r, name) for name in r.__all__]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == len(rloo_kit.rewards.__all__)
-
-
 def test_public_names_and_submodules_do_not_depend_on_import_order():
     rewards = rloo_kit.rewards
-    assert all(hasattr(rewards, name) for name in rewards.__all__)
     assert rewards.length is importlib.import_module("rloo_kit.rewards.length")
     assert rewards.length.length == rewards.Length()
     with pytest.raises(AttributeError, match="has no attribute 'lenght'"):
         _ = rewards.lenght
+
+
+REMEDIES = {
+    "{name: accuracy, match: fuzzy}": "give one of: auto, exact, number, choice",
+    "{name: accuracy, match: number, tolerance: -1}": "finite number of 0 or more",
+    "{name: accuracy, tolerance: 0.1}": "set match to 'number', or remove tolerance",
+    "{name: code, memory_mib: 1}": "memory_mib is 1; set it to 64 or more",
+    "{name: code, timeout_seconds: .nan}": "timeout_seconds is nan; set it to",
+    "{name: countdown, valid_score: 1.0}": r"valid_score is 1\.0; set it to 0 or more, below 1",
+    "{name: format}": "has no format; give exactly one of pattern, tags and schema",
+    "{name: format, pattern: a, tags: [a]}": "has pattern and tags; give exactly one",
+    "{name: format, tags: [a], full: true}": "full has no effect on 'tags'; remove it",
+    "{name: format, schema: {}, part: answer}": "part has no effect on 'schema'; remove it",
+    "{name: format, pattern: (}": r"'\(' is not a regular expression .* correct it",
+    "{name: format, pattern: a, part: thought}": "give one of: completion, answer",
+    "{name: format, schema: 3}": "is not a JSON schema .* give a table such as",
+    "{name: format, schema: {type: objekt}}": "is not a JSON schema .* give a table such as",
+    "{name: format, schema: {enum: [2026-01-31]}}": "is not a JSON schema .* give a table such",
+    "{name: length_band, low: 5, high: 4}": "set 0 <= low <= high",
+    "{name: length_band, falloff: -1}": "set it to 0 or more",
+    "{name: length_band, part: prompt}": "give one of: completion, thought, answer",
+    "{name: repetition, ngram_size: 0}": "set it to 1 or more",
+    "{name: repetition, max_penalty: 0.1}": "number of 0 or less",
+    "{name: repetition, unit: lines}": "give one of: tokens, words",
+    "{name: rouge, measure: f2}": "give one of",
+    "{name: soft_overlong, max_completion_length: 1, soft_punish_cache: 2}": "set 0 <= soft_punis",
+    "{name: thinking, short: 99}": "set 0 <= short <= long",
+    "{name: thinking_budget, budget: 9, limit: 9}": "set 0 <= budget < limit",
+    "{name: thinking_questions, most: 0}": "set it to 1 or more",
+}
+
+
+@pytest.mark.parametrize(("table", "remedy"), REMEDIES.items())
+def test_a_wrong_parameter_is_refused_with_the_remedy(table, remedy):
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward(yaml.safe_load(table))

@@ -1,9 +1,9 @@
 """ReasoningGym: each task's verifier, on entries that were text; answers that must not run."""
 
-import ast
+import functools
 import inspect
 import json
-import math
+import re
 import sys
 import time
 import warnings
@@ -12,7 +12,7 @@ import pytest
 from rloo_kit.rewards import ReasoningGym
 from rloo_kit.rewards.gym import _GUARDS, _verifier
 
-from rloo_kit.data.gym_tasks import make_gym_rows
+from rloo_kit.data import gym_tasks
 from rloo_kit.errors import RewardContractError, RewardLoadError
 
 with warnings.catch_warnings():
@@ -21,32 +21,20 @@ with warnings.catch_warnings():
     from reasoning_gym.factory import DATASETS
 
 WITHOUT_AN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
-# reasoning-gym needs 6 to 60 s to make one row
-SLOW_TO_MAKE = {
-    "futoshiki", "intermediate_integration", "knight_swap", "number_sequence", "puzzle24",
-    "quantum_lock", "sokoban", "sudoku", "zebra_puzzles",
-}  # fmt: skip
 TASKS = set(DATASETS) - WITHOUT_AN_ANSWER - {"composite"}
-ONE_EACH = {}
 
 
-def marked(tasks):
-    """The tasks, in order; those that are slow to make are run by hand."""
-    return [
-        pytest.param(task, marks=[pytest.mark.slow] * (task in SLOW_TO_MAKE))
-        for task in sorted(tasks)
-    ]
-
-
+@functools.cache
 def row_of(task):
-    """One row of a task, as load_prompts makes it; made once."""
-    if task not in ONE_EACH:
-        (ONE_EACH[task],) = make_gym_rows(f"reasoning_gym:{task}", 1)
-    return ONE_EACH[task]
+    """One row of a task, as load_prompts makes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gym_tasks, "_CHUNK", 4)  # some tasks need seconds for each problem
+        (row,) = gym_tasks.make_gym_rows(f"reasoning_gym:{task}", 1)
+    return row
 
 
-def score(task, answer, **parameters):
-    (found,) = ReasoningGym(**parameters)(completions=[answer], entry=[row_of(task)["entry"]])
+def score(task, answer):
+    (found,) = ReasoningGym()(completions=[answer], entry=[row_of(task)["entry"]])
     return found
 
 
@@ -54,7 +42,7 @@ def score(task, answer, **parameters):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", marked(TASKS))
+@pytest.mark.parametrize("task", sorted(TASKS))
 def test_the_right_answer_scores_one_after_the_entry_was_text(task):
     answer = row_of(task)["answer"]
     assert score(task, answer) == 1.0
@@ -63,58 +51,48 @@ def test_the_right_answer_scores_one_after_the_entry_was_text(task):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "task", marked({*TASKS, *WITHOUT_AN_ANSWER} - {"coin_flip", "game_of_life_halting"})
+    "task", sorted({*TASKS, *WITHOUT_AN_ANSWER} - {"coin_flip", "game_of_life_halting"})
 )
 def test_junk_is_scored_low_and_never_raises(task):
     junk = ["", "well", "nan", "nan+nanj", "-inf", "[" * 300, "1/0", "null",
             '{"a": 1}', "[[1], 2]", "\ud800", "x y " * 2000, "9" * 5000]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = ReasoningGym()(
-            completions=junk, entry=[row_of(task)["entry"]] * len(junk), prompts=["Q"] * len(junk)
-        )
-    assert all(type(one) is float and 0 <= one <= 1 and math.isfinite(one) for one in found)
-    assert max(found) < 0.5
+        assert all(0 <= score(task, text) < 0.5 for text in junk)
 
 
 # --- settings and entries -------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "entry", ["", "nothing", "{}", '{"metadata": {}, "settings": {}}', "[1]", 3]
-)
+@pytest.mark.parametrize("entry", ["nothing", "{}", '{"metadata": {}, "settings": {}}', "[1]", 3])
 def test_an_entry_that_is_none_is_refused(entry):
     with pytest.raises(RewardContractError, match="not an entry of reasoning-gym; make the prompt"):
         ReasoningGym()(completions=["4"], entry=[entry])
 
 
 RUN_AS_PYTHON = {
-    "bitwise_arithmetic": ("metadata", "problem"),
-    "intermediate_integration": ("metadata", "integrand"),
-    "number_sorting": ("answer",),
-    "polynomial_multiplication": ("answer",),
-    "simple_integration": ("metadata", "integrand"),
+    "bitwise_arithmetic": "problem",
+    "intermediate_integration": "integrand",
+    "number_sorting": "answer",
+    "polynomial_multiplication": "answer",
+    "simple_integration": "integrand",
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", RUN_AS_PYTHON)
-def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, tmp_path):
+@pytest.mark.parametrize(("task", "key"), RUN_AS_PYTHON.items())
+def test_an_entry_of_a_file_cannot_have_its_verifier_run_code(task, key, tmp_path):
     entry = json.loads(row_of(task)["entry"])
-    place = entry
-    *path, last = RUN_AS_PYTHON[task]
-    for key in path:
-        place = place[key]
-    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch() or x"
-    place[last] = code
+    ran = tmp_path / "ran"
+    place = entry if key == "answer" else entry["metadata"]
+    place[key] = f"__import__('pathlib').Path({str(ran)!r}).touch() or x"
     answer = '["1"]' if task == "number_sorting" else "0"
     DATASETS[task][0](DATASETS[task][1]()).score_answer(answer, entry)
-    assert (tmp_path / "ran").exists()  # reasoning-gym itself runs it
-    (tmp_path / "ran").unlink()
+    ran.unlink()  # reasoning-gym itself runs it
     with pytest.raises(RewardContractError, match="trust no other entries"):
         ReasoningGym()(completions=[answer], entry=[json.dumps(entry)])
-    assert not (tmp_path / "ran").exists()
+    assert not ran.exists()
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
@@ -132,23 +110,16 @@ RUN_NOTHING = {"complex_arithmetic"}
 """Guarded for another reason: nan."""
 
 
-def calls_in(source):
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            function = node.func
-            names.add(getattr(function, "id", getattr(function, "attr", "")))
-    return names
+RUNNING = re.compile(r"\b(eval|exec|parse_expr|sympify|S|compile|literal_eval)\(")
 
 
 @pytest.mark.long
 def test_every_verifier_that_runs_answers_is_guarded():
-    running = {"eval", "exec", "parse_expr", "sympify", "S", "compile", "literal_eval"}
-    found = set()
-    for task, (cls, _) in DATASETS.items():
-        source = inspect.cleandoc("\n" + inspect.getsource(cls.score_answer))
-        if calls_in(source) & running:
-            found.add(task)
+    found = {
+        task
+        for task, (cls, _) in DATASETS.items()
+        if RUNNING.search(inspect.getsource(cls.score_answer))
+    }
     # number_sorting runs nothing but the answer that the task made.
     assert found - {"number_sorting"} == set(_GUARDS) - RUN_NOTHING
 
@@ -168,12 +139,12 @@ RUNS = [
 @pytest.mark.long
 @pytest.mark.parametrize("task", sorted(_GUARDS))
 def test_an_answer_is_never_run(task, tmp_path):
-    path = str(tmp_path / "made")
+    path = tmp_path / "made"
     empty = score(task, "")
     for text in RUNS:
-        found = score(task, text.format(path=path))
+        found = score(task, text.format(path=str(path)))
         assert found == empty or task in RUN_NOTHING
-        assert not (tmp_path / "made").exists()
+        assert not path.exists()
 
 
 @pytest.mark.long
@@ -186,7 +157,5 @@ def test_an_answer_is_never_run(task, tmp_path):
 def test_numbers_of_many_digits_take_no_time(task, text):
     score(task, "")  # loads what the verifier needs
     start = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert score(task, text) < 1
+    assert score(task, text) < 1
     assert time.monotonic() - start < 20

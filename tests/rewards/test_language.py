@@ -38,7 +38,6 @@ def test_each_language_is_told_from_all_others(language):
         ("zh", CHINESE + ". abc", 19 / 22),
         ("en", CHINESE, 0.0),
         ("ja", "これは四です。" + CHINESE + "。", 6 / 25),
-        ("zh", "これは四です。" + CHINESE + "。", 19 / 25),
         ("zh", "\uff42\uff43\uff44" + CHINESE, 19 / 22),
     ],
 )
@@ -50,12 +49,10 @@ def test_letters_are_counted_by_script(language, text, expected):
 def test_a_foreign_sentence_lowers_the_score_by_its_letters(other):
     english = TEXTS["en"]
     foreign = TEXTS[other]
-    letters = [sum(map(str.isalpha, text)) for text in (english, foreign)]
-    letters[0] -= 1  # "a", a single letter, does not count
-    expected = letters[0] / sum(letters)
+    own, others = (sum(map(str.isalpha, text)) for text in (english, foreign))
+    own -= 1  # "a", a single letter, does not count
     for text in (f"{english} {foreign}", f"{foreign} {english}", f"{english}\n{foreign}"):
-        assert score("en", text) == pytest.approx(expected)
-    assert 0 < expected < 1
+        assert score("en", text) == pytest.approx(own / (own + others))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +83,7 @@ def test_too_few_letters_are_not_judged(text):
     ("part", "prompt", "text", "expected"),
     [
         ("thought", "Q", "<think>EN</think>ZH", 1.0),
-        ("thought", "Q<think>", "EN</think>ZH", 1.0),
         ("thought", "Q<think>", "EN", 1.0),
-        ("thought", "Q", "<think>EN", 1.0),
         ("thought", "Q", "EN", None),
         ("answer", "Q", "<think>ZH</think>EN", 1.0),
         ("answer", "Q<think>", "EN", None),

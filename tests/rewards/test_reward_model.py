@@ -6,22 +6,28 @@ import shutil
 
 import pytest
 from rloo_kit.rewards import RewardModel
-from rloo_kit.rewards._classifier import (
-    fingerprint,
-    set_up_tokenizer,
-    token_ids,
-)
+from rloo_kit.rewards._classifier import fingerprint, token_ids
 
 from rloo_kit.errors import ModelError
 from rloo_kit.models.shape import TINY_THINKER
 
 TEXTS = ["a", "b c d e f g", "h i", "j k l m n o p q r s t", "u v w"]
-PROMPTS = ["x "] * len(TEXTS)
+ROWS = {"completions": TEXTS, "prompts": ["x "] * len(TEXTS)}
+ROW = {"completions": ["a b"], "prompts": ["x "]}
+
+
+def make(folder, **given):
+    return RewardModel(str(folder), device="cpu", **given)
+
+
+def one(folder, **given):
+    """Return the score of one text by the model of a folder."""
+    return make(folder, **given)(**ROW)[0]
 
 
 @pytest.fixture(scope="module")
 def reward(model_folder):
-    return RewardModel(str(model_folder), device="cpu")
+    return make(model_folder)
 
 
 def test_scores_are_the_models_own_logits(reward, model_folder):
@@ -36,7 +42,7 @@ def test_scores_are_the_models_own_logits(reward, model_folder):
 
 
 def test_pickle_holds_the_parameters_and_not_the_model(reward):
-    reward(completions=["a"], prompts=["x"])
+    reward(**ROW)
     data = pickle.dumps(reward)
     copy = pickle.loads(data)
     assert len(data) < 2000
@@ -45,13 +51,9 @@ def test_pickle_holds_the_parameters_and_not_the_model(reward):
     assert reward.is_loaded
 
 
-def test_a_model_without_a_trained_head_is_refused(model_folder, tmp_path):
-    from transformers import LlamaForCausalLM
-
-    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    LlamaForCausalLM.from_pretrained(model_folder).save_pretrained(tmp_path)
+def test_a_model_without_a_trained_head_is_refused(base_folder):
     with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
-        RewardModel(str(tmp_path), device="cpu")(completions=["a"], prompts=["x"])
+        one(base_folder)
 
 
 # --- calibration ---------------------------------------------------------------------------------
@@ -65,95 +67,61 @@ def calibrated_folder(model_folder, tmp_path):
     return folder
 
 
-def test_a_calibration_in_the_folder_centres_and_scales(reward, calibrated_folder):
-    raw = reward(completions=TEXTS, prompts=PROMPTS)
-    expected = [(score - 0.5) / 2 for score in raw]
-    for given in ({}, {"calibrated": True}):
-        found = RewardModel(str(calibrated_folder), device="cpu", **given)
-        assert found(completions=TEXTS, prompts=PROMPTS) == pytest.approx(expected, abs=1e-5)
-    off = RewardModel(str(calibrated_folder), device="cpu", calibrated=False)
-    assert off(completions=TEXTS, prompts=PROMPTS) == pytest.approx(raw, abs=1e-5)
+def test_a_calibration_in_the_folder_centres_and_scales(calibrated_folder, model_folder):
+    raw = one(model_folder)
+    assert one(calibrated_folder) == pytest.approx((raw - 0.5) / 2, abs=1e-5)
+    assert one(calibrated_folder, calibrated=False) == pytest.approx(raw, abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("content", "remedy"),
-    [
-        ('{"mean": 0, "std": 0}', "std to a number above 0"),
-        ('{"std": 1}', "std to a number above 0"),
-        ("[1, 2]", "write it again"),
-    ],
+    [('{"mean": 0, "std": 0}', "std to a number above 0"), ("[1, 2]", "write it again")],
 )
 def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
     (calibrated_folder / "calibration.json").write_text(content)
     with pytest.raises(ModelError, match=remedy):
-        RewardModel(str(calibrated_folder), device="cpu")(completions=["a"], prompts=["x"])
+        one(calibrated_folder)
 
 
 # --- 4 bit, and where the weights wait -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def wide_folder(model_folder, tmp_path_factory):
-    """The same classifier with 64 dimensions, so that its layers can be quantised on a CPU."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(1)
-    config = LlamaConfig.from_pretrained(model_folder)
-    config.hidden_size = 64
-    config.intermediate_size = 128
-    config.head_dim = 32
-    model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.model.embed_tokens.weight)
-    torch.nn.init.normal_(model.score.weight)
-    folder = tmp_path_factory.mktemp("wide")
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.long
-def test_in_4_bit_the_head_stays_and_scores_stay_close(wide_folder):
-    whole = RewardModel(str(wide_folder), device="cpu")
-    small = RewardModel(str(wide_folder), device="cpu", load_in_4bit=True)
-    expected = whole(completions=TEXTS, prompts=PROMPTS)
-    found = small(completions=TEXTS, prompts=PROMPTS)
+def test_in_4_bit_the_head_stays_and_scores_stay_close(reward, model_folder):
+    small = make(model_folder, load_in_4bit=True)
+    expected = reward(**ROWS)
+    found = small(**ROWS)
     kinds = {name: type(m).__name__ for name, m in small._loaded.model.named_modules()}
     assert kinds["score"] == "Linear"
     assert kinds["model.layers.0.mlp.up_proj"] == "Linear4bit"
     assert found == pytest.approx(expected, abs=1.0)
     assert found != pytest.approx(expected, abs=1e-3)
-    alone = [small(completions=[text], prompts=["x "])[0] for text in TEXTS]
-    assert found == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_4bit", [False, True])
-def test_on_a_gpu_the_weights_wait_in_the_machines_memory(wide_folder, in_4bit):
-    reward = RewardModel(str(wide_folder), load_in_4bit=in_4bit)
-    staying = RewardModel(str(wide_folder), load_in_4bit=in_4bit, offload=False)
-    first = reward(completions=TEXTS, prompts=PROMPTS)
-    assert {p.device.type for p in reward._loaded.model.parameters()} == {"cpu"}
-    assert reward(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
-    assert staying(completions=TEXTS, prompts=PROMPTS) == pytest.approx(first, abs=1e-3)
-    assert {p.device.type for p in staying._loaded.model.parameters()} == {"cuda"}
+def test_on_a_gpu_the_weights_wait_in_the_machines_memory(model_folder, in_4bit):
+    reward = RewardModel(str(model_folder), load_in_4bit=in_4bit)
+    staying = RewardModel(str(model_folder), load_in_4bit=in_4bit, offload=False)
+    first = reward(**ROWS)
+    for again, device in ((reward, "cpu"), (staying, "cuda")):
+        assert again(**ROWS) == pytest.approx(first, abs=1e-3)
+        assert {p.device.type for p in again._loaded.model.parameters()} == {device}
 
 
 # --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def base_folder(wide_folder, tmp_path_factory):
+def base_folder(model_folder, tmp_path_factory):
     """A causal language model: it has no score head."""
     import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(2)
     folder = tmp_path_factory.mktemp("bases") / "base"
-    model = LlamaForCausalLM.from_pretrained(wide_folder)
-    torch.nn.init.normal_(model.model.embed_tokens.weight)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(wide_folder).save_pretrained(folder)
+    shutil.copytree(model_folder, folder)
+    LlamaForCausalLM.from_pretrained(model_folder).save_pretrained(folder)
     return folder
 
 
@@ -176,28 +144,21 @@ def adapter_folder(base_folder, tmp_path):
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(base_folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").unlink()
     facts = {"base": "models/base", "base_folder": "../../models/base"}
     facts["base_fingerprint"] = fingerprint(base_folder)
     (folder / "reward_model.json").write_text(json.dumps(facts))
     model.eval()
     with torch.no_grad():
         ids = tokenizer("x a b", return_tensors="pt")["input_ids"]
-        return folder, model(ids).logits[0, 0].item()
+        return folder, pytest.approx(model(ids).logits[0, 0].item(), abs=1e-4)
 
 
-def one(reward):
-    return reward(completions=["a b"], prompts=["x "])[0]
-
-
-def test_an_adapter_is_attached_to_its_base(adapter_folder, base_folder):
+def test_an_adapter_is_attached_to_its_base(adapter_folder):
     folder, expected = adapter_folder
-    reward = RewardModel(str(folder), device="cpu")
-    assert one(reward) == pytest.approx(expected, abs=1e-4)
-    bare = RewardModel(str(folder), device="cpu")
-    bare(completions=["z"], prompts=["x "])
-    with bare._loaded.model.disable_adapter():
-        assert one(bare) != pytest.approx(expected, abs=1e-2)  # the adapter matters
+    reward = make(folder)
+    assert reward(**ROW) == [expected]
+    with reward._loaded.model.disable_adapter():
+        assert reward(**ROW) != [expected]  # the adapter matters
 
 
 def test_the_base_is_found_from_another_place(adapter_folder, tmp_path, monkeypatch):
@@ -205,52 +166,40 @@ def test_the_base_is_found_from_another_place(adapter_folder, tmp_path, monkeypa
     moved = tmp_path / "elsewhere"
     (tmp_path / "project").rename(moved)
     monkeypatch.chdir(tmp_path)
-    assert one(RewardModel("elsewhere/runs/mine", device="cpu")) == pytest.approx(
-        expected, abs=1e-4
-    )
+    assert one("elsewhere/runs/mine") == expected
     (moved / "runs" / "mine").rename(tmp_path / "alone")
     monkeypatch.chdir(moved)  # models/base, as it was given
-    assert one(RewardModel("../alone", device="cpu")) == pytest.approx(expected, abs=1e-4)
+    assert one("../alone") == expected
 
 
 def test_a_base_that_is_not_here_is_named_with_the_remedy(adapter_folder, base_folder, tmp_path):
     folder, expected = adapter_folder
     shutil.rmtree(tmp_path / "project" / "models")
     with pytest.raises(ModelError, match=r"on 'models/base', which is missing; give the folder"):
-        one(RewardModel(str(folder), device="cpu"))
-    found = RewardModel(str(folder), device="cpu", base=str(base_folder))
-    assert one(found) == pytest.approx(expected, abs=1e-4)
+        one(folder)
+    assert one(folder, base=str(base_folder)) == expected
 
 
-def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, tmp_path):
-    from transformers import LlamaForCausalLM
-
+def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, model_folder, tmp_path):
     folder, _ = adapter_folder
-    place = tmp_path / "project" / "models" / "base"
-    model = LlamaForCausalLM.from_pretrained(place)
-    model.lm_head.weight.data[0, 0] += 1.0
-    model.save_pretrained(place)
+    shutil.copy(model_folder / "model.safetensors", tmp_path / "project" / "models" / "base")
     with pytest.raises(ModelError, match="was trained on base model 'models/base', but"):
-        one(RewardModel(str(folder), device="cpu"))
+        one(folder)
 
 
 @pytest.mark.long
 def test_an_adapter_reads_as_it_was_trained_by_default(adapter_folder):
     folder, _ = adapter_folder
+    trained = {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
     facts = json.loads((folder / "reward_model.json").read_text())
-    facts |= {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
-    (folder / "reward_model.json").write_text(json.dumps(facts))
-    reward = RewardModel(str(folder), device="cpu")
-    one(reward)
-    assert (reward._loaded.keep_thought, reward._loaded.max_length) == (True, 7)
-    kinds = {type(m).__name__ for m in reward._loaded.model.modules()}
-    assert "Linear4bit" in kinds
-    other = RewardModel(
-        str(folder), device="cpu", keep_thought=False, max_length=9, load_in_4bit=False
-    )
-    one(other)
-    assert (other._loaded.keep_thought, other._loaded.max_length) == (False, 9)
-    assert "Linear4bit" not in {type(m).__name__ for m in other._loaded.model.modules()}
+    (folder / "reward_model.json").write_text(json.dumps(facts | trained))
+    for given in ({}, {"keep_thought": False, "max_length": 9, "load_in_4bit": False}):
+        reward = make(folder, **given)
+        reward(**ROW)
+        loaded = reward._loaded
+        found = {"keep_thought": loaded.keep_thought, "max_length": loaded.max_length}
+        in_4bit = "Linear4bit" in {type(m).__name__ for m in loaded.model.modules()}
+        assert found | {"load_in_4bit": in_4bit} == trained | given
 
 
 def test_an_adapter_without_a_score_head_is_refused(adapter_folder):
@@ -258,11 +207,10 @@ def test_an_adapter_without_a_score_head_is_refused(adapter_folder):
 
     folder, _ = adapter_folder
     weights = load_file(folder / "adapter_model.safetensors")
-    assert "base_model.model.score.weight" in weights
     weights.pop("base_model.model.score.weight")
     save_file(weights, folder / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"score\.weight; give a sequence classifier"):
-        one(RewardModel(str(folder), device="cpu"))
+        one(folder)
 
 
 # --- weights and code of unknown origin ----------------------------------------------------------
@@ -287,12 +235,12 @@ def test_pickled_weights_are_never_read(model_folder, adapter_folder, tmp_path):
     (whole / "model.safetensors").unlink()
     torch.save(Trap(sprung), whole / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        one(RewardModel(str(whole), device="cpu"))
+        one(whole)
     adapter, _ = adapter_folder
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(Trap(sprung), adapter / "adapter_model.bin")
     with pytest.raises(ModelError, match="save the adapter again"):
-        one(RewardModel(str(adapter), device="cpu"))
+        one(adapter)
     assert not sprung.exists()
     torch.load(whole / "pytorch_model.bin", weights_only=False)
     assert sprung.exists()  # the trap works
@@ -306,7 +254,7 @@ def test_code_that_comes_with_a_model_is_not_run(model_folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        one(RewardModel(str(folder), device="cpu"))
+        one(folder)
     assert not (tmp_path / "ran").exists()
 
 
@@ -320,35 +268,28 @@ def test_the_policys_tokens_are_read_with_their_eos(model_folder):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder).eval()
     texts = ["c d", "e", "c d f"]
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    ids[0] = [*ids[0], tokenizer.eos_token_id]  # the pad token too, since the model has none
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids[0].append(tokenizer.eos_token_id)  # the pad token too, since the model has none
     prompt = tokenizer.encode("a b")
     given = {"completions": texts, "prompts": ["a b"] * 3, "completion_ids": ids}
-    scores = RewardModel(str(model_folder), policy_tokens=True, device="cpu")(**given)
+    scores = make(model_folder, policy_tokens=True)(**given)
     model.config.pad_token_id = None  # then the last position is read
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([prompt + own])).logits.item() for own in ids]
     assert scores == pytest.approx(alone, abs=1e-5)
-    of_texts = RewardModel(str(model_folder), device="cpu")(**given)
+    of_texts = make(model_folder)(**given)
     assert of_texts[0] != pytest.approx(scores[0], abs=1e-3)
 
 
 # --- the thought ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def thinker():
-    """The embedded model's tokenizer: its template opens thoughts and cuts them out of answers."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_a_thought_is_read_also_where_the_template_cuts_it_out(opened):
+    """The embedded model's template opens thoughts and cuts them out of answers."""
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
-    model = AutoModelForSequenceClassification.from_pretrained(TINY_THINKER, num_labels=1)
-    set_up_tokenizer(model, tokenizer, "tiny-thinker")
-    return tokenizer
-
-
-@pytest.mark.parametrize("opened", ["", "<think>", "<think>\n"])
-def test_a_thought_is_read_also_where_the_template_cuts_it_out(thinker, opened):
+    thinker = AutoTokenizer.from_pretrained(TINY_THINKER)
     prompt = [{"role": "user", "content": "2+2?"}]
     completion = [{"role": "assistant", "content": f"{opened}2+2=4\n</think>\n\n4"}]
     text = thinker.decode(token_ids(thinker, prompt, completion, keep_thought=True))

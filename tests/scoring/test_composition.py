@@ -4,12 +4,13 @@ import asyncio
 import pickle
 
 import pytest
+import yaml
 from rloo_kit.rewards import Accuracy, Length
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
-from rloo_kit.scoring.contract import AsyncCheckedReward, checked, guarded
-from rloo_kit.scoring.specs import load_reward, load_rewards
+from rloo_kit.scoring.contract import AsyncCheckedReward, checked
+from rloo_kit.scoring.specs import load_reward
 
 COLUMNS = {
     "prompts": ["p", "p", "p", "p"],
@@ -52,24 +53,18 @@ def score(reward, **columns):
 
 
 def test_a_gate_lets_the_reward_count_only_where_it_is_open():
-    assert score(gated(Accuracy(), by=short)) == [1.0, 0.0, 0.0, 0.0]
-    assert score(gated(Accuracy(), by=short, otherwise=-1)) == [1.0, -1.0, 0.0, 0.0]
-    assert score(gated(Accuracy(), by=half, at_least=0.5)) == [1.0, 0.0, 0.0, 0.0]
+    logged = {}
+    assert score(gated(Accuracy(), by=short), log_metric=logged.__setitem__) == [1.0, 0.0, 0.0, 0.0]
+    assert logged == {"rewards/accuracy/gate_open": 0.75}
+    assert score(gated(Accuracy(), by=half, at_least=0.5, otherwise=-1)) == [1.0, 0.0, 0.0, -1.0]
     assert score(gated(Accuracy(), by=half, at_least=0.6)) == [0.0] * 4
 
 
 def test_a_row_behind_a_closed_gate_is_never_scored():
     costly = Counting()
     score(gated(costly, by=short))
+    score(gated(costly, by=short, at_least=2))
     assert costly.asked == [["4", "4", ""]]
-    score(gated(costly, by=lambda completions: [0.0] * len(completions)))
-    assert len(costly.asked) == 1
-
-
-def test_the_share_of_open_rows_is_logged():
-    logged = {}
-    score(gated(Accuracy(), by=short), log_metric=logged.__setitem__)
-    assert logged == {"rewards/accuracy/gate_open": 0.75}
 
 
 def test_a_routed_reward_scores_its_own_rows_alone():
@@ -99,10 +94,8 @@ def test_what_a_routed_reward_logs_keeps_its_rows():
 
 
 def test_scale_comes_before_clip_and_none_stays_none():
-    assert score(rescaled(Length(), scale=10, clip=(-1, 4))) == [-1.0] * 4
-    assert score(rescaled(half, scale=-2)) == [-1.0, -1.0, -1.0, None]
-    with pytest.raises(ValueError, match="give the lower number first"):
-        rescaled(half, clip=(1, 1))
+    assert score(rescaled(half, scale=10, clip=(-1, 4))) == [4.0, 4.0, 4.0, None]
+    assert score(rescaled(half, scale=-10, clip=(-1, 4))) == [-1.0, -1.0, -1.0, None]
 
 
 def test_compositions_nest_pickle_release_and_keep_the_name():
@@ -125,85 +118,75 @@ def test_parts_are_bound_to_the_tokenizer():
             bound.tokenizer = tokenizer
             return bound
 
-    tokenizer = object()
-    loaded = load_reward(routed(gated(short, by=Bound()), task="sum"), tokenizer=tokenizer)
+    loaded = load_reward(routed(gated(short, by=Bound()), task="sum"), tokenizer="the tokenizer")
     (gate,) = loaded.func.reward.parts
-    assert gate.reward.parts[1].reward.tokenizer is tokenizer
-    again = load_reward(checked(Bound()), tokenizer=tokenizer)
-    assert again.func.reward.tokenizer is tokenizer
+    assert gate.reward.parts[1].reward.tokenizer == "the tokenizer"
 
 
-@pytest.mark.parametrize("make", [
-    lambda: gated(Accuracy(), by=slow_short),
-    lambda: routed(gated(slow_short, by=short), task=["sum", "word"]),
-    lambda: rescaled(slow_short, clip=(0, 1)),
-])  # fmt: skip
-def test_an_async_part_makes_the_whole_async(make):
-    reward = load_reward(make()).func
+@pytest.mark.parametrize(
+    ("composed", "expected"),
+    [
+        (gated(Accuracy(), by=slow_short), [1.0, 0.0, 0.0, 0.0]),
+        (routed(gated(slow_short, by=short), task=["sum", "word"]), [1.0, 0.0, 1.0, 1.0]),
+    ],
+)
+def test_an_async_part_makes_the_whole_async(composed, expected):
+    reward = load_reward(composed).func
     assert isinstance(reward, AsyncCheckedReward)
-    expected = {"accuracy": [1.0, 0.0, 0.0, 0.0]}.get(reward.name, [1.0, 0.0, 1.0, 1.0])
     assert asyncio.run(reward(**COLUMNS)) == expected
 
 
-def test_a_fault_of_a_part_is_named_and_skipped_where_that_was_asked_for():
+def test_a_fault_of_a_part_is_named():
     def broken(completions):
         raise KeyError("total")
 
-    reward = gated(Accuracy(), by=broken)
     with pytest.raises(RewardContractError, match=r"reward 'broken'.*KeyError"):
-        score(reward)
-    skipping = guarded(checked(routed(lambda completions: ["x"], task="sum")), None, "stop")
-    with pytest.raises(RewardContractError, match="1 scores for 2"):
-        skipping(**COLUMNS)
+        score(gated(Accuracy(), by=broken))
 
 
 # --- schedules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("progress", "weight"), [(0, 1.0), (0.1, 1.0), (0.25, 0.6), (0.4, 0.2), (1, 0.2)]
-)
+@pytest.mark.parametrize(("progress", "weight"), [(0, 1.0), (0.25, 0.6), (1, 0.2)])
 def test_a_schedule_is_straight_between_its_points_and_flat_outside(progress, weight):
     assert WeightSchedule.of({0.4: 0.2, 0.1: 1}).at(progress) == pytest.approx(weight)
-
-
-@pytest.mark.parametrize("points", [{}, {2: 1.0}, {0: float("inf")}, {"start": 1}, {0: None}])
-def test_a_bad_schedule_is_refused(points):
-    with pytest.raises(RewardLoadError, match=r"such as \{0: 1.0, 0.5: 0.2\}"):
-        load_reward({"name": "length", "weight": points})
 
 
 # --- in a run file -------------------------------------------------------------------------------
 
 
+TABLE = """
+name: accuracy
+weight: {0: 1.0, 0.5: 0.0}
+only_if: {name: length, min_words: 1, too_short: -1, at_least: 0.5}
+only_for: {task: sum}
+scaled_by: 3
+clipped_to: [0, 2]
+"""
+
+
 def test_a_run_file_composes_by_keys():
-    table = {
-        "name": "accuracy",
-        "weight": {0: 1.0, 0.5: 0.0},
-        "only_if": {"name": "length", "min_words": 1, "too_short": -1, "at_least": 0.5},
-        "only_for": {"task": "sum"},
-        "scaled_by": 3,
-        "clipped_to": [0, 2],
-    }
-    loaded = load_reward(table)
+    loaded = load_reward(yaml.safe_load(TABLE))
     assert loaded.func(**COLUMNS) == [2.0, 0.0, None, None]
     assert loaded.name == "accuracy"
     assert [loaded.weight_at(p) for p in (0, 0.25, 1)] == [1.0, 0.5, 0.0]
-    names = [reward.name for reward in load_rewards([table, table, "length"])]
-    assert names == ["accuracy", "accuracy_2", "length"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"only_if": "lenght"}, "did you mean 'length'"),
-        ({"only_if": {"name": "length", "at_least": "high"}}, "only_if: NAME"),
-        ({"only_for": "sum"}, "only_for: {column: value}"),
-        ({"clipped_to": 3}, r"clipped_to: \[low, high\]"),
-        ({"clipped_to": [3, 1]}, "give the lower number first"),
-        ({"scaled_by": "x"}, "scaled_by: NUMBER"),
-    ],
-)
-def test_a_bad_composition_says_what_to_write(keys, message):
-    with pytest.raises(RewardLoadError, match=message):
-        load_reward({"name": "accuracy", **keys})
+REMEDIES = {
+    "only_if: lenght": "did you mean 'length'",
+    "only_if: {name: length, at_least: high}": "only_if: NAME",
+    "only_for: sum": "only_for: {column: value}",
+    "clipped_to: 3": r"clipped_to: \[low, high\]",
+    "clipped_to: [3, 1]": "give the lower number first",
+    "scaled_by: x": "scaled_by: NUMBER",
+    "weight: {}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {2: 1.0}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {0: .inf}": r"such as \{0: 1.0, 0.5: 0.2\}",
+    "weight: {0: null}": r"such as \{0: 1.0, 0.5: 0.2\}",
+}
+
+
+@pytest.mark.parametrize(("keys", "remedy"), REMEDIES.items())
+def test_a_bad_composition_or_schedule_says_what_to_write(keys, remedy):
+    with pytest.raises(RewardLoadError, match=remedy):
+        load_reward({"name": "accuracy", **yaml.safe_load(keys)})
