@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ WORKS = {
 HIDDEN = {"card": None, "capability": (0, 0), "driver": "550.54.14"}
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 6), (8, 9), (10, 3), (12, 1)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (12, 1)])
 def test_a_card_with_kernels_is_taken(capability):
     assert why_not_card(**WORKS | {"capability": capability}) is None
 
@@ -65,7 +66,6 @@ def test_the_install_page_says_the_same():
 @pytest.mark.parametrize(
     ("vllm", "torch", "together"),
     [
-        ("0.31.0", "2.13.0", True),
         ("0.31.0", "2.13.0+cu130", True),
         ("0.31.0", "2.13.0+cpu", True),
         ("0.26.0+cu129", "2.11.0+cu128", True),
@@ -77,31 +77,27 @@ def test_vllm_and_torch_are_of_one_cuda(vllm, torch, together):
     assert (why_not_together(vllm, torch) is None) == together
 
 
-def command(words, tmp_path):
-    """Run the kit where nvidia-smi lists a card with an old driver, and torch sees none."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 550.54.14\n")
-    program.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [sys.executable, "-m", "rloo_kit", *words],
-        env={**os.environ, "PATH": path}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="its nvidia-smi is a shell script")
 def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
-    done = command(["train", "qwen3-4b-thinking-12gb"], tmp_path)
-    assert done.returncode == 2
+    """Where nvidia-smi lists a card with an old driver, and torch sees none."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 550.54.14\n")
+    program.chmod(0o755)
+    code = """
+from rloo_kit.cli import main
+print(main(["train", "qwen3-4b-thinking-12gb"]), main(["doctor"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
     says = "torch does not see the card of the driver 550.54.14"
     assert says in done.stderr
-    assert done.stdout == ""
     assert not (tmp_path / "runs").exists()
-    done = command(["doctor"], tmp_path)
-    assert done.returncode == 1
     assert f"training cannot start: {says}" in done.stdout
+    assert done.stdout.endswith("\n2 1\n")
 
 
 @pytest.mark.long
@@ -119,16 +115,15 @@ def test_the_doctor_imports_vllm_before_it_says_that_it_starts(tmp_path, monkeyp
 
 
 def test_name_and_memory_are_of_the_same_card(monkeypatch):
-    import torch
-
-    cuda = {
-        "is_available": lambda: True,
-        "mem_get_info": lambda: (1, 2),
-        "is_bf16_supported": lambda including_emulation: True,
-        "device_count": lambda: 2,
-        "current_device": lambda: 1,
-        "get_device_properties": lambda index: type("Card", (), {"name": f"card {index}"}),
-    }
-    for name, answer in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(
+        "torch.cuda",
+        SimpleNamespace(
+            is_available=lambda: True,
+            mem_get_info=lambda: (1, 2),
+            is_bf16_supported=lambda including_emulation: True,
+            device_count=lambda: 2,
+            current_device=lambda: 1,
+            get_device_properties=lambda index: SimpleNamespace(name=f"card {index}"),
+        ),
+    )
     assert detect_hardware().name == "card 1"

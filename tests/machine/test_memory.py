@@ -1,13 +1,17 @@
 """Memory comes back, also while variables still point at the model."""
 
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.cleanup import measure
+from rloo_kit.rloo.metrics import Tally
+from rloo_kit.training.step_log import StepLog
 
 
 @pytest.mark.long
@@ -41,19 +45,11 @@ def test_a_released_trainer_holds_no_tensor(tmp_path):
 
 
 def test_a_released_model_gives_its_memory_back():
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
-        num_attention_heads=8, num_key_value_heads=8, head_dim=128,
-    )  # fmt: skip
     rk.release()  # else the model takes what earlier tests left free in the heap
     before = measure().resident
-    model = Qwen3ForCausalLM(config).to(torch.float32)
-    size = sum(p.numel() * 4 for p in model.parameters())
-    held = measure().resident - before
-    assert held > 0.8 * size
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, 1024) for _ in range(8)])
+    size = 8 * 4096 * 1024 * 4
+    assert measure().resident - before > 0.8 * size
     released = rk.release(model)
     assert released.freed_resident > 0.8 * size
     assert model is not None
@@ -61,13 +57,6 @@ def test_a_released_model_gives_its_memory_back():
 
 def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
     """Not torch's count, which holds what vLLM has unmapped while it sleeps."""
-    from types import SimpleNamespace
-
-    import torch
-
-    from rloo_kit.rloo.metrics import Tally
-    from rloo_kit.training.step_log import StepLog
-
     gib = 2**30
     free = [4 * gib, 9 * gib]  # the engine awake after sampling, asleep after learning
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -82,28 +71,11 @@ def test_the_peak_of_a_step_is_what_the_driver_counts(monkeypatch):
 
 def test_tensors_that_a_module_keeps_are_released():
     """Unsloth's attention keeps the keys and values of the last generation as plain attributes."""
-    import torch
-
     layer = torch.nn.Linear(2, 2)
     layer.paged_attention = torch.zeros(64, 2, 8)
     layer.paged_attention_K = layer.paged_attention[:, 0]
     rk.release(layer)
     assert layer.paged_attention.numel() == layer.paged_attention_K.numel() == 0
-
-
-def test_a_reward_with_release_is_released():
-    class Judge:
-        released = False
-
-        def release(self):
-            self.released = True
-
-        def __call__(self, completions, **_):
-            return [0.0] * len(completions)
-
-    judge = Judge()
-    rk.release(*[reward.func for reward in rk.load_rewards([judge])])
-    assert judge.released
 
 
 def test_shutting_down_outside_of_a_notebook_says_so(capsys):

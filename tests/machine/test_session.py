@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,38 +19,20 @@ from rloo_kit.machine.cleanup import (
 )
 
 
-class Engine:
-    """Something that samples, noting in ``order`` when it is closed."""
-
-    def __init__(self, name="engine", order=None):
-        self.name = name
-        self.order = [] if order is None else order
-
-    def sync(self, model):
-        raise NotImplementedError
-
-    def close(self):
-        self.order.append(self.name)
+def engine(**fails):
+    """Something that samples; it notes when it is closed."""
+    return made(Mock(spec=["close"], **fails))
 
 
-class Judge:
-    """A reward model."""
-
-    def __init__(self):
-        self.released = 0
-
-    def release(self):
-        self.released += 1
+def judge():
+    """A reward model, which notes when it is released."""
+    return made(Mock(spec=["release"]))
 
 
 def made(thing):
     """Make it, as a loader would."""
     add_to_session(thing)
     return thing
-
-
-def use(**values):
-    return MemoryUse(**{"resident": 0, **values})
 
 
 @pytest.fixture(autouse=True)
@@ -66,86 +49,68 @@ def small_heap():
 def test_what_the_body_made_is_released_at_the_end():
     with session() as opened:
         model = made(torch.nn.Linear(8, 8))
-        engine = made(Engine())
-        judge = made(Judge())
+        samples = engine()
+        scores = judge()
         assert opened.released is None
         assert model.weight.numel() == 64
-        assert engine.order == []
+        samples.close.assert_not_called()
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    assert engine.order == ["engine"]
-    assert judge.released == 1
+    samples.close.assert_called_once()
+    scores.release.assert_called_once()
     assert "left in the process" in str(opened.released)
     assert opened.things == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_what_the_body_made_is_released_when_it_raises(error):
-    engine = Engine()
-    opened = []
-
-    def body():
-        with session() as own:
-            opened.append(own)
-            add_to_session(engine)
-            raise error
-
-    with pytest.raises(error):
-        body()
-    assert engine.order == ["engine"]
-    assert isinstance(opened[0].released, Released)
+    with pytest.raises(error), session() as opened:  # noqa: PT012
+        samples = engine()
+        raise error
+    samples.close.assert_called_once()
+    assert isinstance(opened.released, Released)
 
 
 def test_a_thing_belongs_to_the_innermost_session():
     with session() as outer:
-        first = made(Engine())
-        with session() as inner:
-            second = made(Engine())
-        assert (first.order, second.order) == ([], ["engine"])
-        third = made(Engine())
-        assert inner.released is not None
+        first = engine()
+        with session():
+            second = engine()
+        first.close.assert_not_called()
+        second.close.assert_called_once()
+        third = engine()
         assert outer.released is None
-    assert first.order == second.order == third.order == ["engine"]
+    for one in (first, second, third):
+        one.close.assert_called_once()
 
 
 def test_what_was_released_by_hand_may_be_released_again():
     with session():
         model = made(torch.nn.Linear(4, 4))
-        judge = made(Judge())
-        release(model, judge)
-    assert judge.released == 2
+        scores = judge()
+        release(model, scores)
+    assert scores.release.call_count == 2
     assert model.weight.numel() == 0
 
 
 def test_what_cannot_be_released_does_not_keep_the_rest():
-    class Broken(Engine):
-        def close(self):
-            raise ConnectionError("away")
-
-    first = Engine()
-
-    def body():
-        with session():
-            add_to_session(first)
-            add_to_session(Broken())
-
-    with pytest.raises(ConnectionError):
-        body()
-    assert first.order == ["engine"]
+    with pytest.raises(ConnectionError), session():
+        first, _ = engine(), engine(**{"close.side_effect": ConnectionError("away")})
+    first.close.assert_called_once()
 
 
 # --- what is said of it --------------------------------------------------------------------------
 
 
 def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold():
-    before = use(gpu_reserved=9 * 1024 * MIB, gpu_other=MIB)
-    after = use(gpu_allocated=8 * MIB, gpu_reserved=20 * MIB, gpu_other=MIB)
+    before = MemoryUse(0, gpu_reserved=9 * 1024 * MIB, gpu_other=MIB)
+    after = MemoryUse(0, gpu_allocated=8 * MIB, gpu_reserved=20 * MIB, gpu_other=MIB)
     text = str(Released(before, after))
     assert "released 9,196 MiB of GPU memory" in text
     assert "20 MiB left, of which tensors hold 8 MiB, and 1 MiB outside of torch" in text
 
 
 def test_children_that_are_left_are_named():
-    text = str(Released(use(), use(children=("7 vllm", "8 vllm"))))
+    text = str(Released(MemoryUse(0), MemoryUse(0, children=("7 vllm", "8 vllm"))))
     assert "child processes left: 7 vllm, 8 vllm" in text
 
 

@@ -1,15 +1,19 @@
 """vLLM's share of the card: one computation for the plan, the load and the engine."""
 
+import os
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from transformers import GPTNeoXConfig, Qwen3MoeConfig
 
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models import shared_engine
-from rloo_kit.models.engine_memory import cpu_cache, engine_memory, engine_size
+from rloo_kit.models.engine_memory import cpu_cache, engine_memory, engine_size, reserved_rank
 from rloo_kit.models.notes import ModelNotes, notes_of
-from rloo_kit.models.shape import read_shape
+from rloo_kit.models.shape import read_shape, shape_of_config
 from rloo_kit.models.shared_engine import (
     EngineSettings,
     load_shared,
@@ -27,7 +31,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def four_billion():
-    return read_shape("unsloth/Qwen3-4B-bnb-4bit")
+    return read_shape(MODEL)
 
 
 def size_of(shape, rows=16, length=768, **others):
@@ -43,20 +47,23 @@ def test_the_cache_holds_all_completions_at_full_length(four_billion):
 
 def test_an_engine_that_stays_awake_leaves_half_to_the_training(four_billion):
     size = size_of(four_billion, rows=256, length=8192)
-    asleep = engine_memory(size, 11 * GIB, sleeps=True, card=12 * GIB)
-    awake = engine_memory(size, 11 * GIB, sleeps=False, card=12 * GIB)
+    asleep, awake = (
+        engine_memory(size, 11 * GIB, sleeps=sleeps, card=12 * GIB) for sleeps in (True, False)
+    )
     assert awake.cache == pytest.approx(asleep.cache * 5 / 9, rel=0.01)
     assert asleep.total < 11 * GIB
 
 
-@pytest.mark.parametrize(("free", "share"), [(3 * GIB, None), (11 * GIB, 0.2)])
-def test_an_engine_that_does_not_fit_is_refused(four_billion, free, share):
-    with pytest.raises(GenerationError) as caught:
-        engine_memory(size_of(four_billion), free, sleeps=True, card=12 * GIB, share=share)
-    text = str(caught.value)
-    assert "generation: transformers" in text
-    assert ("vllm_gpu_memory_utilization" if share else "max_seq_length") in text
-    assert (f"{share:g}" if share else f"{free / GIB:.1f} GiB") in text
+@pytest.mark.parametrize(
+    ("free", "share", "says"),
+    [
+        (3, None, r"with 3\.0 GiB free.*lower model\.max_seq_length"),
+        (11, 0.2, r"with 0\.2 of the card.*raise trainer\.vllm_gpu_memory_utilization"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused(four_billion, free, share, says):
+    with pytest.raises(GenerationError, match=f"{says}.* set trainer.generation: transformers"):
+        engine_memory(size_of(four_billion), free * GIB, sleeps=True, card=12 * GIB, share=share)
 
 
 def test_a_cpu_gives_a_quarter_of_what_is_free(four_billion):
@@ -80,15 +87,15 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
     job = made.job
     assert job.engine == "shared"
     settings = EngineSettings(
-        job.max_length, job.in_4bit, 16 if job.rank <= 16 else 32, job.rows, sleeps=job.sleeps
+        job.max_length, job.in_4bit, reserved_rank(job.rank), job.rows, sleeps=job.sleeps
     )
     total = made.facts.card.usable
     free = total - CONTEXT
-    try:
-        arguments = settings.arguments(made.facts.shape, free, total)
-    except GenerationError:
-        assert not made.fits
+    if not made.fits:
+        with pytest.raises(GenerationError):
+            settings.arguments(made.facts.shape, free, total)
         return
+    arguments = settings.arguments(made.facts.shape, free, total)
     asked = arguments["gpu_memory_utilization"] * free / total
     assert asked == pytest.approx(made.vllm_share, abs=0.001)
     assert arguments["max_num_seqs"] == min(255, job.rows)
@@ -98,10 +105,6 @@ def test_the_plan_and_the_load_ask_for_the_same_share(name, card, monkeypatch):
 
 
 def test_models_with_other_layers_or_code_are_not_shared(four_billion):
-    from transformers import GPTNeoXConfig, Qwen3MoeConfig
-
-    from rloo_kit.models.shape import shape_of_config
-
     assert why_not_shared(four_billion) is None
     assert "code" in why_not_shared(four_billion, trust_remote_code=True)
     small = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -111,121 +114,94 @@ def test_models_with_other_layers_or_code_are_not_shared(four_billion):
     assert "dense" in why_not_shared(shape_of_config(moe, "moe"))
 
 
-def loader(*outcomes):
-    """Return Unsloth's load that gives or raises each outcome in turn, and notes its arguments."""
-    left = list(outcomes)
-    calls = []
-
-    def load(**arguments):
-        calls.append(arguments)
-        outcome = left.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome, "tokenizer"
-
-    load.calls = calls
-    return load
-
-
 @pytest.fixture
 def small_card(monkeypatch):
     card = Hardware("cuda", "a card", int(11.76 * GIB), 11 * GIB, True, 1)
     monkeypatch.setattr(shared_engine, "detect_hardware", lambda: card)
 
 
-@pytest.mark.parametrize(
-    "refusal", [NotImplementedError("not yet"), RuntimeError("no"), MemoryError("none left")]
-)
-def test_what_unsloth_refuses_is_loaded_without_vllm(refusal, small_card):
-    load = loader(refusal, SimpleNamespace())
-    settings = EngineSettings(768, True, 16, 16)
-    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
-    assert load.calls[0]["fast_inference"]
-    assert load.calls[1] == {}
-    assert str(refusal) in notes_of(model).why_not_shared
-    load = loader(refusal)
-    settings = EngineSettings(768, True, 16, 16, required=True)
-    with pytest.raises(GenerationError, match=str(refusal)):
-        load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
+MODEL = "unsloth/Qwen3-4B-bnb-4bit"
+SHARED = EngineSettings(768, True, 16, 16)
+REQUIRED = replace(SHARED, required=True)
+
+
+def test_what_unsloth_refuses_is_loaded_without_vllm(small_card):
+    load = Mock(side_effect=[MemoryError("none left"), (SimpleNamespace(), "tokenizer")])
+    model, _ = load_shared(load, MODEL, SHARED, False)
+    first, second = load.call_args_list
+    assert first.kwargs["fast_inference"]
+    assert second.kwargs == {}
+    assert "none left" in notes_of(model).why_not_shared
+    with pytest.raises(GenerationError, match="not yet"):
+        load_shared(Mock(side_effect=NotImplementedError("not yet")), MODEL, REQUIRED, False)
 
 
 def test_a_model_that_unsloth_loads_without_vllm_is_refused_if_vllm_is_required(small_card):
-    name = "unsloth/Qwen3-4B-bnb-4bit"
-    model, _ = load_shared(
-        loader(SimpleNamespace()), name, EngineSettings(768, True, 16, 16), False
-    )
+    load = Mock(return_value=(SimpleNamespace(), "tokenizer"))
+    model, _ = load_shared(load, MODEL, SHARED, False)
     assert "without vLLM" in notes_of(model).why_not_shared
-    settings = EngineSettings(768, True, 16, 16, required=True)
     with pytest.raises(GenerationError, match="Unsloth loaded the model without vLLM"):
-        load_shared(loader(SimpleNamespace()), name, settings, False)
-    model, _ = load_shared(loader(SimpleNamespace(vllm_engine="here")), name, settings, False)
-    assert notes_of(model).shared_engine == settings
+        load_shared(load, MODEL, REQUIRED, False)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"share": 0.4, "given": True}, {"length": 4096}],
+    [
+        {"memory_share_given": True, "vllm_gpu_memory_utilization": 0.4},
+        {"vllm_max_model_length": 4096},
+    ],
     ids=["share", "length"],
 )
 def test_settings_that_differ_from_the_shared_engines_are_refused(on_gpu, settings):
     notes_of(on_gpu).shared_engine = EngineSettings(128, True, 16, 16, share=0.5)
-    args = arguments_of("vllm")
-    args.memory_share_given = settings.get("given", False)
-    args.vllm_gpu_memory_utilization = settings.get("share", 0.3)
-    args.vllm_max_model_length = settings.get("length")
+    args = arguments_of("vllm", **settings)
     with pytest.raises(ConfigError, match="vLLM was already started"):
         engines.start_engine(on_gpu, args, trains=False)
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_unsloths_variable_follows_the_sleep_mode_and_is_restored(sleeps, small_card, monkeypatch):
-    import os
-
     monkeypatch.setenv("UNSLOTH_VLLM_STANDBY", "1")
-    seen = []
 
     def load(**_):
-        seen.append(os.environ["UNSLOTH_VLLM_STANDBY"])
-        return SimpleNamespace(vllm_engine="an engine"), None
+        return SimpleNamespace(vllm_engine=os.environ["UNSLOTH_VLLM_STANDBY"]), None
 
-    settings = EngineSettings(768, True, 16, 16, sleeps=sleeps)
-    model, _ = load_shared(load, "unsloth/Qwen3-4B-bnb-4bit", settings, False)
-    assert notes_of(model).shared_engine is settings
-    assert seen == ["1" if sleeps else "0"]
+    settings = replace(REQUIRED, sleeps=sleeps)
+    model, _ = load_shared(load, MODEL, settings, False)
+    assert notes_of(model).shared_engine == settings
+    assert model.vllm_engine == ("1" if sleeps else "0")
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
 
 
 def test_guessed_tokens_have_logits_too(four_billion):
-    how = {"in_4bit": True, "max_rank": 16, "num_sequences": 16, "max_length": 768}
-    plain, guessed = (engine_size(four_billion, draft_tokens=n, **how) for n in (0, 4))
-    assert guessed.working - plain.working == 4 * 16 * four_billion.vocab_size * 12
+    plain, guessed = (size_of(four_billion, draft_tokens=n).working for n in (0, 4))
+    assert guessed - plain == 4 * 16 * four_billion.vocab_size * 12
 
 
 # --- who samples ---------------------------------------------------------------------------------
 
 
-def arguments_of(generation):
-    return SimpleNamespace(
-        use_vllm=False,
-        generation=generation,
-        vllm_max_model_length=None,
-        vllm_mode="colocate",
-    )
+def arguments_of(generation, **others):
+    usual = {
+        "use_vllm": False,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": None,
+        "vllm_gpu_memory_utilization": 0.3,
+        "memory_share_given": False,
+    }
+    return SimpleNamespace(generation=generation, **usual | others)
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(engines, "why_not_vllm", lambda: None)
     monkeypatch.setattr(engines, "why_no_hot_swap", lambda _: None)
-    return SimpleNamespace(
-        device=SimpleNamespace(type="cuda"), rloo_kit_notes=ModelNotes(max_seq_length=128)
-    )
+    notes = ModelNotes(max_seq_length=128)
+    return SimpleNamespace(device=SimpleNamespace(type="cuda"), rloo_kit_notes=notes)
 
 
 def test_only_auto_falls_back_when_vllm_does_not_start(on_gpu, monkeypatch):
-    def refuse(*_):
-        raise GenerationError("vLLM does not fit")
-
+    refuse = Mock(side_effect=GenerationError("vLLM does not fit"))
     monkeypatch.setattr(engines, "_in_process", refuse)
     found = engines.start_engine(on_gpu, arguments_of("auto"), trains=False)
     assert found == (None, Choice("transformers", "vLLM does not fit"))

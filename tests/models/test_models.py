@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import errors
 from rloo_kit.rewards import end_of_thinking_id
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
@@ -37,22 +36,6 @@ def test_the_weights_are_nf4(loaded):
     assert len(layers) == 4 * 7
     assert {m.weight.quant_state.quant_type for m in layers} == {"nf4"}
     assert not any(m.support_avx512bf16_for_cpu for m in layers)
-
-
-def test_an_adapter_is_saved_whole_and_loads_again(loaded, tmp_path):
-    from peft import PeftModel
-
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    policy = rk.attach_lora(model, r=4, seed=3)
-    folder = rk.save_adapter(policy, tokenizer, tmp_path / "adapter")
-    assert not list(tmp_path.glob(".*"))
-    weights = load_file(folder / "adapter_model.safetensors")
-    assert len(weights) == 4 * 7 * 2
-    fresh, _ = rk.load_model("tiny-thinker", max_seq_length=256)
-    again = PeftModel.from_pretrained(fresh, folder)
-    mine = {n: p for n, p in policy.named_parameters() if "lora_" in n}
-    theirs = dict(again.named_parameters())
-    assert all(torch.equal(p.float(), theirs[n].float()) for n, p in mine.items())
 
 
 def test_a_folder_of_other_files_is_not_replaced(tmp_path):
@@ -120,41 +103,34 @@ def folder(tmp_path):
     return Path(shutil.copytree(TINY_THINKER, tmp_path / "its model"))
 
 
-@pytest.fixture(scope="module")
-def saved_adapter(tmp_path_factory):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    place = tmp_path_factory.mktemp("run") / "adapter"
-    return rk.save_adapter(rk.attach_lora(model, r=4), tokenizer, place)
-
-
-def whole(folder, trap, adapter):
+def whole(folder, trap, save_adapter):
     (folder / "model.safetensors").unlink()
     torch.save(trap, folder / "pytorch_model.bin")
     return folder
 
 
-def by_the_index(folder, trap, adapter):
+def by_the_index(folder, trap, save_adapter):
     with safe_open(folder / "model.safetensors", "pt") as file:
-        names = list(file.keys())
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        shards = dict.fromkeys(file.keys(), "model-1.safetensors")
     torch.save(trap, folder / "model-2.bin")
-    shards = dict.fromkeys(names, "model-1.safetensors") | {names[0]: "model-2.bin"}
+    shards[next(iter(shards))] = "model-2.bin"
     index = {"metadata": {}, "weight_map": shards}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     return folder
 
 
-def in_an_adapter(folder, trap, adapter):
-    place = Path(shutil.copytree(adapter, folder.parent / "adapter"))
+def in_an_adapter(folder, trap, save_adapter):
+    place = save_adapter(folder.parent / "adapter", std=0.1)
     (place / "adapter_model.safetensors").unlink()
     torch.save(trap, place / "adapter_model.bin")
     return place
 
 
 @pytest.mark.parametrize("plant", [whole, by_the_index, in_an_adapter])
-def test_a_pickle_is_refused_and_never_opened(plant, folder, saved_adapter, tmp_path):
+def test_a_pickle_is_refused_and_never_opened(plant, folder, save_adapter, tmp_path):
     sprung = tmp_path / "sprung"
-    place = plant(folder, Trap(sprung), saved_adapter)
+    place = plant(folder, Trap(sprung), save_adapter)
     with pytest.raises(rk.ModelError) as caught:
         rk.load_model(place, max_seq_length=256)
     assert "\n" not in str(caught.value)

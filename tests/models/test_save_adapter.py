@@ -69,10 +69,8 @@ def _save(model, tokenizer, folder, value, killed_after):
 def found(folder):
     """The one value of all weights of an adapter that loads."""
     model, _ = rk.load_model(folder, load_in_4bit=False, backend="auto")
-    values = {value for tensor in load_file(Path(folder) / WEIGHTS).values() for value in
-              tensor.flatten().tolist()}  # fmt: skip
     rk.release(model)
-    (value,) = values
+    (value,) = torch.cat([one.flatten() for one in load_file(folder / WEIGHTS).values()]).unique()
     return value
 
 

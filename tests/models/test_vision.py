@@ -9,7 +9,6 @@ import datasets
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.state import checksum_of_rows
@@ -38,14 +37,14 @@ def load(folder, **settings):
 
 def test_adapters_are_on_language_layers_alone(folder):
     model, _ = load(folder, images=True)
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    in_tower = {name for name in linear if SAME_NAMES[folder.name] in name.split(".")}
+    names = {name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
     policy = rk.attach_lora(model, r=2)
     trained = {name for name, one in policy.named_parameters() if one.requires_grad}
     adapted = {name.removeprefix("base_model.model.").split(".lora_")[0] for name in trained}
     assert len(adapted) == 2 * 7
     assert all(".language_model." in name for name in adapted)
-    assert in_tower - adapted, "the vision tower has none of these layers: the test proves nothing"
+    others = [name for name in names - adapted if name.endswith(SAME_NAMES[folder.name])]
+    assert others, "the vision tower has none of these layers: the test proves nothing"
 
 
 def test_images_load_the_processor_and_text_the_tokenizer(folder):
@@ -62,9 +61,7 @@ def test_images_load_the_processor_and_text_the_tokenizer(folder):
 def test_an_adapter_of_a_vision_model_is_trained_further(folder, tmp_path):
     model, processor = load(folder, images=True)
     policy = rk.attach_lora(model, r=2, target_modules=["q_proj"])
-    place = rk.save_adapter(policy, processor, tmp_path / "adapter")
-    assert len(load_file(place / "adapter_model.safetensors")) == 2 * 2
-    again, processor = load(place, images=True)
+    again, processor = load(rk.save_adapter(policy, processor, tmp_path), images=True)
     assert processor.image_processor is not None
     assert sum(one.requires_grad for one in again.parameters()) == 2 * 2
 
@@ -81,43 +78,33 @@ def test_a_text_model_reads_no_images():
         load("tiny-thinker", images=True)
 
 
-def test_rows_with_images_have_a_checksum_of_their_pixels(tmp_path):
-    def rows(colour):
-        path = str(tmp_path / f"{colour}.png")
-        Image.new("RGB", (4, 4), colour).save(path)
-        rows = datasets.Dataset.from_dict({"prompt": ["what?"], "image": [path]})
-        return rows.cast_column("image", datasets.Image())
+def test_rows_with_images_have_a_checksum_of_their_pixels():
+    def checksum(colour):
+        image = Image.new("RGB", (4, 4), colour)
+        rows = {"prompt": ["what?"], "image": [image]}
+        return checksum_of_rows(datasets.Dataset.from_dict(rows))
 
-    red = checksum_of_rows(rows("red"))
-    assert red == checksum_of_rows(rows("red"))
-    assert red != checksum_of_rows(rows("blue"))
+    assert checksum("red") == checksum("red") != checksum("blue")
 
 
 @pytest.mark.long
 def test_a_run_trains_resumes_and_keeps_thumbnails(tmp_path, folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_squares(tmp_path)
-    (tmp_path / "run.yaml").write_text(RUN.replace("name: model", f"name: {folder}"))
-    rk.train("run.yaml", overrides=["trainer.save_steps=1", "trainer.max_steps=1"])
-    rk.train("run.yaml", overrides=["trainer.save_steps=1", "trainer.max_steps=2"], resume=True)
-    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    Path("run.yaml").write_text(RUN.replace("name: model", f"name: {folder}"))
+    rk.train("run.yaml", ["trainer.save_steps=1", "trainer.max_steps=1"])
+    rk.train("run.yaml", ["trainer.save_steps=1", "trainer.max_steps=2"], resume=True)
+    run = Path("run")
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2}
     image, text = rows[0]["prompt"][0]["content"]
     assert text["text"].startswith("what colour")
-    with Image.open(tmp_path / "run" / image["image"]) as thumbnail:
+    with Image.open(run / image["image"]) as thumbnail:
         assert thumbnail.size == (28, 28)
-    scores = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    scores = json.loads((run / "evaluation.json").read_text())
     assert scores["before"]["samples"][0]["prompt"][0]["content"][0]["image"].startswith("images/")
-    assert "data:image/jpeg;base64," in (tmp_path / "run" / "report.html").read_text()
-    assert (tmp_path / "run" / "adapter" / "processor_config.json").is_file()
-    with pytest.raises(rk.DataError, match="the prompts have images"):
-        _evaluate(folder)
-
-
-def _evaluate(folder):
-    from rloo_kit.scoring.specs import load_rewards
-
+    assert "data:image/jpeg;base64," in (run / "report.html").read_text()
+    assert (run / "adapter" / "processor_config.json").is_file()
     model, processor = load(folder, images=True)
-    prompts = rk.load_prompts("squares.jsonl")
-    rk.evaluate(model, processor, prompts, load_rewards(["accuracy"]))
+    with pytest.raises(rk.DataError, match="the prompts have images"):
+        rk.evaluate(model, processor, rk.load_prompts("squares.jsonl"), ["accuracy"])

@@ -5,24 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import EXAMPLES, PROJECTIONS, read_run_file
-from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.shape import shape_of_config
 from rloo_kit.planning.cards import find_ways
 from rloo_kit.planning.memory import CONTEXT, LEARN, LOAD, SAMPLE, Job, plan_memory, planned_engine
 from rloo_kit.planning.planner import make_plan
 
-COPY, SERVER, IN_4BIT, IN_16BIT, VERL = range(5)
+SERVER = 1  # of the ways
 
 
 @pytest.fixture(scope="module")
 def seventy_billion():
     """Return the job of a 70B with Llama's shape: 70,553,706,496 parameters."""
-    from transformers import LlamaConfig
-
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
@@ -31,9 +29,14 @@ def seventy_billion():
         num_key_value_heads=8,
         vocab_size=128_256,
     )
-    shape = shape_of_config(config, "70B")
-    usual = {"targets": PROJECTIONS, "optimizer": "adamw_torch", "checkpointing": "unsloth"}
-    return Job(shape=shape, on_gpu=True, room=24 * GIB, budget=1024, **usual)
+    return Job(
+        shape=shape_of_config(config, "70B"),
+        on_gpu=True,
+        room=24 * GIB,
+        budget=1024,
+        targets=PROJECTIONS,
+        checkpointing="unsloth",
+    )
 
 
 def test_base_adapter_and_optimizer_are_divided_by_the_cards(seventy_billion):
@@ -63,21 +66,6 @@ def test_two_layers_and_what_is_outside_of_them_are_gathered(seventy_billion):
     assert LOAD not in parts["weights, gathered"]
 
 
-def test_a_copy_on_each_card_does_not_make_a_model_fit(seventy_billion):
-    peaks = {find_ways(seventy_billion, cards)[COPY].peak_bytes for cards in (2, 4, 16)}
-    whole = replace(seventy_billion, checkpointing="plain")
-    assert peaks == {plan_memory(whole).peak_bytes}
-
-
-@pytest.mark.parametrize(
-    ("cards", "fitting"),
-    [(2, set()), (4, {IN_4BIT}), (8, {SERVER, IN_4BIT}), (16, {SERVER, IN_4BIT, IN_16BIT, VERL})],
-)
-def test_a_70b_fits_on_so_many_cards_of_24_gb(seventy_billion, cards, fitting):
-    ways = find_ways(seventy_billion, cards)
-    assert {i for i, way in enumerate(ways) if way.peak_bytes <= seventy_billion.room} == fitting
-
-
 def test_a_server_takes_the_engine_off_the_card_that_trains(seventy_billion):
     small = replace(seventy_billion, room=100 * GIB, engine="vllm")
     trained = plan_memory(replace(small, engine="server"))
@@ -90,12 +78,6 @@ def test_a_server_takes_the_engine_off_the_card_that_trains(seventy_billion):
     assert (
         ways[SERVER].peak_bytes == max(served, trained.peak_bytes) < plan_memory(small).peak_bytes
     )
-
-
-def test_verl_holds_two_copies_of_the_base_while_it_samples(seventy_billion):
-    sixteen = find_ways(seventy_billion, 16)[VERL].peak_bytes
-    copies = 2 * 141_107_412_992 // 16
-    assert copies < sixteen < copies + 6 * GIB
 
 
 def test_a_run_in_16_bit_has_no_4_bit_way(seventy_billion):
@@ -126,8 +108,6 @@ def test_one_card_has_no_lines_on_several():
     config = read_run_file("qwen3-8b-16gb")
     assert "cards" not in str(make_plan(config, "16GB", base=EXAMPLES))
     assert "on 2 such cards" in str(make_plan(config, "16GB", base=EXAMPLES, cards=2))
-    with pytest.raises(ConfigError, match="give 1 or more"):
-        make_plan(config, "16GB", base=EXAMPLES, cards=-2)
 
 
 def test_docs_hold_the_planners_figures():

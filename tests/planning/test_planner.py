@@ -26,19 +26,14 @@ def plan_of(name, gpu, *overrides):
     return make_plan(read_run_file(name, overrides), gpu, base=EXAMPLES)
 
 
-@pytest.mark.parametrize("text", ["12GB", " 12 GiB", "12.0g"])
-def test_card_is_given_by_its_size(text):
-    assert find_card(text).total_memory == 12 * GIB
-
-
 @pytest.mark.parametrize(
     ("text", "gib"),
     [
-        ("RTX 3060", 12), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16), ("rtx4070ti", 12),
-        ("RTX 5060 Ti 16GB", 16), ("3080 12 GB", 12), ("T4", 15), ("24", 24),
+        (" 12 GiB", 12), ("12.0g", 12), ("24", 24), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16),
+        ("rtx4070ti", 12), ("3080 12 GB", 12), ("T4", 15),
     ],
 )  # fmt: skip
-def test_card_is_given_by_its_name(text, gib):
+def test_card_is_given_by_its_size_or_name(text, gib):
     assert find_card(text).total_memory == gib * GIB
 
 
@@ -73,11 +68,11 @@ def test_completion_length_is_changed_last():
     seen = [
         [change.settings[0].partition("=")[0]
          for change in plan_of("qwen3-4b-thinking-12gb", gpu, *LARGE).changes]
-        for gpu in ("16GB", "8GB", "6GB", "5GB")
+        for gpu in ("16GB", "8GB", "6GB")
     ]  # fmt: skip
     last = "trainer.max_completion_length"
-    assert not any(last in names for names in seen[:2])
-    assert all(names[-1] == last for names in seen if last in names)
+    assert last not in [*seen[0], *seen[1], *seen[2][:-1]]
+    assert seen[2][-1] == last
     assert seen[0] != seen[2]
 
 
