@@ -1,11 +1,11 @@
-"""Micro-batches: cut at the lowest cost, groups kept whole, padding on the right alone."""
+"""Micro-batches: cut at the lowest cost, groups kept whole, within the memory that is free."""
 
 import random
 from itertools import chain
 
 import pytest
 
-from rloo_kit.rloo.batching import IGNORED, TokenRows
+from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 
 OVERHEAD = 32
@@ -88,32 +88,6 @@ def test_bundles_hold_whole_groups_within_the_budget_and_lose_nothing(seed, budg
             assert set(group) <= set(bundle) or not set(group) & set(bundle)
 
 
-# --- pad ---------------------------------------------------------------------------------------
-
-PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
-COMPLETIONS = [[111, 112], [121, 122, 123, 124], [131], []]
-ROWS = TokenRows(PROMPTS, COMPLETIONS)
-
-
-@pytest.mark.parametrize("multiple_of", [None, 4, 7, 64])
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0], [1], [1, 3]])
-def test_padded_rows_give_their_token_ids_back(rows, multiple_of):
-    batch = ROWS.pad(rows, PAD, multiple_of=multiple_of)
-    assert batch.rows.tolist() == rows
-    gathered = batch.input_ids.gather(1, batch.places)
-    assert batch.completion_mask.shape == (len(rows), max(len(COMPLETIONS[row]) for row in rows))
-    for place, row in enumerate(rows):
-        ids = PROMPTS[row] + COMPLETIONS[row]
-        assert batch.input_ids[place, : len(ids)].tolist() == ids
-        assert (batch.input_ids[place, len(ids) :] == PAD).all(), "padding is on the right"
-        assert gathered[place][batch.completion_mask[place]].tolist() == COMPLETIONS[row]
-        scored = batch.labels[place] != IGNORED
-        assert batch.labels[place][scored].tolist() == COMPLETIONS[row]
-        assert scored.nonzero().flatten().tolist() == list(range(len(PROMPTS[row]), len(ids)))
-    assert batch.num_tokens == ROWS.num_tokens(rows)
-    assert batch.num_positions == batch.input_ids.numel()
-
-
 # --- default budget ------------------------------------------------------------------------------
 
 GIB = 2**30
@@ -152,17 +126,3 @@ def test_a_pass_costs_more_positions_where_a_position_costs_little():
     rows = TokenRows([[1]] * 4, [[7] * 10, [7] * 10, [7] * 100, [7] * 100])
     assert len(rows.cut(range(4), 1000, overhead=0)) == 2
     assert len(rows.cut(range(4), 1000, overhead=1000)) == 1
-
-
-def test_shared_prompts_are_apart_from_their_rows():
-    tokens = TokenRows([[1, 2, 3], [4, 5], [1, 2, 3]], [[11], [12, 13], []])
-    batch = tokens.pad([2, 1, 0], PAD, share=True)
-    shared = batch.shared
-    prompts = [
-        ids[:length].tolist() for ids, length in zip(shared.input_ids, shared.lengths, strict=True)
-    ]
-    assert sorted(prompts) == [[1, 2], [4]]
-    assert [prompts[n] for n in shared.of_row.tolist()] == [[1, 2], [4], [1, 2]]
-    assert batch.input_ids.tolist() == [[3, PAD, PAD], [5, 12, 13], [3, 11, PAD]]
-    assert batch.input_ids.gather(1, batch.places)[batch.completion_mask].tolist() == [12, 13, 11]
-    assert batch.num_tokens == 3 + 6

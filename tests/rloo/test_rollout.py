@@ -133,6 +133,10 @@ def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
     known = kl.sum(1).masked_fill(whole.scores.isnan(), NAN)
     penalty = leave_one_out_advantages(known.view(-1, 2)).view(-1)
     close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
+    records = completion_records(whole, ["a", "b"])
+    for record in (records[row] for row in whole.learnable_rows):
+        reward = record["score"] - 0.3 * record["kl"]
+        assert reward - record["baseline"] == pytest.approx(record["advantage"], abs=1e-5)
 
 
 # --- replaced groups ------------------------------------------------------------------------------
