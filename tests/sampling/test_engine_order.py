@@ -108,7 +108,7 @@ def recorded(tmp_path_factory):
     ("phase", "taken"),
     [
         ("dry run", {"budget"}),
-        ("training", {"reward", "budget"}),
+        ("training", {"reward"}),  # with the budget of the dry run
         ("evaluation", {"reward"}),
     ],
 )
