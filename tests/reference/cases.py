@@ -9,7 +9,7 @@ change of the values:
 """
 
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +53,15 @@ class Array:
             for line in lines
         ]
 
-    def missing(self) -> set[frozenset]:
+    def missing(self) -> set[tuple]:
         """Return the tuples of (setting, value) that may meet and do not."""
         apart = [{(name, repr(value)) for name, value in pair} for pair in self.apart]
-        chosen = list(combinations(self.values, self.strength))
-        found = {
-            frozenset((name, repr(case[name])) for name in names)
-            for case in self.cases()
-            for names in chosen
-        }
-        wanted = (
-            frozenset((name, repr(value)) for name, value in zip(names, values, strict=True))
-            for names in chosen
-            for values in product(*(self.values[name] for name in names))
-        )
-        return {one for one in wanted if one not in found and not any(p <= one for p in apart)}
+        found = set()
+        for case in self.cases():
+            found.update(combinations([(n, repr(v)) for n, v in case.items()], self.strength))
+        options = [[(name, repr(v)) for v in values] for name, values in self.values.items()]
+        wanted = chain(*(product(*chosen) for chosen in combinations(options, self.strength)))
+        return {one for one in wanted if one not in found and not any(p <= {*one} for p in apart)}
 
 
 VALUES: dict[str, list[Any]] = {

@@ -5,7 +5,7 @@ import functools
 import math
 import shutil
 import tempfile
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,6 +14,7 @@ import rloo_reference as reference
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, TrainerCallback
 
 import rloo_kit as rk
@@ -25,9 +26,8 @@ STEPS = 3
 LONGEST = 8
 EOS = 258
 FIXED = {
-    "use_cpu": True, "max_steps": STEPS, "save_steps": 1, "keep_last": 9, "keep_best": 0,
-    "max_completion_length": LONGEST, "per_device_train_batch_size": 8, "seed": 3,
-    "disable_tqdm": True,
+    "use_cpu": True, "max_steps": STEPS, "max_completion_length": LONGEST,
+    "per_device_train_batch_size": 8, "seed": 3, "disable_tqdm": True,
 }  # fmt: skip
 
 
@@ -96,7 +96,8 @@ def make_model(case):
         quantization_config=packed if case["precision"] == "4bit" else None,
     )
     if case["trained"] == "lora":
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        model = get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -104,7 +105,7 @@ def make_model(case):
 
 
 class RoughEngine:
-    """Another engine: it samples row by row, from logits that are rounded to bfloat16."""
+    """Another engine: it samples from logits that are rounded to bfloat16."""
 
     name = "a rough engine"
     sync_seconds = 0.0
@@ -119,21 +120,25 @@ class RoughEngine:
     @torch.no_grad()
     def grow(self, begun, sampling, seed):
         dice = torch.Generator().manual_seed(seed)
-        rows = begun.all_ids
+        rows = [torch.tensor(ids) for ids in begun.all_ids]
         found = Generations([[] for _ in rows], [[] for _ in rows])
         ended = set()
         while len(ended) < len(rows) and not begun.is_enough(ended):
-            for row in {*range(len(rows))} - ended:
-                logits = self.model(input_ids=torch.tensor([rows[row]])).logits[0, -1]
-                log_probs = (logits.bfloat16().float() / sampling.temperature).log_softmax(-1)
-                token = int(torch.multinomial(log_probs.exp(), 1, generator=dice))
-                rows[row] = [*rows[row], token]
+            going_on = sorted({*range(len(rows))} - ended)
+            # the padding is on the right, where no earlier token sees it
+            ids = pad_sequence([rows[row] for row in going_on], batch_first=True)
+            logits = self.model(input_ids=ids).logits.bfloat16().float()
+            for place, row in enumerate(going_on):
+                log_probs = logits[place, len(rows[row]) - 1] / sampling.temperature
+                log_probs = log_probs.log_softmax(-1)
+                token = torch.multinomial(log_probs.exp(), 1, generator=dice)
+                rows[row] = torch.cat([rows[row], token])
                 new = found.completion_ids[row]
-                new.append(token)
+                new.append(int(token))
                 found.log_probs[row].append(float(log_probs[token]))
                 limit = sampling.thought
                 if (
-                    token in sampling.stop_token_ids
+                    new[-1] in sampling.stop_token_ids
                     or len(begun.completion_ids[row] + new) == sampling.max_tokens
                     or (limit and begun.is_thought_over(row, new, limit))
                 ):
@@ -147,12 +152,17 @@ class RoughEngine:
         pass
 
 
-class Weights(TrainerCallback):
-    """Keeps trained weights before each optimizer step, and their gradients."""
+class Trained(TrainerCallback):
+    """A training of the kit: of each optimizer step its weights, gradient and rollouts.
+
+    ``rollouts`` holds (rollout, ``(B,)`` weight of each row's loss) of each step.
+    """
 
     def __init__(self):
         self.before = {}
         self.gradients = {}
+        self.rollouts = {}
+        self.log = []
 
     def on_step_begin(self, args, state, control, model=None, **_):
         self.before[state.global_step] = {
@@ -160,24 +170,36 @@ class Weights(TrainerCallback):
         }
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.gradients[state.global_step] = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        self.gradients[state.global_step] = gradients_of(model)
+
+    def follow(self, trainer):
+        """Keep what a trainer's steps do from here on."""
+        self.model = trainer.model
+        self.args = trainer.args
+        learner = trainer.learner
+        run = trainer.rloo.run
+        learn = learner.learn
+
+        def kept_run(batches, number):
+            self.rollouts[number - 1] = []
+            return run(batches, number)
+
+        def kept_learn(rollout, weights):
+            if self.rollouts:  # not of the dry run
+                self.rollouts[max(self.rollouts)].append((rollout, weights.clone()))
+            return learn(rollout, weights)
+
+        trainer.rloo.run = kept_run
+        learner.learn = kept_learn
 
 
-@dataclass
-class Trained:
-    """A training of the kit: per optimizer step its weights, gradient and rollouts."""
-
-    model: Any
-    args: Any
-    before: dict[int, dict[str, torch.Tensor]]
-    gradients: dict[int, dict[str, torch.Tensor]]
-    rollouts: dict[int, list[tuple[Any, torch.Tensor]]] = field(default_factory=dict)
-    """(rollout, ``(B,)`` weight of each row's loss) of each step."""
-    log: list[dict[str, float]] = field(default_factory=list)
+def gradients_of(model):
+    """Return the gradient of each trained weight by its name."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def settings_of(case):
@@ -188,66 +210,45 @@ def settings_of(case):
     found["bf16"] = case["precision"] == "bf16"
     if case["reward_weights"]:
         found["reward_weights"] = [1.0, 0.5][: len(REWARDS[case["rewards"]])]
+    found |= {"save_steps": 1, "keep_last": 9} if case["resumed"] else {"save_strategy": "no"}
     if case["evaluated"]:
-        found |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        found |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     if case["rows_in_flight"]:
         plan = batch_plan(FIXED | {name: value for name, value in found.items() if value})
         found["rows_in_flight"] = 3 * plan.num_completions
     return {name: value for name, value in found.items() if value is not None}
 
 
-def make_trainer(case, folder, weights, model):
+def make_trainer(case, folder, trained):
     """Return the kit's trainer of a case; raises ConfigError for settings that cannot meet."""
     args = rk.LeaveOneOutConfig(str(folder), **FIXED | settings_of(case))
     prompts = rk.load_prompts("arithmetic", num_prompts=12)
     if case["prompts"] == "text":
         prompts = prompts.map(lambda row: {"prompt": row["prompt"][-1]["content"]})
     return rk.LeaveOneOutTrainer(
-        model=model,
+        model=make_model(case),
         reward_funcs=REWARDS[case["rewards"]],
         args=args,
         train_dataset=prompts,
-        eval_dataset=prompts.select(range(4)) if case["evaluated"] else None,
+        eval_dataset=prompts.select(range(2)) if case["evaluated"] else None,
         processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
-        callbacks=[weights],
+        callbacks=[trained],
         engine=RoughEngine() if case["engine"] == "rough" else None,
     )
 
 
-def watch_steps(trainer, rollouts):
-    """Keep the rollouts of each optimizer step, with the weight of each row."""
-    learner = trainer.learner
-    run = trainer.rloo.run
-    learn = learner.learn
-
-    def kept_run(batches, number):
-        rollouts[number - 1] = []
-        return run(batches, number)
-
-    def kept_learn(rollout, weights):
-        if rollouts:  # not of the dry run
-            rollouts[max(rollouts)].append((rollout, weights.clone()))
-        return learn(rollout, weights)
-
-    trainer.rloo.run = kept_run
-    learner.learn = kept_learn
-
-
 def train(case, folder) -> Trained:
     """Train a case; if it is resumed, from the checkpoint after its first step."""
-    weights = Weights()
-    trainer = make_trainer(case, folder, weights, make_model(case))
-    found = Trained(trainer.model, trainer.args, weights.before, weights.gradients)
-    watch_steps(trainer, found.rollouts)
+    found = Trained()
+    trainer = make_trainer(case, folder, found)
+    found.follow(trainer)
     trainer.train()
     if case["resumed"]:
         last = found.gradients[STEPS - 1]
-        first = found.rollouts[0]
-        trainer = make_trainer(case, folder, weights, make_model(case))
-        found.rollouts = {0: first}
-        watch_steps(trainer, found.rollouts)
+        found.rollouts = {0: found.rollouts[0]}
+        trainer = make_trainer(case, folder, found)
+        found.follow(trainer)
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-1"))
-        found.model = trainer.model
         assert relative(found.gradients[STEPS - 1], last) < 1e-4, "the resumed run differs"
     found.log = [row for row in trainer.state.log_history if "loss" in row]
     return found
@@ -314,7 +315,7 @@ class Expected:
             self.load(0)
             start = reference.no_grad_pass(self.policy, batch)
             self.load(step)
-            old = reference.no_grad_pass(self.policy, batch)
+            old = reference.no_grad_pass(self.policy, batch) if step else start
             ages = sampled.token_ages
             if ages and not self.trained.args.rollout_correction:
                 # a token that an earlier policy sampled has that policy's probability
@@ -326,12 +327,8 @@ class Expected:
             self.passes[key] = batch, old, start
         return self.passes[key]
 
-    def gradients(self, settings):
-        """Return the gradient of each optimizer step."""
-        return [gradient for gradient, _ in self.steps(settings)]
-
     def steps(self, settings):
-        """Return the gradient of each optimizer step, and what its line of the log says."""
+        """Yield the gradient of each optimizer step, and what its line of the log says."""
         seen: list[float] = []  # scores of all batches
         advantages: dict[int, list[torch.Tensor]] = {}
         for step, rollouts in sorted(self.trained.rollouts.items()):
@@ -368,11 +365,7 @@ class Expected:
         parameters = [p for p in self.model.parameters() if p.requires_grad and p.grad is not None]
         if self.trained.args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(parameters, self.trained.args.max_grad_norm)
-        return {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
+        return gradients_of(self.model)
 
 
 def flat(gradient):
@@ -394,8 +387,3 @@ def cosine(one, other):
     if max(a.norm(), b.norm()) < 1e-6:
         return 1.0
     return float(a @ b / (a.norm() * b.norm()).clamp(min=1e-12))
-
-
-def differ(ones, others):
-    """Return whether some step's gradients differ by more than rounding."""
-    return any(relative(one, other) > 1e-3 for one, other in zip(ones, others, strict=True))

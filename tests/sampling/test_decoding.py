@@ -38,7 +38,7 @@ FAMILIES = {
     "mamba": {"state_size": 4},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
 }
-PROMPTS = [[20, 21, 22]] * 4 + [[30, 31, 32, 33, 34]] * 4 + [[n] for n in range(40, 60)]
+PROMPTS = [[20, 21, 22]] * 4 + [[30, 31, 32, 33, 34]] * 4 + [[n] for n in range(40, 50)]
 
 
 def make(family):
@@ -50,14 +50,18 @@ def make(family):
 
 def settings(**more):
     return GenerationConfig(
-        **{"max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": ENDS, "do_sample": False} | more
+        **{"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": ENDS, "do_sample": False} | more
     )
 
 
 def by_generate(model, prompts, config):
     """What ``generate`` gives to each prompt alone, without padding."""
-    rows = [model.generate(torch.tensor([ids]), generation_config=config)[0] for ids in prompts]
-    return [row[len(ids) :].tolist() for row, ids in zip(rows, prompts, strict=True)]
+    found = {}
+    for ids in map(tuple, prompts):
+        if ids not in found:
+            row = model.generate(torch.tensor([ids]), generation_config=config)[0]
+            found[ids] = row[len(ids) :].tolist()
+    return [found[tuple(ids)] for ids in prompts]
 
 
 QUICK = {"llama", "qwen3", "mistral", "mamba"}
@@ -83,7 +87,7 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
     torch.manual_seed(0)
     drawn = settings(do_sample=True, top_k=0)
     found = complete(model, PROMPTS, 0, ENDS, generation_config=drawn)
-    assert sizes[0] == (22, 5)
+    assert sizes[0] == (12, 5)
     rows = [num for num, _ in sizes[1:]]
     assert rows[0] >= len(PROMPTS) - 1
     assert rows == sorted(rows, reverse=True)
@@ -96,19 +100,16 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
     [
         {"temperature": 0.7, "top_p": 0.9},
         pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"top_k": 5}, marks=pytest.mark.long),
     ],
 )
 def test_sampled_completions_have_generates_distribution(more):
     model = make("llama")
     drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
     torch.manual_seed(1)
-    found = complete(model, [[20, 21]] * 20_000, 0, ENDS, generation_config=settings(**drawn))
+    found = complete(model, [[20, 21]] * 10_000, 0, ENDS, generation_config=settings(**drawn))
     torch.manual_seed(2)
-    rows = model.generate(torch.tensor([[20, 21]] * 20_000), generation_config=settings(**drawn))[
-        :, 2:
-    ]
-    theirs = [tuple(row[: 1 if row[0] in ENDS else 2].tolist()) for row in rows]
+    rows = model.generate(torch.tensor([[20, 21]] * 10_000), generation_config=settings(**drawn))
+    theirs = [tuple(row[2 : 3 if row[2] in ENDS else 4].tolist()) for row in rows]
     ours = collections.Counter(map(tuple, found))
     others = collections.Counter(theirs)
     common = [key for key in ours | others if ours[key] + others[key] >= 40]

@@ -42,35 +42,35 @@ class Engine:
         self.calls.append(f"close with {sum(sizes)} parameters")
 
 
-@pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """Return a function that gives (trainer, engine, when rewards and budgets were taken)."""
-
-    def make(**settings):
-        seen = []
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """What the engine was asked, and whether it was awake as rewards and budgets were taken."""
+    seen = []
+    phases = {}
+    with rk.session(), pytest.MonkeyPatch.context() as patch:
         model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        model = rk.attach_lora(model)
-        engine = Engine(model)
+        engine = Engine(rk.attach_lora(model))
 
         def reward(completions, **_):
             seen.append(("reward", engine.awake))
             return [float(len(completions) % (1 + i)) for i in range(len(completions))]
 
-        quick = {
-            "max_steps": 2,
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "beta": 0.02,
-            "canary": False,
-            "save_strategy": "no",
-        }
         trainer = rk.LeaveOneOutTrainer(
-            model=model,
+            model=engine.model,
             processing_class=tokenizer,
             train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
             reward_funcs=reward,
-            args=rk.LeaveOneOutConfig(str(tmp_path), **{**quick, **settings}),
+            args=rk.LeaveOneOutConfig(
+                str(tmp_path_factory.mktemp("out")),
+                max_steps=2,
+                per_device_train_batch_size=8,
+                num_generations=4,
+                max_completion_length=8,
+                beta=0.02,
+                dynamic_sampling=True,
+                canary=False,
+                save_strategy="no",
+            ),
             engine=engine,
         )
         free = trainer_module.detect_hardware
@@ -79,63 +79,54 @@ def trained(tmp_path, monkeypatch):
             seen.append(("budget", engine.awake))
             return free()
 
-        monkeypatch.setattr(trainer_module, "detect_hardware", noted)
-        return trainer, engine, seen
+        def evaluate():
+            rk.evaluate(
+                model,
+                tokenizer,
+                rk.load_prompts("arithmetic", num_prompts=4),
+                load_rewards([reward]),
+                max_completion_length=8,
+                engine=engine,
+            )
 
-    with rk.session():
-        yield make
+        patch.setattr(trainer_module, "detect_hardware", noted)
+        for name, act in (
+            ("dry run", trainer.dry_run),
+            ("training", trainer.train),
+            ("evaluation", evaluate),
+            ("release", lambda: rk.release(trainer)),
+        ):
+            engine.awake = True  # as an evaluation before it may leave it
+            act()
+            phases[name] = [*seen], [*engine.calls]
+            seen.clear()
+            engine.calls.clear()
+    return phases
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param({"dynamic_sampling": True}, marks=pytest.mark.long)],
-    ids=["plain", "dynamic sampling"],
+    ("phase", "taken"),
+    [
+        ("dry run", {"budget"}),
+        ("training", {"reward"}),  # with the budget of the dry run
+        ("evaluation", {"reward"}),
+    ],
 )
-def test_rewards_and_budgets_see_the_engine_asleep(trained, settings):
-    trainer, engine, seen = trained(**settings)
-    trainer.train()
-    assert {what for what, _ in seen} == {"reward", "budget"}
+def test_rewards_and_budgets_see_the_engine_asleep(recorded, phase, taken):
+    seen, calls = recorded[phase]
+    assert {what for what, _ in seen} == taken
     assert not any(awake for _, awake in seen)
-    after = [engine.calls[i + 1] for i, call in enumerate(engine.calls[:-1]) if call == "generate"]
-    assert set(after) == {"sleep"}
+    after = [calls[i + 1] for i, call in enumerate(calls[:-1]) if call == "generate"]
+    assert set(after) == ({"sleep"} if "reward" in taken else set())
 
 
-@pytest.mark.long
-def test_the_dry_run_measures_with_the_engine_asleep(trained):
-    trainer, engine, seen = trained()
-    engine.awake = True  # as an evaluation before it left it
-    trainer.dry_run()
-    assert ("budget", False) in seen
-    assert ("budget", True) not in seen
+def test_weights_are_released_before_their_engine(recorded):
+    assert recorded["release"][1][-1] == "close with 0 parameters"
 
 
-def test_an_evaluation_scores_with_the_engine_asleep(trained):
-    trainer, engine, _ = trained()
-    seen = []
-
-    def reward(completions, **_):
-        seen.append(engine.awake)
-        return [0.0] * len(completions)
-
-    rk.evaluate(
-        trainer.model,
-        trainer.processing_class,
-        rk.load_prompts("arithmetic", num_prompts=4),
-        load_rewards([reward]),
-        max_completion_length=8,
-        engine=engine,
-    )
-    assert seen == [False]
-
-
-def test_weights_are_released_before_their_engine(trained):
-    trainer, engine, _ = trained()
-    rk.release(trainer)
-    assert engine.calls[-1] == "close with 0 parameters"
-
-
-def test_a_session_releases_models_before_engines(trained):
-    model, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-    engine = Engine(model)
-    rk.release(engine, model)
+def test_a_session_releases_models_before_engines():
+    with rk.session():
+        model, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+        engine = Engine(model)
+        rk.release(engine, model)
     assert engine.calls == ["close with 0 parameters"]

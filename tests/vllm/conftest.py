@@ -7,16 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.data.lengths import prompt_ids
-
-sys.path.insert(0, str(Path(__file__).parent))  # for late_sync.py
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +42,19 @@ def policy(adapted_model):
         yield model, tokenizer, [prompt_ids(tokenizer, row["prompt"]) for row in rows]
 
 
+class Seen(TrainerCallback):
+    """Keeps all rollouts."""
+
+    def __init__(self):
+        self.rollouts = []
+
+    def on_completions(self, args, state, control, rollout, **_):
+        self.rollouts.append(rollout)
+
+
 @pytest.fixture
 def make_trainer(tmp_path):
-    """Return a function that gives a trainer of the quickstart task with vLLM on."""
+    """Return a function that gives a trainer of the quickstart task, which keeps its rollouts."""
 
     def make(model, tokenizer, rewards=("accuracy",), **settings):
         quick = {
@@ -59,13 +67,17 @@ def make_trainer(tmp_path):
             "generation": "vllm",
             "save_strategy": "no",
         }
-        return rk.LeaveOneOutTrainer(
+        seen = Seen()
+        trainer = rk.LeaveOneOutTrainer(
             model=model,
             processing_class=tokenizer,
             train_dataset=rk.load_prompts("arithmetic"),
             reward_funcs=list(rewards),
             args=rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**quick, **settings}),
+            callbacks=[seen],
         )
+        trainer.seen = seen.rollouts
+        return trainer
 
     return make
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from late_sync import delay_sync
-from transformers import TrainerCallback
+from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
 from rloo_kit.machine.engines import _empty_engine
@@ -16,52 +15,27 @@ from rloo_kit.sampling.vllm_inprocess import VllmEngine, write_dequantised
 pytestmark = pytest.mark.vllm
 SMOLLM2 = Path(__file__).parents[2] / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEAR_TIE = 0.05
-"""Nats between the two likeliest tokens; below it bf16 rounding may choose either."""
+"""Nats below the likeliest token, where bf16 rounding may choose either."""
 
 
-def greedy(model, tokenizer, prompts, length):
-    """Token ids of the model's own greedy completions, and the gap to the runner-up."""
+def agreement(engine, model, prompts, length=32):
+    """Share of the engine's greedy tokens that are the likeliest of the model, or nearly."""
+    ends = tuple(model.generation_config.eos_token_id)
+    drawn = engine.generate(prompts, Sampling(length, ends, temperature=0), seed=0)
+    same = []
     model.eval()
-    found = []
-    inputs = tokenizer.pad({"input_ids": prompts}, return_tensors="pt", padding_side="left")
     with torch.inference_mode():
-        output = model.generate(
-            **inputs,
-            do_sample=False,
-            max_new_tokens=length,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-    width = inputs["input_ids"].size(1)
-    for row, ids in enumerate(output.sequences[:, width:].tolist()):
-        gaps = []
-        for scores in output.scores:
-            best = scores[row].float().log_softmax(-1).topk(2).values
-            gaps.append(float(best[0] - best[1]))
-        found.append((ids, gaps))
-    return found
-
-
-def agreement(engine, model, tokenizer, prompts, length=32):
-    """Share of tokens up to the first near-tie that are the same."""
-    ends = set(model.generation_config.eos_token_id)
-    drawn = engine.generate(prompts, Sampling(length, tuple(ends), temperature=0), seed=0)
-    same = total = 0
-    pairs = zip(greedy(model, tokenizer, prompts, length), drawn.completion_ids, strict=True)
-    for (ids, gaps), engine_ids in pairs:
-        for token, gap, other in zip(ids, gaps, engine_ids, strict=False):
-            if gap < NEAR_TIE:
-                break
-            total += 1
-            same += token == other
-            if token in ends or token != other:
-                break
-    assert total > 500
-    return same / total
+        for prompt, ids in zip(prompts, drawn.completion_ids, strict=True):
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.float().log_softmax(-1)
+            chosen = log_probs[range(len(ids)), ids]
+            same.extend((log_probs.max(-1).values - chosen < NEAR_TIE).tolist())
+    assert len(same) > 500
+    return sum(same) / len(same)
 
 
 def test_greedy_output_follows_the_adapter_after_every_sync(policy):
-    model, tokenizer, prompts = policy
+    model, _, prompts = policy
     engine = VllmEngine(model, max_length=128, num_sequences=64)
     for step in range(3):
         for name, parameter in model.named_parameters():
@@ -70,10 +44,10 @@ def test_greedy_output_follows_the_adapter_after_every_sync(policy):
                     parameter.shape, generator=torch.Generator().manual_seed(step)
                 )
         engine.sync(model)
-        assert agreement(engine, model, tokenizer, prompts) >= 0.99
+        assert agreement(engine, model, prompts) >= 0.99
         assert engine.sync_seconds < 0.5
     with model.disable_adapter():  # the check can fail: the base says something else
-        assert agreement(engine, model, tokenizer, prompts) < 0.99
+        assert agreement(engine, model, prompts) < 0.99
     engine.close()
 
 
@@ -125,15 +99,10 @@ def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     # completions continue in a second call after so many tokens, or end inside the thought
     budget = {"thinking_budget": 24, "rollout_correction": "token"}
     trainer = make_trainer(model, tokenizer, max_steps=4, **budget)
-    lengths = []
     closing = tokenizer.convert_tokens_to_ids("</think>")
-
-    def note(args, state, control, rollout, **_):
-        drawn = rollout.sampled.tokens.completion_ids
-        lengths.extend((len(ids), closing in ids[:24]) for ids in drawn)
-
-    trainer.add_callback(type("Note", (TrainerCallback,), {"on_completions": staticmethod(note)})())
     trainer.train()
+    drawn = [ids for rollout in trainer.seen for ids in rollout.sampled.tokens.completion_ids]
+    lengths = [(len(ids), closing in ids[:24]) for ids in drawn]
     assert all(closed or length <= 24 for length, closed in lengths)
     assert max(length for length, _ in lengths) > 24
     assert any(length == 24 and not closed for length, closed in lengths)
@@ -171,72 +140,38 @@ def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, monkeypatch)
     engine.close()
 
 
-def never(monkeypatch):
-    generate = VllmEngine.generate
-
-    def without_adapter(self, *args):
-        request = self._request
-        self._request = None
-        try:
-            return generate(self, *args)
-        finally:
-            self._request = request
-
-    monkeypatch.setattr(VllmEngine, "generate", without_adapter)
-
-
-def one_step_late(monkeypatch):
-    delay_sync(monkeypatch, VllmEngine)
+def perturbed(model, dtype, folder):
+    """Write weights that are a fifth off."""
+    write_dequantised(model, dtype, folder)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, values in tensors.items():
+        if values.ndim == 2:
+            noise = torch.randn(values.shape, generator=generator)
+            tensors[name] = (values.float() * (1 + 0.2 * noise)).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
-def other_base(monkeypatch):
-    def perturbed(model, dtype, folder, write=write_dequantised):
-        from safetensors.torch import load_file, save_file
-
-        write(model, dtype, folder)
-        tensors = load_file(folder / "model.safetensors")
-        generator = torch.Generator().manual_seed(1)
-        for name, values in tensors.items():
-            if values.ndim == 2:
-                noise = torch.randn(values.shape, generator=generator)
-                tensors[name] = (values.float() * (1 + 0.2 * noise)).to(dtype)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-
+def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy):
+    trainer = make_trainer(*policy[:2], per_device_train_batch_size=64)
+    trainer.engine.close()
     monkeypatch.setattr(vllm_engine, "write_dequantised", perturbed)
     monkeypatch.setattr(vllm_engine, "is_4bit", lambda model: True)
-
-
-@pytest.mark.parametrize(
-    ("fault", "words", "step"),
-    [
-        (never, "nearest to the base without adapter", 2),
-        (one_step_late, "nearest to the adapter of one optimizer step ago", 2),
-        (other_base, "other weights", 1),
-    ],
-    ids=["never sent", "one step late", "other base"],
-)
-def test_the_canary_names_the_fault_at_once(fault, words, step, make_trainer, monkeypatch, policy):
-    with rk.session():
-        model, tokenizer, _ = policy
-        if fault is never:  # a fresh adapter does nothing yet: seen after one step
-            model, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-            model = rk.attach_lora(model, r=16)
-        trainer = make_trainer(model, tokenizer, max_steps=4, per_device_train_batch_size=64)
-        if fault is other_base:
-            trainer.engine.close()
-            fault(monkeypatch)
-            trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
-        else:
-            fault(monkeypatch)
-        monkeypatch.setattr("rloo_kit.sampling.canary.Canary.prove", lambda *_: None)
-        with pytest.raises(rk.StalePolicyError, match=words):
-            trainer.train()
-        assert trainer.state.global_step + 1 == step
+    trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
+    with pytest.raises(rk.StalePolicyError, match="other weights"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_missing_adapter_is_found_before_the_first_step(make_trainer, policy, monkeypatch):
-    never(monkeypatch)
+    generate = VllmEngine.generate
+
+    def without_adapter(self, *args):
+        monkeypatch.setattr(self, "_request", None)
+        return generate(self, *args)
+
+    monkeypatch.setattr(VllmEngine, "generate", without_adapter)
     trainer = make_trainer(policy[0], policy[1])
     with pytest.raises(rk.StalePolicyError, match="does not reach vLLM in this process"):
         trainer.train()

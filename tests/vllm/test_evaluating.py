@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 import rloo_kit as rk
 
@@ -14,23 +13,10 @@ BY_TRANSFORMERS = ["trainer.generation=transformers", "trainer.max_completion_le
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
+def adapters(tmp_path_factory, save_adapter):
     """Two adapters of one base that say something else each; the second has the larger rank."""
-    folders = []
-    for name, r, modules in (
-        ("small", 8, ["q_proj", "v_proj"]),
-        ("large", 32, ["q_proj", "o_proj", "up_proj"]),
-    ):
-        folders.append(str(tmp_path_factory.mktemp(name) / name))
-        with rk.session():
-            model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-            model = rk.attach_lora(model, r=r, target_modules=modules)
-            torch.manual_seed(r)
-            for parameter_name, parameter in model.named_parameters():
-                if "lora_B" in parameter_name:
-                    torch.nn.init.normal_(parameter, std=0.5)
-            rk.save_adapter(model, tokenizer, folders[-1])
-    return folders
+    folder = tmp_path_factory.mktemp("adapters")
+    return [str(save_adapter(folder / str(r), std=0.3, seed=r, r=r)) for r in (8, 32)]
 
 
 def asked(models, overrides, **how):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.errors import StalePolicyError
@@ -70,19 +69,13 @@ def test_greedy_completions_in_parts_equal_whole_ones(policy, budget):
 def test_it_trains_on_carried_completions_and_the_canary_is_quiet(policy, make_trainer):
     model, tokenizer, _ = policy
     trainer = make_trainer(model, tokenizer, max_steps=6, partial_rollouts=True, num_generations=4)
-    seen = []
-
-    def note(args, state, control, rollout, **_):
-        seen.append(rollout)
-
-    trainer.add_callback(type("Note", (TrainerCallback,), {"on_completions": staticmethod(note)})())
     trainer.train()
     logs = [log for log in trainer.state.log_history if "sampling/age_mean" in log]
     assert len(logs) == 6
     assert max(log["sampling/age_max"] for log in logs) >= 1
     assert all(log["sampling/adapter_reached"] > 0.9 for log in logs)
     assert all(0 < log["effective_sample_size"] <= 1 for log in logs)
-    assert any(rollout.from_earlier.any() for rollout in seen)
+    assert any(rollout.from_earlier.any() for rollout in trainer.seen)
     assert trainer.in_flight.groups == []
     rk.release(trainer)
 
