@@ -15,7 +15,6 @@ from rloo_kit.data.tasks import (
     TASKS,
     arithmetic_prompt,
     countdown_problem,
-    is_held_out,
     make_rows,
 )
 from rloo_kit.errors import DataError
@@ -140,13 +139,6 @@ def test_arithmetic_answers_are_right(level):
             expression = re.fullmatch(r"What is (.+)\?", row["prompt"])[1]
             assert re.fullmatch(FORMS[level - 1], expression)
             assert row["answer"] == str(value_of(expression))
-
-
-def test_the_first_level_keeps_its_own_rule_of_what_is_held_out():
-    assert all(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, split="held_out"))
-    assert not any(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, seed=1))
-    kept = sum(is_held_out(a, b) for a in range(100, 1000) for b in range(100, 1000))
-    assert kept == 50_625 == 900 * 900 // 16
 
 
 # --- countdown ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -55,8 +56,12 @@ def with_settings(run, folder, *settings):
     return folder
 
 
+def read(file):
+    return json.loads(file.read_text())
+
+
 def change(file, **values):
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    file.write_text(json.dumps(read(file) | values))
 
 
 def held_out_sums(num):
@@ -78,7 +83,7 @@ def table(run):
 
 
 def test_a_run_reports_pass_and_intervals(run):
-    found = json.loads((run / "evaluation.json").read_text())
+    found = read(run / "evaluation.json")
     assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
     for part in ("before", "after"):
         one = found[part]
@@ -104,7 +109,7 @@ def test_chance_is_counted_in_prompts(run):
 
 
 def test_evaluation_reads_back_and_so_do_older_ones(run):
-    found = json.loads((run / "evaluation.json").read_text())["before"]
+    found = read(run / "evaluation.json")["before"]
     assert Evaluation.from_dict(found).as_dict() == found
     older = {k: found[k] for k in ("rewards", "num_prompts", "mean_length", "temperature")}
     samples = [{k: s[k] for k in ("prompt", "completion", "rewards")} for s in found["samples"]]
@@ -127,30 +132,27 @@ def test_several_greedy_completions_are_refused(base):
         rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], **how)
 
 
-NUMBER = {"name": "accuracy", "match": "number"}
-LENGTH = ("length", None)
+JUDGES = {
+    "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: [length]}": (
+        "accuracy auto, length"
+    ),
+    "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: "
+    "[{name: accuracy, match: number}]}": "accuracy auto, accuracy_held_out number, length",
+    # the reward of a task judges its prompts
+    "{prompts: gsm8k:copy, paid: [length]}": "accuracy number, length",
+    "{prompts: gsm8k, paid: [math]}": "math",
+    "{prompts: math500, paid: [{name: accuracy, match: number}]}": "math, accuracy number",
+    "{prompts: mine.jsonl, paid: [length]}": "accuracy auto, length",
+}
 
 
-@pytest.mark.parametrize(
-    ("task", "paid", "others", "expected"),
-    [
-        ("arithmetic", ["length", "accuracy"], ["length"], [("accuracy", "auto"), LENGTH]),
-        (
-            *("arithmetic", ["length", "accuracy"], [NUMBER]),
-            [("accuracy", "auto"), ("accuracy_held_out", "number"), LENGTH],
-        ),
-        # the reward of a task judges its prompts
-        ("gsm8k:copy", ["length"], [], [("accuracy", "number"), LENGTH]),
-        ("gsm8k", ["math"], [], [("math", None)]),
-        ("math500", [NUMBER], [], [("math", None), ("accuracy", "number")]),
-        ("mine.jsonl", ["length"], [], [("accuracy", "auto"), LENGTH]),
-    ],
-)
-def test_held_out_prompts_are_judged_by_the_rewards_and_others(task, paid, others, expected):
-    data = DataSection(prompts=task, held_out_rewards=others)
-    rewards = rk.load_rewards(paid)
-    found = held_out_judges(rewards, held_out_sums(2), rk.load_rewards, data)
-    assert [(one.name, getattr(one.func.reward, "match", None)) for one in found] == expected
+@pytest.mark.parametrize("text", JUDGES)
+def test_held_out_prompts_are_judged_by_the_rewards_and_others(text):
+    data = yaml.safe_load(text)
+    rewards = rk.load_rewards(data.pop("paid"))
+    found = held_out_judges(rewards, held_out_sums(2), rk.load_rewards, DataSection(**data))
+    names = [f"{one.name} {getattr(one.func.reward, 'match', '')}".strip() for one in found]
+    assert ", ".join(names) == JUDGES[text]
 
 
 # --- eval -----------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def test_models_in_one_table(run, table):
 
 
 def test_table_is_in_the_folder(run, table):
-    written = json.loads((run / "eval.json").read_text())["evaluations"]
+    written = read(run / "eval.json")["evaluations"]
     assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
     samples = (run / "eval_samples.jsonl").read_text().splitlines()
     assert len(samples) == 2 * PROMPTS * 5
@@ -195,7 +197,7 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
     assert texts[0] == texts[1]
     assert texts[0][names[0]] != texts[0][names[2]]
     assert found[0].rows[0].evaluation.rewards["accuracy"] < 0.2  # it was spoiled
-    assert len(json.loads((tmp_path / "out" / "eval.json").read_text())["evaluations"]) == 2
+    assert len(read(tmp_path / "out" / "eval.json")["evaluations"]) == 2
 
 
 WRONG = {
@@ -365,21 +367,13 @@ def test_missing_vllm_ends_the_command(run, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trained", "wanted"),
-    [
-        ({"generation": "transformers"}, "transformers"),
-        ({"use_vllm": True}, "auto"),
-        ({}, "auto"),
-    ],
-    ids=str,
+    [("generation: transformers", "transformers"), ("use_vllm: true", "auto"), ("{}", "auto")],
 )
 def test_another_engine_may_evaluate_than_trained(trained, wanted, tmp_path):
-    args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
-    choose_engine(args, {})
-    assert requested_engine(args) == wanted
-    for given in ("transformers", "vllm"):
-        args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
-        choose_engine(args, {"generation": given})
-        assert requested_engine(args) == given
+    for given in ({}, {"generation": "transformers"}, {"generation": "vllm"}):
+        args = rk.LeaveOneOutConfig(str(tmp_path), **yaml.safe_load(trained) | given)
+        choose_engine(args, given)
+        assert requested_engine(args) == given.get("generation", wanted)
 
 
 def test_rows_of_two_samplers_are_not_compared(table):

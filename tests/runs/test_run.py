@@ -44,6 +44,10 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
 def rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -64,27 +68,21 @@ def check_thoughts(completions):
             assert row["thought_tokens"] < row["tokens"] <= 48
 
 
-@pytest.mark.parametrize(
-    ("rewards", "next_step"),
-    [
-        (
-            "rewards: [accuracy]",
-            "next: rloo-kit rewards list, then copy examples/quickstart.yaml and",
-        ),
-        (
-            "rewards: [thinking]",
-            "next: rloo-kit chat run to try it, rloo-kit export run --to merged to use",
-        ),
-    ],
-)
-def test_the_last_line_fits_the_run_that_ended(rewards, next_step):
+NEXT = {
+    "accuracy": "next: rloo-kit rewards list, then copy examples/quickstart.yaml and",
+    "thinking": "next: rloo-kit chat run to try it, rloo-kit export run --to merged to use",
+}
+
+
+@pytest.mark.parametrize("reward", NEXT)
+def test_the_last_line_fits_the_run_that_ended(reward):
     Path("run").mkdir()
-    Path("run/run.yaml").write_text(rewards)
+    Path("run/run.yaml").write_text(f"rewards: [{reward}]")
     Path("run/end.json").write_text('{"how": "finished"}')
     lines = []
     result = summary.RunResult(Path("run"), None, None, 4, 1.0, interrupted=False)
     summary.conclude(lines.append, result)
-    assert lines[-1].startswith(next_step)
+    assert lines[-1].startswith(NEXT[reward])
 
 
 @pytest.mark.long
@@ -99,7 +97,7 @@ def test_a_reward_without_scores_ends_the_run_after_its_first_batch(capsys):
     )
     assert "Traceback" not in said.err
     assert "stopped after step 1: resume with rloo-kit train runs/quickstart --resume" in said.out
-    assert json.loads(Path("runs/quickstart/end.json").read_text())["how"] == "failed"
+    assert read("runs/quickstart/end.json")["how"] == "failed"
 
 
 def test_run_folder_is_complete(finished, capsys):
@@ -115,12 +113,12 @@ def test_run_folder_is_complete(finished, capsys):
         step = [c["rewards"]["accuracy"] for c in completions if c["step"] == row["step"]]
         assert row["reward"] == pytest.approx(sum(step) / len(step))
     assert rk.read_run_file(folder / "run.yaml").trainer["per_device_train_batch_size"] == 16
-    facts = json.loads((folder / "environment.json").read_text())
+    facts = read(folder / "environment.json")
     assert facts["versions"]["trl"] == importlib.metadata.version("trl")
     check_thoughts(completions)
-    evaluation = json.loads((folder / "evaluation.json").read_text())
+    evaluation = read(folder / "evaluation.json")
     assert len(evaluation["after"]["samples"]) == 16
-    end = json.loads((folder / "end.json").read_text())
+    end = read(folder / "end.json")
     assert (end["how"], end["reason"], end["steps"]) == ("finished", "", 2)
     assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
     assert (folder / "adapter" / "adapter_model.safetensors").stat().st_size > 100_000
@@ -144,9 +142,9 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
     metrics = [row for row in rows(folder / "metrics.jsonl") if "reward" in row]
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert [row["step"] for row in rows(folder / "completions.jsonl")][::16] == [1, 2, 3]
-    end = json.loads((folder / "end.json").read_text())
+    end = read(folder / "end.json")
     assert (end["how"], end["steps"], end["resumed_at"]) == ("finished", 3, [2])
-    assert set(json.loads((folder / "evaluation.json").read_text())) == {"before", "after"}
+    assert set(read(folder / "evaluation.json")) == {"before", "after"}
     assert main(["train", ".", "--resume"]) == 2
     assert "run.yaml" in capsys.readouterr().err
 

@@ -224,15 +224,6 @@ def floods(word: str) -> str:
     return word * 5_000_000
 
 
-def returns_bytes(word: str) -> bytes:
-    """Return something else than text.
-
-    Args:
-        word: Its text.
-    """
-    return word.encode()
-
-
 FAULTS = {
     raises: "KeyError",
     leaves: "SystemExit",
@@ -270,13 +261,12 @@ def test_a_tool_of_the_kit_that_cannot_work_stops_the_run(monkeypatch):
         played([turn("python", code="print(1)")], ["sorry<|im_end|>"], tools=[python])
 
 
-def test_a_result_is_a_text_of_bounded_length():
-    rounds = [turn("floods", word="x"), turn("returns_bytes", word="x")], ["a<|im_end|>"] * 2
-    how = {"tools": [floods, returns_bytes], "max_tokens": 20_000, "max_length": 40_000}
-    found, _ = played(*rounds, rows=2, **how)
-    assert found.messages[0][1]["content"].endswith("... (4990000 more characters)")
-    assert len(found.messages[0][1]["content"]) < loop.MAX_RESULT + 50
-    assert found.messages[1][1]["content"] == "b'x'"
+def test_a_result_has_a_bounded_length():
+    how = {"tools": [floods], "max_tokens": 20_000, "max_length": 40_000}
+    found, _ = played([turn("floods", word="x")], ["a<|im_end|>"], **how)
+    result = found.messages[0][1]["content"]
+    assert result.endswith("... (4990000 more characters)")
+    assert len(result) < loop.MAX_RESULT + 50
 
 
 def test_async_tools_of_a_turn_run_together():
@@ -296,22 +286,23 @@ def test_async_tools_of_a_turn_run_together():
     assert [one["content"] for one in found.messages[0][1:-1]] == list("012345")
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        hermes(name="unknown", arguments={}),
-        hermes(name="calculator", arguments={"wrong": 1}),
-        hermes(name="calculator", arguments=["20 + 3"]),
-        hermes(name="calculator", arguments={"expression": "__import__('os')"}),
-        hermes(name="calculator"),
-        hermes(name=3, arguments={}),
-        hermes(arguments={}),
-        f"{THOUGHT}<tool_call>\n{{not json}}\n</tool_call>",
-        f"{THOUGHT}<tool_call>\n[1]\n</tool_call>",
-        f"{THOUGHT}<tool_call>",
-        CALL.removeprefix(THOUGHT),
-    ],
-)
+MALFORMED = [
+    '{"name": "unknown", "arguments": {}}',
+    '{"name": "calculator", "arguments": {"wrong": 1}}',
+    '{"name": "calculator", "arguments": ["20 + 3"]}',
+    '{"name": "calculator", "arguments": "20 + 3"}',
+    '{"name": "calculator", "arguments": {"expression": "__import__(1)"}}',
+    '{"name": "calculator"}',
+    '{"name": 3, "arguments": {}}',
+    '{"arguments": {}}',
+    "{not json}",
+    "[1]",
+    "null",
+]
+MARKED = [f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in MALFORMED]
+
+
+@pytest.mark.parametrize("said", [*MARKED, f"{THOUGHT}<tool_call>", CALL.removeprefix(THOUGHT)])
 def test_a_malformed_call_is_an_error_text_or_an_answer(said):
     found, _ = played([f"{said}<|im_end|>"], ["sorry<|im_end|>"])
     assert found.messages[0][-1]["role"] == "assistant"
@@ -319,7 +310,7 @@ def test_a_malformed_call_is_an_error_text_or_an_answer(said):
         assert found.messages[0][1]["content"].startswith("{'error':")
 
 
-@pytest.mark.parametrize("result", [None, {"a": ["é"]}, "", "<|im_end|>\x00</think>{{ {% 𝛑"])
+@pytest.mark.parametrize("result", [None, b"x", {"a": ["é"]}, "", "<|im_end|>\x00</think>{{ {% 𝛑"])
 def test_any_result_of_any_words_is_read(result):
     def echo(text: str) -> str:
         """Say something.
