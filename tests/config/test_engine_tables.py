@@ -1,10 +1,10 @@
 """``unsloth:`` and ``vllm:`` of a run file: obeyed, or one sentence."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -14,19 +14,9 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.job import read_config
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
-from rloo_kit.runs.folder import check_same_settings
+from rloo_kit.runs.folder import check_same_settings, write_run_file
 from rloo_kit.sampling.choice import _check_vllm_table
 from rloo_kit.sampling.engine import Choice
-
-
-def refused(tmp_path, capsys, content, *flags, command="train"):
-    """The one sentence with which a command refuses a run file."""
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "run"), **content}))
-    assert main([command, str(path), *flags]) == 2
-    text = capsys.readouterr().err.strip()
-    assert "Traceback" not in text
-    return text
 
 
 @pytest.mark.parametrize("table", list(SET_ELSEWHERE))
@@ -54,31 +44,29 @@ def test_the_shared_engine_refuses_settings_of_another():
 
 
 @pytest.mark.long
-def test_a_table_reaches_unsloth(tmp_path, monkeypatch):
+def test_a_table_reaches_unsloth(monkeypatch):
     from unsloth import FastLanguageModel
 
-    seen = {}
-    load = FastLanguageModel.from_pretrained
-    monkeypatch.setattr(
-        FastLanguageModel,
-        "from_pretrained",
-        staticmethod(lambda *args, **given: (seen.update(given), load(*args, **given))[1]),
-    )
+    load = mock.Mock(wraps=FastLanguageModel.from_pretrained)
+    monkeypatch.setattr(FastLanguageModel, "from_pretrained", load)
     rk.load_model("tiny-thinker", max_seq_length=128, unsloth_tiled_mlp=True)
-    assert seen["unsloth_tiled_mlp"] is True
+    assert load.call_args.kwargs["unsloth_tiled_mlp"] is True
 
 
 # --- what a machine cannot obey -------------------------------------------------------------------
 
-QUICK = {"max_steps": 1, "max_completion_length": 16, "per_device_train_batch_size": 8}
-
 
 @pytest.mark.long
-def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys):
-    text = refused(tmp_path, capsys, {"vllm": {"enforce_eager": True}, "trainer": QUICK})
-    assert "vllm.enforce_eager applies only to vLLM in this process, but transformers" in text
-    text = refused(tmp_path, capsys, {"unsloth": {"conservativeness": 0.5}, "trainer": QUICK})
-    assert "unsloth.conservativeness is for weights that Unsloth shares with vLLM" in text
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("vllm.enforce_eager=true", "applies only to vLLM in this process, but transformers"),
+        ("unsloth.conservativeness=0.5", "is for weights that Unsloth shares with vLLM"),
+    ],
+)
+def test_an_engine_that_does_not_sample_takes_no_settings(tmp_path, capsys, setting, says):
+    assert main(["quickstart", "--set", f"output_dir={tmp_path}/run", "--set", setting]) == 2
+    assert f"{setting.partition('=')[0]} {says}" in capsys.readouterr().err
 
 
 def test_vllm_that_samples_obeys():
@@ -93,20 +81,13 @@ def test_vllm_that_samples_obeys():
 # --- run.yaml -------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_tables_are_kept_for_a_resume_and_hide_secrets(tmp_path):
     secret = "hf_" + "aBcD1234" * 4
-    content = {
-        "output_dir": str(tmp_path / "run"),
-        "unsloth": {"offload_embedding": False, "token": secret},
-        "trainer": {**QUICK, "save_strategy": "no"},
-        "data": {"num_prompts": 8, "held_out": 0},
-    }
-    rk.train(make_run_config(content))
-    text = (tmp_path / "run" / "run.yaml").read_text()
-    assert secret not in text
-    kept, _ = read_config(tmp_path / "run", [])
+    table = {"offload_embedding": False, "token": secret}
+    write_run_file(tmp_path, make_run_config({"unsloth": table}))
+    assert secret not in (tmp_path / "run.yaml").read_text()
+    kept, _ = read_config(tmp_path, [])
     assert kept.unsloth == {"offload_embedding": False}
-    check_same_settings(tmp_path / "run", kept)
+    check_same_settings(tmp_path, kept)
     with pytest.raises(ConfigError, match=r"^unsloth is .* set it back"):
-        check_same_settings(tmp_path / "run", replace(kept, unsloth={"offload_embedding": True}))
+        check_same_settings(tmp_path, replace(kept, unsloth={"offload_embedding": True}))

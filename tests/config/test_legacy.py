@@ -81,7 +81,7 @@ def test_flags_are_read_as_the_older_parser_reads_them():
     flags = (
         "--sft_model_path=s --normalize-advantage --seed 7 --num_mini_batches 2 --warmup_ratio 0.1"
     )
-    config = make_run_config(yaml.safe_load(legacy_run_file(shlex.split(f"{SMALLEST} {flags}"))))
+    config = read(f"{SMALLEST} {flags}")
     assert (config.model.name, config.seed) == ("s", 7)
     assert config.trainer["normalize_advantages"]
     assert config.trainer["warmup_steps"] == 0.1
@@ -122,36 +122,27 @@ def stand_ins(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = {**SHAPE, **ends, "vocab_size": len(tokenizer), "num_attention_heads": 2}
-    for name, model in (
-        ("pythia", Policy(GPTNeoXConfig(**shape))),
-        ("sft", Policy(GPTNeoXConfig(**shape))),
-        ("reward", Reward(GPTNeoXConfig(**shape, num_labels=1))),
-    ):
+    policy = Policy(GPTNeoXConfig(**shape))
+    reward = Reward(GPTNeoXConfig(**shape, num_labels=1))
+    torch.nn.init.normal_(reward.score.weight)
+    for name, model in (("pythia", policy), ("sft", policy), ("reward", reward)):
         torch.nn.init.normal_(model.get_input_embeddings().weight)
-        if name == "reward":
-            torch.nn.init.normal_(model.score.weight)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     said = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
-    rows = [{"prompt": f"{n} + 1 =", "chosen": said, "rejected": said} for n in range(140)]
-    posts = [{"prompt": f"{n} + 1 =", "messages": said, "label": "2"} for n in range(360)]
-    for name, split, these in (
-        ("sentiment", "descriptiveness", rows),
-        ("tldr", "train", posts),
-        ("tldr", "validation", posts[:8]),
-    ):
-        place = folder / name / "data" / f"{split}-00000-of-00001.parquet"
-        Dataset.from_list(these).to_parquet(place)
+    rows = [{"prompt": f"{n} + 1 =", "chosen": said, "messages": said} for n in range(360)]
+    for file in ("sentiment/data/descriptiveness", "tldr/data/train", "tldr/data/validation"):
+        Dataset.from_list(rows).to_parquet(folder / f"{file}-00000-of-00001.parquet")
     return folder
 
 
-QUICK_HERE = {"total_episodes": 128, "dataset_name": "sentiment", "model_name_or_path": "pythia"}
+QUICK_HERE = {"total_episodes": 64, "dataset_name": "sentiment", "model_name_or_path": "pythia"}
 TLDR_HERE = {"total_episodes": 512, "dataset_name": "tldr", "sft_model_path": "sft"}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("line", "here", "steps"), [(QUICK, QUICK_HERE, 8), (TLDR, TLDR_HERE, 4)])
-def test_both_command_lines_train(stand_ins, tmp_path, monkeypatch, capsys, line, here, steps):
+@pytest.mark.parametrize(("line", "here"), [(QUICK, QUICK_HERE), (TLDR, TLDR_HERE)])
+def test_both_command_lines_train(stand_ins, tmp_path, monkeypatch, capsys, line, here):
     from safetensors.torch import load_file
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -165,7 +156,7 @@ def test_both_command_lines_train(stand_ins, tmp_path, monkeypatch, capsys, line
     assert main(["train", "run.yaml"]) == 0
     folder = Path(words[words.index("--output_dir") + 1])
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["step"] for row in rows) == steps
+    assert max(row["step"] for row in rows) == 4
     assert max(row.get("episode", 0) for row in rows) == here["total_episodes"]
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert any(values.any() for name, values in adapter.items() if "lora_B" in name)

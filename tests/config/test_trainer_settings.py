@@ -1,7 +1,6 @@
 """Trainer settings: the table, TRL's names, older names and the batch."""
 
 import itertools
-import math
 import re
 import warnings
 from dataclasses import MISSING
@@ -9,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rloo_kit.config.other_names import MOVED, NEEDLESS, OTHER_NAMES, REFUSED, RENAMED
 from rloo_kit.config.settings import (
@@ -71,54 +71,57 @@ def test_what_is_learned_must_stay_on_resume():
     assert not must & may
 
 
-NOT_SWITCHES = ("yes", 1, None, [True])
-OWN = {  # right values, then wrong ones
-    "tokens_per_micro_batch": ((None, 1, 65536), (0, -1, 1.5, True, "4096", [1])),
-    "kl_estimator": (("k1", "k3"), ("k2", 1)),
-    "missing_eos_penalty": ((None, 0, 0.5, 2), (-0.1, "1e-1", True, math.nan, math.inf)),
-    "normalize_reward": ((None, True, False, "batch", "moving"), ("group", "true", 2)),
-    "baseline": (("leave_one_out",), ("shrinkage", None)),
-    "loss": (("clipped",), ("clip", None)),
-    "combine": (("sum", "normalize_then_sum"), ("normalise_then_sum", None)),
-    "thinking_budget": ((None, 1, 511), (0, 1.5)),
-    "on_reward_error": (("stop", "skip"), ("ignore", None)),
-    "reward_timeout_seconds": ((None, 0.5, 60), (0, math.inf)),
-    "max_tool_calling_iterations": ((None, 0, 3), (-1, 1.5, True)),
-    "on_tool_error": (("tell", "stop"), ("skip", None)),
-    "tool_timeout_seconds": ((None, 0.5, 60), (0, math.inf)),
-    "dynamic_sampling_rounds": ((1, 100), (0, 101, 1.5, None)),
-    "generation": (("auto", "vllm", "server", "transformers"), ("vLLM", None)),
-    "rollout_correction": ((None, "sequence", "token"), ("tokens", True)),
-    "rollout_correction_cap": ((1, 8), (0.5, None, math.inf)),
-    "dry_run": ((None, True, False), ("auto", 2)),
-    "stop_on": (
-        (None, [], ["kl_explosion", "reward_collapse"]),
-        ("kl_explosion", ["kl"], ["slow_reward"], [1], True, {"kl_explosion": 1}),
-    ),
-    "keep_last": ((1, 100), (0, 1.5, None)),
-    "keep_best": ((0, 5), (-1, 0.5, None)),
-    "max_hours": ((None, 0.5), (0, math.inf)),
-    "max_skipped_steps": ((1, 3), (0, 1.5, None)),
-    **{field.name: ((True, False), NOT_SWITCHES) for field in OWN_FIELDS if field.type is bool},
+RIGHT_AND_WRONG = """
+    tokens_per_micro_batch: [[null, 1, 65536], [0, -1, 1.5, true, "4096", [1]]]
+    kl_estimator: [[k1, k3], [k2, 1]]
+    missing_eos_penalty: [[null, 0, 0.5, 2], [-0.1, "1e-1", true, .nan, .inf]]
+    normalize_reward: [[null, true, false, batch, moving], [group, "true", 2]]
+    baseline: [[leave_one_out], [shrinkage, null]]
+    loss: [[clipped], [clip, null]]
+    combine: [[sum, normalize_then_sum], [normalise_then_sum, null]]
+    thinking_budget: [[null, 1, 511], [0, 1.5]]
+    on_reward_error: [[stop, skip], [ignore, null]]
+    reward_timeout_seconds: [[null, 0.5, 60], [0, .inf]]
+    max_tool_calling_iterations: [[null, 0, 3], [-1, 1.5, true]]
+    on_tool_error: [[tell, stop], [skip, null]]
+    tool_timeout_seconds: [[null, 0.5, 60], [0, .inf]]
+    dynamic_sampling_rounds: [[1, 100], [0, 101, 1.5, null]]
+    generation: [[auto, vllm, server, transformers], [vLLM, null]]
+    rollout_correction: [[null, sequence, token], [tokens, true]]
+    rollout_correction_cap: [[1, 8], [0.5, null, .inf]]
+    dry_run: [[null, true, false], [auto, 2]]
+    stop_on:
+      - [null, [], [kl_explosion, reward_collapse]]
+      - [kl_explosion, [kl], [slow_reward], [1], true, {kl_explosion: 1}]
+    keep_last: [[1, 100], [0, 1.5, null]]
+    keep_best: [[0, 5], [-1, 0.5, null]]
+    max_hours: [[null, 0.5], [0, .inf]]
+    max_skipped_steps: [[1, 3], [0, 1.5, null]]
     # fields of TRL with a range
-    "beta": ((0, 0.05, 100), (-0.1, 101, None, "x")),
-    "learning_rate": ((1e-6, 1), (0, 1.1, None, "1e-5")),
-    "temperature": ((0.001, 10), (0, 10.1, math.nan)),
-    "top_p": ((0.1, 1), (0, 1.1)),
-    "max_steps": ((-1, 10), (-2, 1.5, "ten")),
-    "num_iterations": ((1, 1000), (0, 1001, None)),
-    "max_completion_length": ((1, 48), (0, 48.5, None)),
-    "num_generations": ((2, 8), (0, 1, 4.0, True, None)),
+    beta: [[0, 0.05, 100], [-0.1, 101, null, x]]
+    learning_rate: [[1.0e-6, 1], [0, 1.1, null, "1e-5"]]
+    temperature: [[0.001, 10], [0, 10.1, .nan]]
+    top_p: [[0.1, 1], [0, 1.1]]
+    max_steps: [[-1, 10], [-2, 1.5, ten]]
+    num_iterations: [[1, 1000], [0, 1001, null]]
+    max_completion_length: [[1, 48], [0, 48.5, null]]
+    num_generations: [[2, 8], [0, 1, 4.0, true, null]]
+"""
+SWITCHES = {
+    field.name: ((True, False), ("yes", 1, None)) for field in OWN_FIELDS if field.type is bool
+}
+OWN = yaml.safe_load(RIGHT_AND_WRONG) | SWITCHES
+NEEDED = {
+    "dynamic_sampling_rounds": {"dynamic_sampling": True},
+    "rollout_correction_cap": {"rollout_correction": "token"},
 }
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_setting_takes_right_values_and_names_wrong_ones(name):
     right, wrong = OWN[name]
-    needed = {"dynamic_sampling_rounds": {"dynamic_sampling": True}}
-    needed["rollout_correction_cap"] = {"rollout_correction": "token"}
     for value in right:
-        assert check_values({name: value} | needed.get(name, {})) == []
+        assert check_values({name: value} | NEEDED.get(name, {})) == []
     for value in wrong:
         (error,) = check_values({name: value})
         assert error.startswith(f"trainer.{name} is {value!r}, must be ")
@@ -133,23 +136,38 @@ def test_a_setting_without_effect_says_what_to_write_instead(name):
     assert re.search(r"leave it out|set those", error)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ({"stop_on": ["kl_explosio"]}, "did you mean 'kl_explosion'?"),
-        ({"stop_on": ["kl_explosion"], "doctor": False}, "needs the doctor"),
-        (
-            {"thinking_budget": 64, "max_completion_length": 64},
-            "thinking_budget 64 leaves no room for an answer in trainer.max_completion_length 64",
-        ),
-        ({"normalise_reward": True}, "'normalise_reward'; did you mean 'normalize_reward'?"),
-        ({"reward_timeout": 3}, "did you mean 'reward_timeout_seconds'?"),
-        ({"klcoef": 1}, "did you mean 'kl_coef'?"),
-        ({"learning_rate": "1e-5"}, "write 1.0e-5"),
-    ],
-)
-def test_an_error_names_the_nearest_name(arguments, part):
-    assert part in errors_of(arguments)
+ERRORS = {
+    "stop_on: [kl_explosio]": "did you mean 'kl_explosion'?",
+    "{stop_on: [kl_explosion], doctor: false}": "needs the doctor",
+    "{thinking_budget: 64, max_completion_length: 64}": (
+        "thinking_budget 64 leaves no room for an answer in trainer.max_completion_length 64"
+    ),
+    "normalise_reward: true": "'normalise_reward'; did you mean 'normalize_reward'?",
+    "reward_timeout: 3": "did you mean 'reward_timeout_seconds'?",
+    "klcoef: 1": "did you mean 'kl_coef'?",
+    "learning_rate: 1e-5": "write 1.0e-5",
+    # what would mean something else here
+    "loss_type: dapo": "leave it out, RLOO has one loss",
+    "vespo_k_pos: 2.0": "leave it out, only TRL's GRPO has it",
+    "scale_rewards: group": "normalize_advantages: true",
+    "stop_token: period": "end at the EOS token",
+    "stop_token_id: 0": "end at the EOS token",
+    "sft_model_path: x": "give it as model.name in a run file, or in Python to rk.load",
+    "max_prompt_length: 512": "give it as data.max_prompt_tokens in a run file",
+    "vllm_sampling_params: {}": "set temperature, top_p",
+    "{total_episodes: 8, max_steps: 1}": "keep max_steps",
+    # the batch
+    "num_generations: 1": "num_generations is 1, must be greater than or equal to 2",
+    "{generation_batch_size: 8, steps_per_generation: 1}": "give one of them",
+    "generation_batch_size: 12": "set trainer.generation_batch_size to 8 or 16",
+    "num_generations: 3": "set trainer.per_device_train_batch_size to 6 or 9",
+    "{per_device_train_batch_size: 2, num_generations: 8}": "would have 2 completions",
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_an_error_says_what_to_write(text):
+    assert ERRORS[text] in errors_of(yaml.safe_load(text))
 
 
 def test_no_as_yaml_reads_it_is_a_strategy():
@@ -204,47 +222,31 @@ def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"loss_type": "dapo"}, "leave it out, RLOO has one loss"),
-        ({"vespo_k_pos": 2.0}, "leave it out, only TRL's GRPO has it"),
-        ({"scale_rewards": "group"}, "normalize_advantages: true"),
-        ({"stop_token": "period"}, "end at the EOS token"),
-        ({"stop_token_id": 0}, "end at the EOS token"),
-        ({"sft_model_path": "x"}, "give it as model.name in a run file, or in Python to rk.load"),
-        ({"max_prompt_length": 512}, "give it as data.max_prompt_tokens in a run file"),
-        ({"vllm_sampling_params": object()}, "set temperature, top_p"),
-    ],
-)
-def test_what_would_mean_something_else_is_refused(arguments, says):
-    assert says in errors_of(arguments)
+EPISODES = {
+    "{total_episodes: 1000}": 125,
+    "{total_episodes: 1001}": 126,
+    "{total_episodes: 1000, gradient_accumulation_steps: 4, num_iterations: 2}": 64,
+    "{total_episodes: 1000, steps_per_generation: 4}": 128,
+    "{total_episodes: 1000, generation_batch_size: 32}": 128,
+    "{total_episodes: 1000, per_device_train_batch_size: 40, num_generations: 8}": 25,
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "steps"),
-    [
-        ({"total_episodes": 1000}, 125),
-        ({"total_episodes": 1001}, 126),
-        ({"total_episodes": 1000, "gradient_accumulation_steps": 4, "num_iterations": 2}, 64),
-        ({"total_episodes": 1000, "steps_per_generation": 4}, 128),
-        ({"total_episodes": 1000, "generation_batch_size": 32}, 128),
-        ({"total_episodes": 1000, "per_device_train_batch_size": 40, "num_generations": 8}, 25),
-    ],
-)
-def test_total_episodes_becomes_optimizer_steps(arguments, steps, monkeypatch):
+@pytest.mark.parametrize("text", EPISODES)
+def test_total_episodes_becomes_optimizer_steps(text, monkeypatch):
+    steps = EPISODES[text]
     with pytest.warns(FutureWarning, match=f"total_episodes is max_steps here: max_steps={steps} "):
-        assert translate_trainer_arguments(arguments)["max_steps"] == steps
+        assert translate_trainer_arguments(yaml.safe_load(text))["max_steps"] == steps
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(FutureWarning):
-        assert translate_trainer_arguments(arguments)["max_steps"] in (steps // 2, steps // 2 + 1)
+        found = translate_trainer_arguments(yaml.safe_load(text))["max_steps"]
+    assert found in (steps // 2, steps // 2 + 1)
 
 
-def test_total_episodes_is_a_number_of_completions():
-    for episodes in (0, 2.5, "many", True):
-        assert "a whole number of completions" in errors_of({"total_episodes": episodes})
-    assert "keep max_steps" in errors_of({"total_episodes": 8, "max_steps": 1})
+@pytest.mark.parametrize("episodes", [0, 2.5, "many", True])
+def test_total_episodes_is_a_number_of_completions(episodes):
+    assert "a whole number of completions" in errors_of({"total_episodes": episodes})
 
 
 def test_new_names_pass_unchanged_and_without_a_warning():
@@ -310,45 +312,21 @@ def test_following_the_advice_makes_the_batch_right():
     assert advice > 100
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (
-            {"num_generations": 1},
-            "num_generations is 1, must be greater than or equal to 2",
-        ),
-        ({"generation_batch_size": 8, "steps_per_generation": 1}, "give one of them"),
-        ({"generation_batch_size": 12}, "set trainer.generation_batch_size to 8 or 16"),
-        ({"num_generations": 3}, "set trainer.per_device_train_batch_size to 6 or 9"),
-        ({"per_device_train_batch_size": 2, "num_generations": 8}, "would have 2 completions"),
-    ],
-)
-def test_a_wrong_batch_says_what_to_set(batch, message):
-    assert message in errors_of(batch)
+PLANS = {  # completions, slices, prompts, and whether the batch fills whole steps
+    "{}": (8, 1, 2, True),
+    "{gradient_accumulation_steps: 3}": (24, 3, 6, True),
+    "{gradient_accumulation_steps: 4, steps_per_generation: 2}": (16, 2, 4, True),
+    "{gradient_accumulation_steps: 3, steps_per_generation: 2}": (16, 2, 4, False),
+    "{gradient_accumulation_steps: 2, steps_per_generation: 4}": (32, 4, 8, False),
+    "{generation_batch_size: 32, num_generations: 8}": (32, 4, 4, False),
+}
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        ({}, (8, 4, 1, 2)),
-        ({"gradient_accumulation_steps": 3}, (24, 4, 3, 6)),
-        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, (16, 4, 2, 4)),
-        ({"generation_batch_size": 32, "num_generations": 8}, (32, 8, 4, 4)),
-    ],
-)
-def test_the_plan_counts_completions_slices_and_prompts(batch, expected):
-    plan = batch_plan(batch)
-    found = (plan.num_completions, plan.num_generations, plan.steps_per_generation)
-    assert (*found, plan.num_prompts) == expected
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "slices", "expected"),
-    [(2, 2, True), (4, 2, True), (2, 4, False), (3, 2, False)],
-)
-def test_a_batch_is_on_policy_if_it_fills_whole_steps(accumulation, slices, expected):
-    batch = {"gradient_accumulation_steps": accumulation, "steps_per_generation": slices}
-    assert batch_plan(batch).is_on_policy == expected
+@pytest.mark.parametrize("text", PLANS)
+def test_the_plan_counts_completions_slices_and_prompts(text):
+    plan = batch_plan(yaml.safe_load(text))
+    found = (plan.num_completions, plan.steps_per_generation, plan.num_prompts, plan.is_on_policy)
+    assert found == PLANS[text]
 
 
 def test_a_correction_of_the_trainers_own_numbers_is_refused():

@@ -1,7 +1,6 @@
 """Known datasets: rows in exactly their schema from files and folders, what the hub is asked."""
 
 import json
-from dataclasses import replace
 
 import datasets
 import pyarrow as pa
@@ -32,14 +31,11 @@ def gsm8k(first, num):
     }
 
 
-def dapo(prompt):
-    return {
-        "data_source": "math_dapo",
-        "prompt": prompt,
-        "ability": "MATH",
-        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-    }
+DAPO = json.loads("""{
+    "data_source": "math_dapo", "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"}
+}""")
 
 
 def write(path, columns):
@@ -56,10 +52,6 @@ def copy(tmp_path):
             name = f"{split}-00000-of-00001.parquet"
             write(tmp_path / "gsm8k" / subset / name, gsm8k(start, num))
     return tmp_path / "gsm8k"
-
-
-def questions(dataset):
-    return [prompt[-1]["content"] for prompt in dataset["prompt"]]
 
 
 def test_gsm8k_answers_are_the_numbers_after_the_mark(tmp_path):
@@ -105,39 +97,32 @@ def test_a_run_on_one_file_is_evaluated_on_the_rows_that_it_held_out(copy):
     assert asked(config, name, 3) == ["1015", "1016", "1017"]
 
 
-def test_another_split_of_a_task_is_refused(copy):
-    data = DataSection(prompts=f"gsm8k:{copy}", split="test")
-    with pytest.raises(DataError, match="must be train or held_out"):
-        read_prompts(RunConfig(data=data), copy)
-
-
 @pytest.mark.parametrize(
     "prompt", [[{"content": INSTRUCTION.format(PROBLEM), "role": "user"}], PROBLEM]
 )
 def test_dapo_math_is_the_problem_alone_and_once(prompt, tmp_path):
     file = tmp_path / "dapo.parquet"
-    pq.write_table(pa.Table.from_pylist([dapo(prompt)] * 3), file)
+    pq.write_table(pa.Table.from_pylist([DAPO | {"prompt": prompt}] * 3), file)
     dataset = load_prompts(f"dapo-math:{file}")
-    assert questions(dataset) == [PROBLEM]
+    assert [prompt[-1]["content"] for prompt in dataset["prompt"]] == [PROBLEM]
     assert dataset["answer"] == ["34"]
 
 
+MATH500 = r"""{
+    "problem": "Convert $(0,3)$ to polar coordinates.", "subject": "Precalculus", "level": 2,
+    "solution": "We have $r = 3.$ So \\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.",
+    "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "unique_id": "test/precalculus/807.json"
+}""".replace("\n", "")
+
+
 def test_math500_keeps_levels_and_is_not_trained_on(tmp_path):
-    row = {
-        "problem": "Convert $(0,3)$ to polar coordinates.",
-        "solution": r"We have $r = 3.$ So \boxed{\left( 3, \frac{\pi}{2} \right)}.",
-        "answer": r"\left( 3, \frac{\pi}{2} \right)",
-        "subject": "Precalculus",
-        "level": 2,
-        "unique_id": "test/precalculus/807.json",
-    }
-    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    (tmp_path / "test.jsonl").write_text(MATH500)
+    row = json.loads(MATH500)
     name = f"math500:{tmp_path}"
     [read] = load_prompts(name)
-    assert questions(load_prompts(name)) == [row["problem"]]
-    assert {key: read[key] for key in ("answer", "level", "subject")} == {
-        key: row[key] for key in ("answer", "level", "subject")
-    }
+    assert read["prompt"][-1]["content"] == row["problem"]
+    kept = ("answer", "level", "subject")
+    assert [read[key] for key in kept] == [row[key] for key in kept]
     with pytest.raises(DataError, match=r"math500:.* is for evaluation"):
         read_prompts(RunConfig(data=DataSection(prompts=name)), tmp_path)
 
@@ -147,44 +132,38 @@ def test_another_system_message_or_none(system, roles, copy):
     [prompt] = load_prompts(f"gsm8k:{copy}", system=system, num_prompts=1)["prompt"]
     assert [message["role"] for message in prompt] == roles
     assert prompt[0]["content"].startswith(system)
+    [plain] = load_prompts(f"gsm8k:{copy}", chat=False, num_prompts=1)["prompt"]
+    assert plain == prompt[-1]["content"]
 
 
-def test_plain_prompts_have_no_system_message(copy):
-    [prompt] = load_prompts(f"gsm8k:{copy}", chat=False, num_prompts=1)["prompt"]
-    assert prompt == "How many eggs are 1,000 and 0?"
+WRONG_ROWS = {
+    '{"problem": "1 + 1?", "answer": "#### 2"}': (
+        "line 1 is not a row of gsm8k, whose rows have question"
+    ),
+    '{"question": "1 + 1?", "answer": "2"}': "the answer '2' has no ####",
+    '{"question": "1 + 1?", "answer": null}': "line 1 is not a row of gsm8k",
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"problem": "1 + 1?", "answer": "#### 2"},
-            "line 1 is not a row of gsm8k, whose rows have quest",
-        ),
-        ({"question": "1 + 1?", "answer": "2"}, "the answer '2' has no ####"),
-        ({"question": "1 + 1?", "answer": None}, "line 1 is not a row of gsm8k"),
-    ],
-)
-def test_a_row_of_another_dataset_is_named(row, message, tmp_path):
-    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("row", WRONG_ROWS)
+def test_a_row_of_another_dataset_is_named(row, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(row)
+    with pytest.raises(DataError, match=WRONG_ROWS[row]):
         load_prompts(f"gsm8k:{tmp_path / 'mine.jsonl'}")
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "split", "message"),
     [
-        ("gsm8k:nothing.jsonl", {}, "'nothing.jsonl' does not exist"),
-        ("gsm8k", {"columns": {"prompt": "question"}}, "columns has no effect"),
-        ("dapo-math", {"level": 2}, "level has no effect"),
-        ("dapo-math", {"split": "held_out"}, "dapo-math has no held-out split"),
-        ("gsm8k:one.jsonl", {"split": "held_out"}, "gsm8k has no held-out split"),
-        ("gsm8k", {"split": "test"}, "split 'test' of gsm8k must be train or held_out"),
+        ("gsm8k:nothing.jsonl", "train", "'nothing.jsonl' does not exist"),
+        ("dapo-math", "held_out", "dapo-math has no held-out split"),
+        ("gsm8k:one.jsonl", "held_out", "gsm8k has no held-out split"),
+        ("gsm8k", "test", "split 'test' of gsm8k must be train or held_out"),
     ],
 )
-def test_what_a_known_dataset_has_not_is_refused(name, options, message):
+def test_a_split_that_a_known_dataset_has_not_is_refused(name, split, message):
     with pytest.raises(DataError, match=message):
-        load_prompts(name, **options)
+        load_prompts(name, split=split)
 
 
 def test_a_folder_without_the_split_says_which_files_are_missing(tmp_path):
@@ -194,40 +173,35 @@ def test_a_folder_without_the_split_says_which_files_are_missing(tmp_path):
 
 def test_the_hub_is_asked_for_a_fixed_commit(monkeypatch):
     asked = []
+    tasks = {task.revision: name for name, task in HUB_TASKS.items()}
 
-    def load_dataset(*place, **options):
-        asked.append((*place, options))
+    def load_dataset(name, config, split, revision):
+        assert len(revision) == 40
+        asked.append((tasks[revision], name, config, split))
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for name, split in (("gsm8k", "held_out"), ("dapo-math", "train"), ("math500", "train")):
         with pytest.raises(DataError, match=rf"no network.* as {name}:PATH"):
             load_prompts(name, split=split)
-    commits = {name: task.revision for name, task in HUB_TASKS.items()}
-    assert all(len(commit) == 40 for commit in commits.values())
     assert asked == [
-        ("openai/gsm8k", "main", {"split": "test", "revision": commits["gsm8k"]}),
-        (
-            *("open-r1/DAPO-Math-17k-Processed", "en"),
-            {"split": "train", "revision": commits["dapo-math"]},
-        ),
-        ("HuggingFaceH4/MATH-500", None, {"split": "test", "revision": commits["math500"]}),
+        ("gsm8k", "openai/gsm8k", "main", "test"),
+        ("dapo-math", "open-r1/DAPO-Math-17k-Processed", "en", "train"),
+        ("math500", "HuggingFaceH4/MATH-500", None, "test"),
     ]
 
 
-def test_paths_start_at_the_run_file(copy, monkeypatch, tmp_path):
-    config = RunConfig(data=DataSection(prompts="gsm8k:gsm8k"))
-    whole = with_whole_paths(config, copy.parent, copy.parent).data.prompts
-    assert whole == f"gsm8k:{copy}"
+def test_paths_start_at_the_run_file(copy, monkeypatch):
+    def whole(**sections):
+        return with_whole_paths(RunConfig(**sections), copy.parent, copy.parent)
+
+    assert whole(data=DataSection(prompts="gsm8k:gsm8k")).data.prompts == f"gsm8k:{copy}"
     monkeypatch.chdir(copy.parent)  # a folder of the task's name is not what is meant
-    named = replace(config, data=DataSection(prompts="gsm8k"))
-    assert with_whole_paths(named, copy.parent, copy.parent).data.prompts == "gsm8k"
-    rewards = [{"name": "reward_model", "model": "gsm8k"}, "accuracy"]
-    whole = with_whole_paths(replace(named, rewards=rewards), copy.parent, copy.parent).rewards
-    assert whole == [{"name": "reward_model", "model": str(copy)}, "accuracy"]
-    tools = [{"name": "search", "file": "gsm8k"}, "calculator"]
-    whole = with_whole_paths(replace(named, tools=tools), copy.parent, copy.parent).tools
-    assert whole == [{"name": "search", "file": str(copy)}, "calculator"]
+    assert whole(data=DataSection(prompts="gsm8k")).data.prompts == "gsm8k"
+    rewards = whole(rewards=[{"name": "reward_model", "model": "gsm8k"}, "accuracy"]).rewards
+    assert rewards == [{"name": "reward_model", "model": str(copy)}, "accuracy"]
+    tools = whole(tools=[{"name": "search", "file": "gsm8k"}, "calculator"]).tools
+    assert tools == [{"name": "search", "file": str(copy)}, "calculator"]
 
 
 def test_a_task_brings_its_reward_unless_the_run_file_has_one():

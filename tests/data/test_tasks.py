@@ -15,7 +15,6 @@ from rloo_kit.data.tasks import (
     TASKS,
     arithmetic_prompt,
     countdown_problem,
-    is_held_out,
     make_rows,
 )
 from rloo_kit.errors import DataError
@@ -108,8 +107,6 @@ def numbers(row):
     ("split", "seed", "digest"),
     [
         ("train", 42, "0c00edfd0eb1debb"),
-        ("train", 3, "212d43c67e57ca43"),
-        ("held_out", 42, "cb90f1dac79fb0dd"),
         ("held_out", 3, "4f638b590c57202e"),
     ],
 )
@@ -144,13 +141,6 @@ def test_arithmetic_answers_are_right(level):
             assert row["answer"] == str(value_of(expression))
 
 
-def test_the_first_level_keeps_its_own_rule_of_what_is_held_out():
-    assert all(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, split="held_out"))
-    assert not any(is_held_out(*numbers(row)) for row in make_rows("arithmetic", 999, seed=1))
-    kept = sum(is_held_out(a, b) for a in range(100, 1000) for b in range(100, 1000))
-    assert kept == 50_625 == 900 * 900 // 16
-
-
 # --- countdown ------------------------------------------------------------------------------------
 
 
@@ -183,52 +173,23 @@ def test_countdown_prompts_say_numbers_and_target_and_have_no_answer():
 # --- the thought of the embedded model ------------------------------------------------------------
 
 
-def random_sums(count):
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_thought_comes_to_the_answer_that_follows_from_it(forgets):
     rng = random.Random(0)
-    return [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(count)]
-
-
-def steps(thought):
-    """(sum as stated, whether a carry is in it, total) of each step; every step must add up."""
-    found = []
-    for step in thought.split():
-        left, total = step.split("=")
-        terms = list(map(int, left.split("+")))
-        assert sum(terms) == int(total), thought
-        assert len(terms) == 2 or terms[2:] == [1], thought
-        found.append((terms[:2], len(terms) == 3, int(total)))
-    return found
-
-
-def answer_of(thought):
-    """What the thought comes to: the last digits of the first two totals, and the third whole."""
-    units, tens, hundreds = (total for _, _, total in steps(thought))
-    return hundreds * 100 + tens % 10 * 10 + units % 10
-
-
-def test_a_thought_that_forgets_nothing_is_right():
-    for a, b in random_sums(2000):
-        thought, answer = worked_thought(a, b)
-        assert answer == a + b == answer_of(thought)
-        digits = [terms for terms, _, _ in steps(thought)]
-        assert [x for x, _ in digits] == [a % 10, a // 10 % 10, a // 100]
-        assert [y for _, y in digits] == [b % 10, b // 10 % 10, b // 100]
-
-
-def test_a_thought_that_forgets_comes_to_the_answer_that_follows_from_it():
     wrong = 0
-    for index, (a, b) in enumerate(random_sums(2000)):
-        rng = random.Random(index)
-        thought, answer = worked_thought(a, b, lambda rng=rng: rng.random() < 0.5)
-        assert answer == answer_of(thought)
+    for _ in range(2000):
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        thought, answer = worked_thought(a, b, lambda: forgets and rng.random() < 0.5)
+        digits, totals = [], []
+        for step in thought.split():
+            terms, total = step.split("=")
+            x, y, *carry = map(int, terms.split("+"))
+            assert x + y + sum(carry) == int(total), thought
+            assert carry in ([], [1]), thought
+            digits.append((x, y))
+            totals.append(int(total))
+        assert digits == [(a % 10, b % 10), (a // 10 % 10, b // 10 % 10), (a // 100, b // 100)]
+        units, tens, hundreds = totals
+        assert answer == hundreds * 100 + tens % 10 * 10 + units % 10
         wrong += answer != a + b
-    assert 300 < wrong < 1700
-
-
-def test_forgetting_is_asked_once_for_every_carry_and_only_there():
-    asked = []
-    worked_thought(199, 801, lambda: bool(asked.append(1)))
-    assert len(asked) == 2
-    asked.clear()
-    worked_thought(123, 456, lambda: bool(asked.append(1)))
-    assert asked == []
+    assert 300 < wrong < 1700 if forgets else not wrong

@@ -12,7 +12,7 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.engine_settings import requested_engine
-from rloo_kit.config.run_file import DataSection
+from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import (
     ConfigError,
@@ -29,25 +29,48 @@ from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import held_out_judges
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.runs.folder import write_run_file
 from rloo_kit.sampling.engine import active_adapter
 from rloo_kit.scoring.contract import call_reward, reward_columns
 
-PROMPTS = 16
+PROMPTS = 8
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of two steps, with several completions of each held-out prompt."""
     folder = tmp_path_factory.mktemp("evaluating") / "run"
-    settings = {
-        "output_dir": folder, "trainer.max_steps": 2, "data.num_prompts": 32,
-        "data.held_out": PROMPTS, "trainer.per_device_train_batch_size": 32,
-        "trainer.num_generations": 4, "data.held_out_samples": 4,
-        "data.held_out_rewards": "[length]", "data.held_out_every": 1,
-    }  # fmt: skip
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    assert main(["quickstart", *words]) == 0
+    settings = f"""
+        output_dir={folder} trainer.max_steps=2 trainer.per_device_train_batch_size=32
+        trainer.num_generations=4 data.num_prompts=32 data.held_out={PROMPTS}
+        data.held_out_samples=4 data.held_out_rewards=[length] data.held_out_every=1
+    """
+    rk.train("quickstart", settings.split(), say=str)
     return folder
+
+
+def with_settings(run, folder, *settings):
+    """A copy of the run that has these settings."""
+    shutil.copytree(run, folder)
+    write_run_file(folder, make_run_config(rk.read_run_file(run / "run.yaml").as_dict(), settings))
+    return folder
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def change(file, **values):
+    file.write_text(json.dumps(read(file) | values))
+
+
+def held_out_sums(num):
+    return rk.load_prompts("arithmetic", split="held_out", num_prompts=num)
+
+
+@pytest.fixture
+def base():
+    return load_base(find_trained("tiny-thinker"))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +83,7 @@ def table(run):
 
 
 def test_a_run_reports_pass_and_intervals(run):
-    found = json.loads((run / "evaluation.json").read_text())
+    found = read(run / "evaluation.json")
     assert [row["step"] for row in found["during"]] == [1]  # eval_steps; the last step is "after"
     for part in ("before", "after"):
         one = found[part]
@@ -73,16 +96,10 @@ def test_a_run_reports_pass_and_intervals(run):
         assert passed["1"] <= passed["2"] <= passed["4"] <= 1
         low, high = one["intervals"]["accuracy"]
         assert low <= one["rewards"]["accuracy"] <= high
-        by_prompt = [
-            [s["rewards"]["accuracy"] for s in one["samples"][at : at + 4]]
-            for at in range(0, 4 * PROMPTS, 4)
-        ]
-        assert passed["4"] == pytest.approx(sum(map(any, by_prompt)) / PROMPTS)
-        assert {s["prompt"][-1]["content"] for s in one["samples"][:4]} == {
-            one["samples"][0]["prompt"][-1]["content"]
-        }
-    metrics = (run / "metrics.jsonl").read_text()
-    assert "rewards/length" not in metrics
+        scores = [sample["rewards"]["accuracy"] for sample in one["samples"]]
+        by_prompt = [any(scores[at : at + 4]) for at in range(0, len(scores), 4)]
+        assert passed["4"] == pytest.approx(sum(by_prompt) / PROMPTS)
+    assert "rewards/length" not in (run / "metrics.jsonl").read_text()
 
 
 def test_chance_is_counted_in_prompts(run):
@@ -92,45 +109,50 @@ def test_chance_is_counted_in_prompts(run):
 
 
 def test_evaluation_reads_back_and_so_do_older_ones(run):
-    found = json.loads((run / "evaluation.json").read_text())["before"]
+    found = read(run / "evaluation.json")["before"]
     assert Evaluation.from_dict(found).as_dict() == found
     older = {k: found[k] for k in ("rewards", "num_prompts", "mean_length", "temperature")}
     samples = [{k: s[k] for k in ("prompt", "completion", "rewards")} for s in found["samples"]]
     assert Evaluation.from_dict({**older, "samples": samples}).thinking_length is None
 
 
-def test_evaluate_takes_rewards_as_the_trainer_does():
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    prompts = rk.load_prompts("arithmetic", num_prompts=2)
-
+def test_evaluate_takes_rewards_as_the_trainer_does(base):
     def polite(completions, **_):
         return [0.5] * len(completions)
 
-    found = rk.evaluate(model, tokenizer, prompts, ["length", polite], max_completion_length=4)
+    how = {"rewards": ["length", polite], "max_completion_length": 4}
+    found = rk.evaluate(base.model, base.tokenizer, held_out_sums(2), **how)
     assert found.rewards["polite"] == 0.5
     assert set(found.rewards) == {"length", "polite"}
 
 
-def test_several_greedy_completions_are_refused(run):
-    one = load_base(find_trained("tiny-thinker"))
-    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
+def test_several_greedy_completions_are_refused(base):
+    how = {"temperature": 0, "num_samples": 2}
     with pytest.raises(ConfigError, match="all the same"):
-        rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, num_samples=2)
+        rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], **how)
 
 
-def test_judge_with_other_settings_than_the_reward_is_added():
-    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
-    paid = rk.load_rewards(["length", "accuracy"])
+JUDGES = {
+    "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: [length]}": (
+        "accuracy auto, length"
+    ),
+    "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: "
+    "[{name: accuracy, match: number}]}": "accuracy auto, accuracy_held_out number, length",
+    # the reward of a task judges its prompts
+    "{prompts: gsm8k:copy, paid: [length]}": "accuracy number, length",
+    "{prompts: gsm8k, paid: [math]}": "math",
+    "{prompts: math500, paid: [{name: accuracy, match: number}]}": "math, accuracy number",
+    "{prompts: mine.jsonl, paid: [length]}": "accuracy auto, length",
+}
 
-    def names(*specs):
-        data = DataSection(prompts="arithmetic", held_out_rewards=list(specs))
-        return [one.name for one in held_out_judges(paid, prompts, rk.load_rewards, data)]
 
-    assert names() == ["accuracy", "length"]
-    assert names("length", "accuracy") == ["accuracy", "length"]
-    judge = {"name": "accuracy", "match": "number"}
-    assert names(judge) == ["accuracy", "accuracy_held_out", "length"]
-    assert names("repetition") == ["accuracy", "repetition", "length"]
+@pytest.mark.parametrize("text", JUDGES)
+def test_held_out_prompts_are_judged_by_the_rewards_and_others(text):
+    data = yaml.safe_load(text)
+    rewards = rk.load_rewards(data.pop("paid"))
+    found = held_out_judges(rewards, held_out_sums(2), rk.load_rewards, DataSection(**data))
+    names = [f"{one.name} {getattr(one.func.reward, 'match', '')}".strip() for one in found]
+    assert ", ".join(names) == JUDGES[text]
 
 
 # --- eval -----------------------------------------------------------------------------------------
@@ -154,8 +176,8 @@ def test_models_in_one_table(run, table):
     assert re.search(r"accuracy, greedy: [+-]0\.\d+ \[", text)
 
 
-def test_table_is_in_the_folder_and_the_report(run, table):
-    written = json.loads((run / "eval.json").read_text())["evaluations"]
+def test_table_is_in_the_folder(run, table):
+    written = read(run / "eval.json")["evaluations"]
     assert [row["model"] for row in written[-1]["rows"]] == [row.model for row in table.rows]
     samples = (run / "eval_samples.jsonl").read_text().splitlines()
     assert len(samples) == 2 * PROMPTS * 5
@@ -166,133 +188,108 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
     spoiled = save_adapter(tmp_path / "spoiled", std=0.2)
     names = [str(spoiled), str(run), "tiny-thinker"]
-    settings = {"num_samples": 0, "num_prompts": 8, "output": tmp_path / "out", "say": str}
-    first = rk.evaluate_models(names, **settings)
-    second = rk.evaluate_models(names[::-1], **settings)
+    how = FEW | {"output": tmp_path / "out", "say": str}
+    found = [rk.evaluate_models(given, **how) for given in (names, names[::-1])]
     texts = [
-        {row.model: [s["completion"] for s in row.evaluation.samples] for row in found.rows}
-        for found in (first, second)
+        {row.model: [s["completion"] for s in row.evaluation.samples] for row in one.rows}
+        for one in found
     ]
     assert texts[0] == texts[1]
     assert texts[0][names[0]] != texts[0][names[2]]
-    assert first.rows[0].evaluation.rewards["accuracy"] < 0.2  # it was spoiled
-    assert len(json.loads((tmp_path / "out" / "eval.json").read_text())["evaluations"]) == 2
+    assert found[0].rows[0].evaluation.rewards["accuracy"] < 0.2  # it was spoiled
+    assert len(read(tmp_path / "out" / "eval.json")["evaluations"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["eval", "./nowhere/run"], "./nowhere/run"),
-        (["eval", "tiny-thinker", "--samples", "0", "--no-greedy"], "num_samples is 0"),
-        (["eval", "tiny-thinker", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["eval", "tiny-thinker", "--set", "data.held_out=0"], "data.held_out: 0"),
-        (["judge", "tiny-thinker"], "--against"),
-        (["eval", "tiny-thinker", "--num-prompts", "0"], "num-prompts is 0"),
-        (["judge", "tiny-thinker", "--against", "x", "--batch-size", "-2"], "batch-size is -2"),
-        (["eval", "tiny-thinker", "--set", "model.load_in_4bit=false"], "model.load_in_4bit"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, text, tmp_path, monkeypatch, capsys):
+WRONG = {
+    "eval ./nowhere/run": "./nowhere/run",
+    "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0",
+    "eval tiny-thinker --prompts nowhere.jsonl": "nowhere.jsonl",
+    "judge tiny-thinker": "--against",
+    "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
+    "judge tiny-thinker --against x --batch-size -2": "batch-size is -2",
+    "eval tiny-thinker --set model.load_in_4bit=false": "model.load_in_4bit",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_bad_input_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(words.split()) == 2
     error = capsys.readouterr().err
-    assert text in error
+    assert WRONG[words] in error
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_without_adapter_says_so(tmp_path, run):
-    (tmp_path / "run.yaml").write_text((run / "run.yaml").read_text())
+    shutil.copy(run / "run.yaml", tmp_path)
     with pytest.raises(ConfigError, match="has no adapter yet"):
         find_trained(tmp_path)
 
 
-def test_an_adapter_of_another_model_is_refused(run, tmp_path):
-    one = load_base(find_trained("tiny-thinker"))
+def test_an_adapter_of_another_model_is_refused(run, tmp_path, base):
     other = tmp_path / "adapter"
-    other.mkdir()
-    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps(config | {"r": 3}))
-    (other / "adapter_model.safetensors").write_bytes(
-        (run / "adapter" / "adapter_model.safetensors").read_bytes()
-    )
+    shutil.copytree(run / "adapter", other)
+    change(other / "adapter_config.json", r=3)
     with (
         pytest.raises(ModelError, match="cannot be put on its base"),
-        one.using(find_trained(other)),
+        base.using(find_trained(other)),
     ):
         pytest.fail("it answered")
 
 
-@pytest.mark.long
 def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
     past = tmp_path / "run"
     shutil.copytree(run, past)
     assert find_trained(past).adapter == past / "adapter"
-    main(["train", str(past), "--resume", "--set", "trainer.max_steps=3"])
-    assert find_trained(past).adapter == past / "adapter"
     (past / "end.json").unlink()  # as while it goes, or where it was killed
-    found = find_trained(past).adapter
-    assert found.name == "checkpoint-3"
+    assert find_trained(past).adapter == past / "checkpoint-2"
 
 
 def test_hidden_values_are_not_read_as_settings(run, tmp_path):
-    content = yaml.safe_load((run / "run.yaml").read_text())
-    content["rewards"] = ["accuracy"]
-    content["trainer"]["hub_token"] = "[hidden: hub_token]"
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    assert "hub_token" not in find_trained(tmp_path).config.trainer
+    folder = with_settings(run, tmp_path / "run", "trainer.hub_token=hf_" + "aB3" * 9)
+    assert "[hidden: hub_token]" in (folder / "run.yaml").read_text()
+    assert "hub_token" not in find_trained(folder).config.trainer
 
 
 @pytest.mark.parametrize(
     ("loaded", "name"),
     [
         ("unsloth/qwen3-4b-bnb-4bit", "unsloth/qwen3-4b-bnb-4bit"),
-        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
         ("/data/qwen3-4b", "Qwen/Qwen3-4B"),
         (None, "Qwen/Qwen3-4B"),
     ],
 )
 def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, loaded, name):
-    content = yaml.safe_load((run / "run.yaml").read_text())
-    content["model"]["name"] = "Qwen/Qwen3-4B"
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    shutil.copytree(run / "adapter", tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"base_model_name_or_path": loaded}))
-    found = find_trained(tmp_path)
+    folder = with_settings(run, tmp_path / "run", "model.name=Qwen/Qwen3-4B")
+    change(folder / "adapter" / "adapter_config.json", base_model_name_or_path=loaded)
+    found = find_trained(folder)
     assert found.base == "Qwen/Qwen3-4B"  # for cards, and to merge in 16 bit
     assert found.model.name == found.without_adapter().model.name == name
 
 
+def write_sums(file, num, words=""):
+    rows = [
+        {"prompt": f"What is {n} + 1?{words * (n % 2)}", "answer": f"{n + 1}"} for n in range(num)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+
+
 def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
-    rows = [{"prompt": "What is 1 + 1?" + " please" * 40 * (n % 2)} for n in range(8)]
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ["rewards=[length]", "data.max_prompt_tokens=60"]
-    found = rk.evaluate_models(
-        ["tiny-thinker"], prompts=file, overrides=settings, num_samples=0, say=str
-    )
+    write_sums(file, 8, " please" * 40)
+    how = {"overrides": ["data.max_prompt_tokens=60"], "num_samples": 0, "say": str}
+    found = rk.evaluate_models(["tiny-thinker"], prompts=file, **how)
     assert found.rows[0].evaluation.num_prompts == 4
 
 
 def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_path, capsys):
-    def write(count):
-        rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(count)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    file, folder = tmp_path / "prompts.jsonl", tmp_path / "run"
-    write(12)
-    shutil.copytree(run, folder)
-    content = yaml.safe_load((folder / "run.yaml").read_text())
-    content["data"] |= {"prompts": str(file), "held_out": 4, "num_prompts": None}
-    (folder / "run.yaml").write_text(yaml.safe_dump(content))
-    scores = json.loads((folder / "evaluation.json").read_text())
+    file = tmp_path / "prompts.jsonl"
+    write_sums(file, 12)
+    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
+    folder = with_settings(run, tmp_path / "run", *settings)
     kept_out = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-4:]
-    scores["before"]["samples"] = [{"prompt": prompt} for prompt in kept_out]
-    (folder / "evaluation.json").write_text(json.dumps(scores))
+    change(folder / "evaluation.json", before={"samples": [{"prompt": one} for one in kept_out]})
 
     def prompts(*overrides):
         return read_held_out([find_trained(folder)], overrides).prompts["prompt"][:]
@@ -301,7 +298,7 @@ def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_pat
     assert prompts("data.held_out=2") == kept_out[2:]
     assert main(["eval", str(folder), "--set", "data.held_out=6"]) == 2
     assert "2 of 6 held-out prompts were not held out" in capsys.readouterr().err
-    write(11)
+    write_sums(file, 11)
     with pytest.raises(DataError, match="1 of 4 held-out prompts"):
         prompts()
 
@@ -343,9 +340,8 @@ def test_engine_that_was_asked_for_and_does_not_start_ends_the_evaluation(run, m
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
     found = rk.evaluate_models([run], output=run.parent / "here", say=str, **FEW)
     assert {row.sampler for row in found.rows} == {"transformers"}
-    whole = "trainer={generation: vllm, max_completion_length: 48}"
-    by_trls_name = "trainer={use_vllm: true, max_completion_length: 48}"
-    for how in ("trainer.generation=vllm", whole, by_trls_name):
+    for name in ("generation: vllm", "use_vllm: true"):
+        how = f"trainer={{{name}, max_completion_length: 48}}"
         with pytest.raises(GenerationError, match="no room"):
             rk.evaluate_models([run], overrides=[how], say=str, **FEW)
 
@@ -358,8 +354,7 @@ def test_models_vllm_cannot_sample_are_refused_before_loading(run, monkeypatch):
         rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)
     strange = run.parent / "strange"
     shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
-    config = json.loads((strange / "adapter_config.json").read_text())
-    (strange / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    change(strange / "adapter_config.json", use_dora=True)
     with pytest.raises(GenerationError, match="use_dora"):
         rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
 
@@ -372,22 +367,13 @@ def test_missing_vllm_ends_the_command(run, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trained", "wanted"),
-    [
-        ({"generation": "transformers"}, "transformers"),
-        ({"use_vllm": True}, "auto"),
-        ({"use_vllm": True, "vllm_mode": "server"}, "auto"),
-        ({}, "auto"),
-    ],
-    ids=str,
+    [("generation: transformers", "transformers"), ("use_vllm: true", "auto"), ("{}", "auto")],
 )
 def test_another_engine_may_evaluate_than_trained(trained, wanted, tmp_path):
-    args = rk.LeaveOneOutConfig(str(tmp_path), **trained)
-    choose_engine(args, {})
-    assert requested_engine(args) == wanted
-    for given in ("transformers", "vllm"):
-        args = rk.LeaveOneOutConfig(str(tmp_path), **trained | {"generation": given})
-        choose_engine(args, {"generation": given})
-        assert requested_engine(args) == given
+    for given in ({}, {"generation": "transformers"}, {"generation": "vllm"}):
+        args = rk.LeaveOneOutConfig(str(tmp_path), **yaml.safe_load(trained) | given)
+        choose_engine(args, given)
+        assert requested_engine(args) == given.get("generation", wanted)
 
 
 def test_rows_of_two_samplers_are_not_compared(table):
@@ -398,36 +384,26 @@ def test_rows_of_two_samplers_are_not_compared(table):
     assert len(list(compare(table.rows))) > len(list(compare(rows)))
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory, save_adapter):
-    """Two adapters that differ little from their base, and from each other."""
-    folder = tmp_path_factory.mktemp("adapters")
-    return [save_adapter(folder / f"adapter-{seed}", std=0.02, seed=seed) for seed in (1, 2)]
-
-
-def test_one_adapter_is_active_at_a_time_or_none(adapters):
-    first, second = map(find_trained, adapters)
-    one = load_base(first)
-    one.load(first)
-    one.load(second)
+def test_one_adapter_is_active_at_a_time_or_none(run, tmp_path, base):
+    copies = (shutil.copytree(run / "adapter", tmp_path / name) for name in ("one", "two"))
+    first, second = map(find_trained, copies)
+    base.load(first)
+    base.load(second)
     names = {first: "default", first.without_adapter(): None, second: "adapter-1"}
     for trained in (*names, first):
-        with one.using(trained) as model:
+        with base.using(trained) as model:
             assert active_adapter(model) == names[trained]
 
 
-def test_models_own_repetition_penalty_is_not_used(run):
-    one = load_base(find_trained("tiny-thinker"))
-    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=4)
-
+def test_models_own_repetition_penalty_is_not_used(base):
     def texts(**sampling):
-        found = rk.evaluate(one.model, one.tokenizer, prompts, [], temperature=0, sampling=sampling)
+        how = {"temperature": 0, "sampling": sampling, "max_completion_length": 48}
+        found = rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], **how)
         return [sample["completion"] for sample in found.samples]
 
     plain = texts()
-    penalised = texts(repetition_penalty=30.0)
-    assert plain != penalised
-    one.model.generation_config.repetition_penalty = 30.0
+    assert texts(repetition_penalty=30.0) != plain
+    base.model.generation_config.repetition_penalty = 30.0
     assert texts() == plain
 
 
@@ -456,16 +432,10 @@ def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
         "    def __call__(self, completions, **_):\n"
         "        return [float(len(made)) for c in completions]\n"
     )
-    other = tmp_path / "other"
-    shutil.copytree(TINY_THINKER, other)
-    found = rk.judge_models(
-        run,
-        against=other,
-        by={"name": f"{tmp_path}/taste.py:Long"},
-        num_prompts=2,
-        output=tmp_path,
-        say=str,
-    )
+    other = shutil.copytree(TINY_THINKER, tmp_path / "other")
+    judge = {"name": f"{tmp_path}/taste.py:Long"}
+    how = {"num_prompts": 2, "output": tmp_path, "say": str}
+    found = rk.judge_models(run, against=other, by=judge, **how)
     assert found.ties == 2  # each was scored by the first that was made
 
 
@@ -482,16 +452,14 @@ def answered(*texts, **rewards):
     return Evaluation({}, len(samples), 1.0, 0.0, samples)
 
 
-def test_answer_beats_a_thought_that_was_cut_off():
+def test_answer_beats_a_thought_that_was_cut_off(base):
     (judge,) = rk.load_rewards(
         [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
-        tokenizer=load_base(find_trained("tiny-thinker")).tokenizer,
+        tokenizer=base.tokenizer,
     )
-    cut = "1+1"
-    whole = "1+1=2 </think> 2"
-    one = answered(cut, whole, cut)
-    other = answered(whole, cut, cut)
-    assert verdicts(judge, one, other) == [0.0, 1.0, 0.5]
+    cut, whole = "1+1", "1+1=2 </think> 2"
+    sides = answered(cut, whole, cut), answered(whole, cut, cut)
+    assert verdicts(judge, *sides) == [0.0, 1.0, 0.5]
 
 
 def test_of_a_penalty_the_lower_score_wins():
@@ -521,21 +489,6 @@ def test_a_judge_of_pairs_reads_the_answers_of_both():
     sides = (answered(*(f"</think> {whose} {n}" for n in range(2))) for whose in ("mine", "theirs"))
     assert verdicts(*rk.load_rewards([Taste()]), *sides) == [1.0, None]
     assert read == [(f"</think> mine {n}", f" theirs {n}") for n in range(2)]
-
-
-def test_the_reward_of_a_task_judges_its_prompts():
-    prompts = rk.load_prompts("arithmetic", split="held_out", num_prompts=2)
-
-    def names(task, *paid):
-        rewards = rk.load_rewards(paid)
-        data = DataSection(prompts=task)
-        found = held_out_judges(rewards, prompts, rk.load_rewards, data)
-        return [(one.name, getattr(one.func.reward, "match", None)) for one in found]
-
-    assert names("gsm8k:copy", "length") == [("accuracy", "number"), ("length", None)]
-    assert names("gsm8k", "math") == [("math", None)]
-    assert names("math500", {"name": "accuracy", "match": "number"})[0] == ("math", None)
-    assert names("mine.jsonl", "length") == [("accuracy", "auto"), ("length", None)]
 
 
 def test_an_async_reward_scores_where_a_loop_runs():

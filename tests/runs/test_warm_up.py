@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-import yaml
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -21,18 +20,14 @@ from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.runs.warm_up import best_completions, read_examples, tokenized, warm_up
 from rloo_kit.text.thoughts import give_marks
 
-RUN = {
-    "model": {"name": "tiny-thinker", "max_seq_length": 128},
-    "data": {"prompts": "arithmetic", "num_prompts": 64, "held_out": 8},
-    "rewards": ["accuracy"],
-    "trainer": {
-        "max_steps": 1,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 48,
-    },
-    "output_dir": "runs/sums",
-}
+RUN = """
+model: {name: tiny-thinker, max_seq_length: 128}
+data: {prompts: arithmetic, num_prompts: 64, held_out: 8}
+rewards: [accuracy]
+trainer: {max_steps: 1, per_device_train_batch_size: 16, num_generations: 4,
+  max_completion_length: 48}
+output_dir: runs/sums
+"""
 # What the model never says
 ANSWER = "1+1=2\n</think>\n\n7"
 TAUGHT_ROWS = [
@@ -41,23 +36,20 @@ TAUGHT_ROWS = [
 ]
 
 
+def write_rows(name, rows):
+    Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
+def _in_a_folder_with_a_run_file_and_examples(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN)
+    write_rows("rows.jsonl", TAUGHT_ROWS)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("tiny-thinker")
-
-
-def write_rows(name, rows):
-    Path(name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return name
-
-
-def write_run(**sections):
-    Path("run.yaml").write_text(yaml.safe_dump(RUN | sections))
 
 
 def messages(text, role="user"):
@@ -176,7 +168,7 @@ def test_csv_and_parquet_are_read():
 def refused(capsys, *words):
     """What the command says on stderr, in one line; nothing is written and no model loaded."""
     before = sorted(Path().rglob("*"))
-    assert main(["warm-up", "run.yaml", *words]) == 2
+    assert main(["warm-up", "run.yaml", "--examples", "rows.jsonl", *words]) == 2
     line = capsys.readouterr().err
     assert line.startswith("rloo-kit: ")
     assert line.count("\n") == 1
@@ -192,61 +184,55 @@ def _no_weights(monkeypatch):
     monkeypatch.setattr("rloo_kit.job.load_model", load)
 
 
-@pytest.mark.usefixtures("_no_weights")
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        (None, "'rows.jsonl' does not exist"),
-        ([], "there are no rows: add at least one"),
-        ([{"prompt": "2+2?", "answer": "4"}], "line 1: has no text in `completion`, only"),
-        ([*TAUGHT_ROWS, {"prompt": "2+2?", "completion": " "}], "line 5: has no text"),
-        ([{"completion": "4"}], "line 1: prompt is None"),
-        ([{"prompt": "a" * 90, "completion": "b" * 40}], "all 1 examples are longer than"),
-        ([{"prompt": "a", "completion": "b" * 48}], "max_completion_length 48"),
-        (
-            [sampled("one", "yes", 1.0)],
-            "none of the 1 completions in 'rows.jsonl' has a score above",
-        ),
-    ],
-)
-def test_examples_that_teach_nothing_are_refused(capsys, rows, sentence):
-    write_run()
-    if rows is not None:
-        write_rows("rows.jsonl", rows)
-    assert sentence in refused(capsys, "--examples", "rows.jsonl")
+LONG = "1" * 90
+WRONG_EXAMPLES = {
+    "": "there are no rows: add at least one",
+    '{"prompt": "2+2?", "answer": "4"}': "line 1: has no text in `completion`, only",
+    '{"prompt": "1", "completion": "1"}\n{"prompt": "2", "completion": " "}': "line 2: has no text",
+    '{"completion": "4"}': "line 1: prompt is None",
+    f'{{"prompt": "{LONG}", "completion": "{LONG}"}}': "all 1 examples are longer than",
+    '{"prompt": "a", "completion": "123456789 123456789 123456789 123456789 12345678"}': (
+        "max_completion_length 48"
+    ),
+    '{"prompt": "a", "completion": "b", "score": 1.0}': (
+        "none of the 1 completions in 'rows.jsonl' has a score above"
+    ),
+}
 
 
 @pytest.mark.usefixtures("_no_weights")
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--steps", "0"], "steps is 0, must be greater than 0"),
-        (["--epochs", "-1"], "epochs is -1.0, must be greater than 0"),
-        (["--learning-rate", "0"], "learning_rate is 0.0, must be greater than 0"),
-        (["--steps", "4", "--epochs", "2"], "steps and epochs are both given"),
-        (["--set", "trainer.stepz=1"], "unknown trainer setting 'stepz'"),
-        (["--set", "tools=[calculator]"], "a warm-up trains no calls of tools"),
-    ],
-)
-def test_settings_that_are_wrong_are_refused(capsys, words, sentence):
-    write_run()
-    write_rows("rows.jsonl", TAUGHT_ROWS)
-    assert sentence in refused(capsys, "--examples", "rows.jsonl", *words)
+@pytest.mark.parametrize("text", WRONG_EXAMPLES)
+def test_examples_that_teach_nothing_are_refused(capsys, text):
+    Path("rows.jsonl").write_text(text)
+    assert WRONG_EXAMPLES[text] in refused(capsys)
+
+
+WRONG_SETTINGS = {
+    "--examples none.jsonl": "'none.jsonl' does not exist",
+    "--steps 0": "steps is 0, must be greater than 0",
+    "--epochs -1": "epochs is -1.0, must be greater than 0",
+    "--learning-rate 0": "learning_rate is 0.0, must be greater than 0",
+    "--steps 4 --epochs 2": "steps and epochs are both given",
+    "--set trainer.stepz=1": "unknown trainer setting 'stepz'",
+    "--set tools=[calculator]": "a warm-up trains no calls of tools",
+}
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize("words", WRONG_SETTINGS)
+def test_settings_that_are_wrong_are_refused(capsys, words):
+    assert WRONG_SETTINGS[words] in refused(capsys, *words.split())
 
 
 @pytest.mark.usefixtures("_no_weights")
 def test_a_launcher_is_refused(capsys, monkeypatch):
-    write_run()
-    write_rows("rows.jsonl", TAUGHT_ROWS)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert "one process" in refused(capsys, "--examples", "rows.jsonl")
+    assert "one process" in refused(capsys)
 
 
 @pytest.mark.long
 def test_out_of_memory_and_ctrl_c_leave_nothing(monkeypatch):
-    write_run()
-    write_rows("rows.jsonl", TAUGHT_ROWS)
 
     def say(line):
         if "loss" in line:
@@ -281,11 +267,11 @@ def mean_loss(pairs):
 
 @pytest.mark.long
 def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
-    write_run(lora={"target_modules": "all-linear"}, data={**RUN["data"], "system": "Add."})
     too_long = {"prompt": "What is 1 + 1?", "completion": "b" * 100}
     write_rows("rows.jsonl", [*TAUGHT_ROWS, too_long])
-    words = ["--examples", "rows.jsonl", "--steps", "24", "--learning-rate", "1e-2"]
-    assert main(["warm-up", "run.yaml", *words, "--set", "seed=7"]) == 0
+    command = "warm-up run.yaml --examples rows.jsonl --steps 24 --learning-rate 1e-2 --set seed=7"
+    command += " --set lora.target_modules=all-linear --set data.system=Add."
+    assert main(command.split()) == 0
     said = capsys.readouterr().out.splitlines()
     assert any(line.startswith("1 of 5 examples left out: longer than") for line in said)
     assert sum("loss" in line for line in said) == 12
@@ -316,19 +302,6 @@ def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
     assert sum(row["completion"][0]["content"].startswith("1+1=2") for row in rows) > 3
 
 
-@pytest.mark.long
-def test_without_unsloth_it_trains_too():
-    write_run()
-    write_rows("rows.jsonl", TAUGHT_ROWS)
-    words = ["warm-up", "run.yaml", "--examples", "rows.jsonl", "--steps", "1", "--output", "made"]
-    command = [sys.executable, "-m", "rloo_kit", *words, "--set", "model.backend=transformers"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {"adapter_model.safetensors", "tokenizer.json"} <= {
-        p.name for p in Path("made").iterdir()
-    }
-
-
 UNDER_UNSLOTH = """
 import json
 import rloo_kit as rk
@@ -351,8 +324,6 @@ print(json.dumps(json.loads((folder / "warm_up.json").read_text())["losses"]))
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
 def test_under_unsloths_patched_class_the_same_tokens_are_trained(tokenizer):
-    write_run()
-    write_rows("rows.jsonl", TAUGHT_ROWS)
     done = subprocess.run([sys.executable, "-c", UNDER_UNSLOTH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()

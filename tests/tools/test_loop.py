@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import json
 import math
-import random
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from rloo_kit.errors import BackendError, ConfigError, DataError
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.tools import loop
 from rloo_kit.tools.calculator import calculator
+from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLimits, ToolLoop
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.tools.python import python
@@ -73,11 +73,14 @@ def hermes(*calls, **call):
     return THOUGHT + "\n".join(marked)
 
 
-def in_llama(name, arguments):
-    return json.dumps({"name": name, "parameters": arguments})
+def turn(name, **arguments):
+    """A whole turn that calls one tool."""
+    return f"{hermes(name=name, arguments=arguments)}<|im_end|>"
 
 
 CALL = hermes(name="calculator", arguments={"expression": "20 + 3"})
+IN_LLAMA = '{"name": "calculator", "parameters": {"expression": "20 + 3"}}'
+TURN = f"{CALL}<|im_end|>"
 
 
 class Script:
@@ -109,6 +112,13 @@ def sample(tool_loop, script, rows=1, **columns):
     return tool_loop.sample(rows, script, contextlib.nullcontext)
 
 
+def played(*rounds, tools=(calculator,), rows=1, **how):
+    """What is sampled of a model that says these turns, and its tokens of each round."""
+    tokenizer = tiny_caller()
+    script = Script(tokenizer, *rounds)
+    return sample(made(tokenizer, tools, **how), script, rows), script.said
+
+
 # --- what is trained -----------------------------------------------------------------------------
 
 
@@ -121,46 +131,40 @@ def sample(tool_loop, script, rows=1, **columns):
         (lambda: qwen3("qwen2_5"), CALL, "<|im_end|>"),
         (lambda: qwen3("qwen3_instruct_2507"), CALL, "<|im_end|>"),
         (qwen3_thinking, CALL, "<|im_end|>"),
-        (llama, in_llama("calculator", {"expression": "20 + 3"}), "<|eot_id|>"),
+        (llama, IN_LLAMA, "<|eot_id|>"),
     ],
     ids=["tiny-caller", "qwen3", "qwen2.5", "qwen3-instruct", "qwen3-thinking", "llama3.1"],
 )
 def test_what_is_trained_is_what_was_sampled(make, call, end, log_probs):
     tokenizer = make()
-    script = Script(
-        tokenizer,
-        [call + end, f"no call{end}", call + end],
-        [call + end, f"23{end}"],
-        [f"23 again{end}"],
-        log_probs=log_probs,
-    )
-    found = sample(made(tokenizer), script, rows=3)
-    turns = [[0, 1, 2], [0], [0, 1]]  # rounds in which each row spoke
-    place = [{0: 0, 1: 0, 2: 0}, {0: 1}, {0: 2, 1: 1}]
-    for row, rounds in enumerate(turns):
-        said = [script.said[one][place[row][one]] for one in rounds]
-        ids = found.tokens.completion_ids[row]
-        assert found.tokens.turns[row] == said  # the loop has not changed what was drawn
-        assert found.tokens.sampled_ids[row] == [*itertools.chain(*said)]
-        # the prompt of each turn is what came before it, id for id
-        whole = found.tokens.prompt_ids[row] + ids
-        before = [script.read[one][place[row][one]] for one in rounds]
+    rounds = [f"no call{end}", call + end], [call + end], [f"23 again{end}"]
+    script = Script(tokenizer, *rounds, log_probs=log_probs)
+    found = sample(made(tokenizer), script, rows=2)
+    tokens = found.tokens
+    # only the second row goes on after the first round
+    (first, second), *others = script.said
+    assert tokens.turns == [[first], [second, *itertools.chain(*others)]]
+    assert tokens.sampled_ids == [[*itertools.chain(*turns)] for turns in tokens.turns]
+    # the prompt of each turn is what came before it, id for id
+    (first, second), *others = script.read
+    for row, before in enumerate(([first], [second, *itertools.chain(*others)])):
+        whole = tokens.prompt_ids[row] + tokens.completion_ids[row]
         assert [whole[: len(one)] for one in before] == before
         if log_probs:
-            numbers = found.log_probs[row]
-            assert [one != 0 for one in numbers] == found.tokens.is_sampled[row]
+            assert [one != 0 for one in found.log_probs[row]] == tokens.is_sampled[row]
     assert (found.log_probs is None) == (not log_probs)
-    assert "23" in tokenizer.decode(found.tokens.completion_ids[2])
+    assert "23" in tokenizer.decode(tokens.completion_ids[1])
     roles = [[one["role"] for one in turns] for turns in found.messages]
-    assert roles == [["assistant", "tool"] * 2 + ["assistant"], ["assistant"], roles[2]]
-    assert found.open_calls == [False] * 3
+    assert roles == [["assistant"], ["assistant", "tool"] * 2 + ["assistant"]]
+    assert found.open_calls == [False] * 2
 
 
 def test_a_turn_of_the_model_reads_the_result_as_the_template_shows_it():
     tokenizer = qwen3_thinking()
-    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["so\n</think>\n\n23<|im_end|>"])
+    script = Script(tokenizer, [TURN], ["so\n</think>\n\n23<|im_end|>"])
     found = sample(made(tokenizer), script)
     read = tokenizer.decode(script.read[1][0])
+    assert "Compute an arithmetic expression exactly." in read
     assert read.endswith(
         f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n23\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n"
@@ -170,13 +174,6 @@ def test_a_turn_of_the_model_reads_the_result_as_the_template_shows_it():
     assert call["tool_calls"][0]["function"]["arguments"] == {"expression": "20 + 3"}
     assert result == {"role": "tool", "name": "calculator", "content": "23"}
     assert answer == {"role": "assistant", "content": "so\n</think>\n\n23"}
-
-
-def test_the_prompt_shows_the_tools():
-    tokenizer = qwen3()
-    script = Script(tokenizer, ["no<|im_end|>"])
-    sample(made(tokenizer), script)
-    assert "Compute an arithmetic expression exactly." in tokenizer.decode(script.read[0][0])
 
 
 # --- tools that fail -----------------------------------------------------------------------------
@@ -227,15 +224,6 @@ def floods(word: str) -> str:
     return word * 5_000_000
 
 
-def returns_bytes(word: str) -> bytes:
-    """Return something else than text.
-
-    Args:
-        word: Its text.
-    """
-    return word.encode()
-
-
 FAULTS = {
     raises: "KeyError",
     leaves: "SystemExit",
@@ -246,11 +234,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("tool", FAULTS, ids=lambda tool: tool.__name__)
 def test_the_model_reads_the_error_of_a_tool(tool):
-    tokenizer = tiny_caller()
-    call = hermes(name=tool.__name__, arguments={"word": "x"})
-    script = Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"])
-    tool_loop = made(tokenizer, [tool], timeout=0.2)
-    found = sample(tool_loop, script)
+    rounds = [turn(tool.__name__, word="x")], ["sorry<|im_end|>"]
+    found, _ = played(*rounds, tools=[tool], timeout=0.2)
     text = found.messages[0][1]["content"]
     assert FAULTS[tool] in text
     assert text.startswith("{'error':")
@@ -263,31 +248,25 @@ def test_the_model_reads_the_error_of_a_tool(tool):
 @pytest.mark.parametrize("tool", [raises, waits], ids=lambda tool: tool.__name__)
 def test_the_error_of_a_tool_stops_the_run_if_asked_for(tool):
     tokenizer = tiny_caller()
-    call = hermes(name=tool.__name__, arguments={"word": "x"})
     tool_loop = made(tokenizer, [tool], timeout=0.2, stop_on_error=True)
+    script = Script(tokenizer, [turn(tool.__name__, word="x")], ["sorry<|im_end|>"])
     with pytest.raises(ConfigError, match="on_tool_error"):
-        sample(tool_loop, Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"]))
+        sample(tool_loop, script)
     sample(tool_loop, Script(tokenizer, ["fine<|im_end|>"]))  # the next batch is not to blame
 
 
 def test_a_tool_of_the_kit_that_cannot_work_stops_the_run(monkeypatch):
     monkeypatch.setattr(sys, "platform", "plan9")
-    tokenizer = tiny_caller()
-    call = hermes(name="python", arguments={"code": "print(1)"})
-    script = Script(tokenizer, [f"{call}<|im_end|>"], ["sorry<|im_end|>"])
     with pytest.raises(BackendError, match="the code sandbox needs Linux, and this is plan9"):
-        sample(made(tokenizer, [python]), script)
+        played([turn("python", code="print(1)")], ["sorry<|im_end|>"], tools=[python])
 
 
-def test_a_result_is_a_text_of_bounded_length():
-    tokenizer = tiny_caller()
-    calls = [hermes(name=one, arguments={"word": "x"}) for one in ("floods", "returns_bytes")]
-    script = Script(tokenizer, [f"{one}<|im_end|>" for one in calls], ["a<|im_end|>"] * 2)
-    tool_loop = made(tokenizer, [floods, returns_bytes], max_tokens=20_000, max_length=40_000)
-    found = sample(tool_loop, script, rows=2)
-    assert found.messages[0][1]["content"].endswith("... (4990000 more characters)")
-    assert len(found.messages[0][1]["content"]) < loop.MAX_RESULT + 50
-    assert found.messages[1][1]["content"] == "b'x'"
+def test_a_result_has_a_bounded_length():
+    how = {"tools": [floods], "max_tokens": 20_000, "max_length": 40_000}
+    found, _ = played([turn("floods", word="x")], ["a<|im_end|>"], **how)
+    result = found.messages[0][1]["content"]
+    assert result.endswith("... (4990000 more characters)")
+    assert len(result) < loop.MAX_RESULT + 50
 
 
 def test_async_tools_of_a_turn_run_together():
@@ -300,114 +279,74 @@ def test_async_tools_of_a_turn_run_together():
         await asyncio.sleep(0.5)
         return word
 
-    tokenizer = tiny_caller()
     calls = hermes(*({"name": "slow", "arguments": {"word": str(n)}} for n in range(6)))
-    script = Script(tokenizer, [f"{calls}<|im_end|>"], ["a<|im_end|>"])
     started = time.perf_counter()
-    found = sample(made(tokenizer, [slow]), script)
+    found, _ = played([f"{calls}<|im_end|>"], ["a<|im_end|>"], tools=[slow])
     assert time.perf_counter() - started < 2.0
     assert [one["content"] for one in found.messages[0][1:-1]] == list("012345")
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        hermes(name="unknown", arguments={}),
-        hermes(name="calculator", arguments={"wrong": 1}),
-        hermes(name="calculator", arguments=["20 + 3"]),
-        hermes(name="calculator", arguments="20 + 3"),
-        hermes(name="calculator", arguments={"expression": "__import__('os')"}),
-        hermes(name="calculator"),
-        hermes(name=3, arguments={}),
-        hermes(arguments={}),
-        f"{THOUGHT}<tool_call>\n{{not json}}\n</tool_call>",
-        f"{THOUGHT}<tool_call>\n[1]\n</tool_call>",
-        f"{THOUGHT}<tool_call>\nnull\n</tool_call>",
-        f"{THOUGHT}<tool_call>",
-        CALL.removeprefix(THOUGHT),
-    ],
-)
+MALFORMED = [
+    '{"name": "unknown", "arguments": {}}',
+    '{"name": "calculator", "arguments": {"wrong": 1}}',
+    '{"name": "calculator", "arguments": ["20 + 3"]}',
+    '{"name": "calculator", "arguments": "20 + 3"}',
+    '{"name": "calculator", "arguments": {"expression": "__import__(1)"}}',
+    '{"name": "calculator"}',
+    '{"name": 3, "arguments": {}}',
+    '{"arguments": {}}',
+    "{not json}",
+    "[1]",
+    "null",
+]
+MARKED = [f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in MALFORMED]
+
+
+@pytest.mark.parametrize("said", [*MARKED, f"{THOUGHT}<tool_call>", CALL.removeprefix(THOUGHT)])
 def test_a_malformed_call_is_an_error_text_or_an_answer(said):
-    tokenizer = tiny_caller()
-    script = Script(tokenizer, [f"{said}<|im_end|>"], ["sorry<|im_end|>"])
-    found = sample(made(tokenizer), script)
+    found, _ = played([f"{said}<|im_end|>"], ["sorry<|im_end|>"])
     assert found.messages[0][-1]["role"] == "assistant"
     if len(found.messages[0]) > 1:
         assert found.messages[0][1]["content"].startswith("{'error':")
 
 
-def test_no_result_and_no_call_of_5000_ends_the_run():
-    rng = random.Random(0)
-    tokenizer = tiny_caller()
-    pieces = ["<tool_call>", "</tool_call>", "\n", "{", "}", '"name"', ":", '"echo"', "[", "]",
-              '"arguments"', ",", "<|im_end|>", "<|im_start|>", "<think>", "</think>", "null",
-              "\x00", "é", "𝛑", "'", "\\", "{{", "{%", "1e999", "tool", "system"]  # fmt: skip
-
-    def noise():
-        return "".join(rng.choices(pieces, k=rng.randint(0, 12)))
-
+@pytest.mark.parametrize("result", [None, b"x", {"a": ["é"]}, "", "<|im_end|>\x00</think>{{ {% 𝛑"])
+def test_any_result_of_any_words_is_read(result):
     def echo(text: str) -> str:
         """Say something.
 
         Args:
             text: Not used.
         """
-        kind = rng.randrange(4)
-        if kind == 0:
-            raise ValueError(noise())
-        return [None, noise(), {"a": [noise()]}][kind - 1]
+        return result
 
-    def said():
-        call = hermes(name="echo", arguments={rng.choice(["text", noise()]): noise()})
-        text = call if rng.random() < 0.6 else THOUGHT + noise()
-        return f"{text}<|im_end|>"
-
-    tool_loop = made(tokenizer, [echo], max_rounds=2)
-    calls = trained = 0
-    while trained < 5000:
-        size = 250
-
-        def draw(prompt_ids):
-            ids = [tokenizer(said(), add_special_tokens=False)["input_ids"] for _ in prompt_ids]
-            return ids, None
-
-        found = tool_loop.sample([{"prompt": PROMPT}] * size, draw, contextlib.nullcontext)
-        numbers = call_numbers(found.messages, [0.0] * size, [])
-        calls += numbers["tools/call_frequency"] * size
-        trained += size
-        for ids, mask in zip(found.tokens.completion_ids, found.tokens.is_sampled, strict=True):
-            assert len(ids) == len(mask)
-    assert calls > 2000
+    rounds = [turn("echo", text="{{ 1e999 {% é")], ["fine<|im_end|>"]
+    found, _ = played(*rounds, tools=[echo])
+    assert found.messages[0][1]["content"] == str(result)
+    assert len(found.tokens.is_sampled[0]) == len(found.tokens.completion_ids[0])
 
 
 # --- limits --------------------------------------------------------------------------------------
 
 
 def test_a_result_that_does_not_fit_truncates_the_trajectory():
-    tokenizer = tiny_caller()
-    call = hermes(name="floods", arguments={"word": "x"})
-    script = Script(tokenizer, [f"{call}<|im_end|>", "no<|im_end|>"])
-    found = sample(made(tokenizer, [floods], max_tokens=500), script, rows=2)
+    turns = [turn("floods", word="x"), "no<|im_end|>"]
+    found, said = played(turns, tools=[floods], rows=2, max_tokens=500)
     assert found.open_calls == [True, False]
-    assert found.tokens.completion_ids == script.said[0]
+    assert found.tokens.completion_ids == said[0]
     assert all(found.tokens.is_sampled[0])
 
 
 def test_the_last_turn_is_cut_at_the_longest_completion():
-    tokenizer = tiny_caller()
-    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["x" * 400])
-    found = sample(made(tokenizer, max_tokens=200), script)
+    found, _ = played([TURN], ["x" * 400], max_tokens=200)
     assert len(found.tokens.completion_ids[0]) == 200
     assert len(found.tokens.is_sampled[0]) == len(found.log_probs[0]) == 200
 
 
 def test_a_result_that_fills_the_completion_is_no_answer():
-    tokenizer = tiny_caller()
-    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["23<|im_end|>"])
-    whole = sample(made(tokenizer), script)
-    length = len(whole.tokens.completion_ids[0]) - len(script.said[1][0])
-    script = Script(tokenizer, [f"{CALL}<|im_end|>"], ["23<|im_end|>"])
-    found = sample(made(tokenizer, max_tokens=length), script)
+    whole, said = played([TURN], ["23<|im_end|>"])
+    length = len(whole.tokens.completion_ids[0]) - len(said[1][0])
+    found, _ = played([TURN], ["23<|im_end|>"], max_tokens=length)
     assert [one["role"] for one in found.messages[0]] == ["assistant", "tool", "assistant"]
     assert found.messages[0][-1]["content"] == ""
     assert len(found.tokens.completion_ids[0]) == length
@@ -422,7 +361,7 @@ def test_a_prompt_that_is_too_long_with_its_tools_is_refused():
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_a_trajectory_ends_after_the_last_round(rounds):
     tokenizer = tiny_caller()
-    script = Script(tokenizer, *[[f"{CALL}<|im_end|>"]] * (rounds + 1))
+    script = Script(tokenizer, *[[TURN]] * (rounds + 1))
     found = sample(made(tokenizer, max_rounds=rounds), script)
     assert not script.rounds
     assert found.open_calls == [True]
@@ -463,14 +402,10 @@ class Quiet(Guess):
         super().reset(number, **row)
 
 
-def guess(value):
-    return f"{hermes(name='guess', arguments={'value': value})}<|im_end|>"
-
-
 def test_each_trajectory_has_an_environment_of_its_own():
     tokenizer = qwen3()
     tool_loop = made(tokenizer, [], Guess)
-    script = Script(tokenizer, [guess(4), guess(4)], ["ok<|im_end|>"] * 2)
+    script = Script(tokenizer, [turn("guess", value=4)] * 2, ["ok<|im_end|>"] * 2)
     rows = [{"prompt": PROMPT, "number": number} for number in (4, 5)]
     found = sample(tool_loop, script, rows)
     assert [one[1]["content"] for one in found.messages] == ["right", "wrong"]
@@ -501,18 +436,12 @@ def test_rows_choose_an_environment_by_name():
     assert first(environments=tool_loop.environments.current) == [0.0, None, 0.0]
     assert second(environments=tool_loop.environments.current) == [None, 0.0, None]
     tool_loop.environments.check_names(Dataset.from_list(rows))
-    with pytest.raises(DataError, match="column environment holds None"):
+    with pytest.raises(DataError, match="column environment holds None, but must name one of loud"):
         tool_loop.environments.check_names(Dataset.from_list([{"prompt": PROMPT}]))
-    numbers = {"prompt": [PROMPT], "environment": [1]}  # a name is a text
-    with pytest.raises(DataError, match="column environment holds 1, but"):
-        made(tokenizer, [calculator], {"1": Guess}).environments.check_names(
-            Dataset.from_dict(numbers)
-        )
-    rows[0] = {**rows[0], "environment": "lost"}
+    with pytest.raises(DataError, match="column environment holds 1, but"):  # a name is a text
+        Environments({"1": Guess}).check_names(Dataset.from_dict({"environment": [1]}))
     with pytest.raises(DataError, match="column environment holds 'lost'"):
-        tool_loop.environments.check_names(Dataset.from_list(rows))
-    with pytest.raises(DataError, match="must name one of loud, quiet"):
-        sample(tool_loop, Script(tokenizer), rows)
+        sample(tool_loop, Script(tokenizer), [rows[0] | {"environment": "lost"}])
 
 
 def test_a_reset_that_raises_is_named():
@@ -533,26 +462,22 @@ def test_what_does_not_fit_is_refused():
         """
 
     plain = bytes_with("<eos>", template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(ConfigError, match="shows no tool calls"):
-        made(plain)
-    with pytest.raises(ConfigError, match="untyped cannot be shown"):
-        made(qwen3(), [untyped])
-    with pytest.raises(ConfigError, match="no method reset"):
-        made(qwen3(), [], dict)
-    with pytest.raises(ConfigError, match="share a name"):
-        made(qwen3(), [calculator, calculator])
-    with pytest.raises(ConfigError, match="table of environments is empty"):
-        made(qwen3(), [], {})
-    unknown = qwen3().chat_template.replace("<tool_call>", "<call>")
-    with pytest.raises(ConfigError, match="response_template"):
-        made(bytes_with("<|im_end|>", "<|im_start|>", template=unknown))
-    changed = tiny_caller().chat_template.replace(
+    unknown, changed = qwen3(), tiny_caller()
+    unknown.chat_template = unknown.chat_template.replace("<tool_call>", "<call>")
+    changed.chat_template = changed.chat_template.replace(
         "{{- content -}}", "{{- content + ('!' if loop.last else '') -}}"
     )
-    broken = tiny_caller()
-    broken.chat_template = changed
-    with pytest.raises(ConfigError, match="changes earlier turns"):
-        made(broken)
+    for message, given in {
+        "shows no tool calls": (plain,),
+        "untyped cannot be shown": (qwen3(), [untyped]),
+        "no method reset": (qwen3(), [], dict),
+        "share a name": (qwen3(), [calculator, calculator]),
+        "table of environments is empty": (qwen3(), [], {}),
+        "response_template": (unknown,),
+        "changes earlier turns": (changed,),
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            made(*given)
     with pytest.raises(DataError, match=r"data\.chat: true"):
         made(qwen3()).sample([{"prompt": "hm"}], Script(qwen3()), contextlib.nullcontext)
 

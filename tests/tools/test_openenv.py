@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import gc
 import json
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.environments import Environments
 
 pytest.importorskip("openenv", reason="make setup-openenv")
-exceptions = pytest.importorskip("websockets.exceptions")
 pytestmark = pytest.mark.long
 
 SERVER = '''
@@ -65,19 +63,18 @@ class Calculator(Environment):
         return State()
 
 
-app = create_fastapi_app(Calculator, Compute, Result, max_concurrent_envs=int(sys.argv[2]))
+app = create_fastapi_app(Calculator, Compute, Result, max_concurrent_envs=16)
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
 '''
 
 
-@contextlib.contextmanager
-def server(folder, sessions):
+@pytest.fixture(scope="module")
+def url():
+    """A server with room for 16 sessions."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    file = folder / "server.py"
-    file.write_text(SERVER)
-    running = subprocess.Popen([sys.executable, str(file), str(port), str(sessions)])
+    running = subprocess.Popen([sys.executable, "-c", SERVER, str(port)])
     try:
         for _ in range(240):
             with contextlib.suppress(OSError):
@@ -89,13 +86,6 @@ def server(folder, sessions):
     finally:
         running.kill()
         running.wait()
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """A server with room for all."""
-    with server(tmp_path_factory.mktemp("server"), 64) as address:
-        yield address
 
 
 def played_at(address):
@@ -128,48 +118,36 @@ class Local:
         return calculator(expression)
 
 
-def test_an_episode_has_observations_rewards_and_an_end(tmp_path):
-    with server(tmp_path, 2) as url:
-        one, other = played_at(url)(), played_at(url)()
-        row = {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2"}
-        assert one.reset(**row) == ""
-        assert other.reset(**row) == ""
-        assert one.get_reward() == 0.0
-        assert one.calculator("1 + 1") == "2"
-        assert other.calculator("2 * 3") == "6"
-        assert one.get_reward() == pytest.approx(-0.1)
-        with pytest.raises(RuntimeError, match="not an expression"):
-            one.calculator("one")
-        assert one.calculator("3 + 4") == "7"
-        assert one.calculator("3 + 4") == "The episode has ended."
-        assert one.get_reward() == pytest.approx(-0.2)
-        assert one.reset(**row) == ""
-        assert one.get_reward() == 0.0
-        # no third session, until one of the two has ended
-        with pytest.raises(DataError, match=r"Remote\.reset raised"):
-            Environments(played_at(url)).begin([row])
-        del other
-        gc.collect()
-        third = played_at(url)()
-        third.reset(**row)
-        assert third.calculator("5 - 1") == "4"
+def test_an_episode_has_observations_rewards_and_an_end(url):
+    one, other = played_at(url)(), played_at(url)()
+    row = {"prompt": [{"role": "user", "content": "1 + 1"}], "answer": "2"}
+    assert one.reset(**row) == other.reset(**row) == ""
+    assert one.get_reward() == 0.0
+    assert one.calculator("1 + 1") == "2"
+    assert other.calculator("2 * 3") == "6"
+    assert one.get_reward() == pytest.approx(-0.1)
+    with pytest.raises(RuntimeError, match="not an expression"):
+        one.calculator("one")
+    assert one.calculator("3 + 4") == "7"
+    assert one.calculator("3 + 4") == "The episode has ended."
+    assert one.get_reward() == pytest.approx(-0.2)
+    assert one.reset(**row) == ""
+    assert one.get_reward() == 0.0
 
 
-def test_an_open_session_does_not_keep_a_program_from_ending(tmp_path):
+def test_an_open_session_does_not_keep_a_program_from_ending(url):
     program = (
         "import sys\nimport rloo_kit as rk\n\n"
         "class Remote(rk.OpenEnv):\n    url = sys.argv[1]\n\n"
         "one = Remote()\none.again = one\none.reset()\nprint('done')\n"
     )
-    with server(tmp_path, 1) as url:
-        for _ in range(2):  # the server has a place again
-            ran = subprocess.run(
-                [sys.executable, "-c", program, url], timeout=120, check=True, capture_output=True
-            )
-            assert (ran.stdout, ran.stderr) == (b"done\n", b"")
+    ran = subprocess.run(
+        [sys.executable, "-c", program, url], timeout=120, check=True, capture_output=True
+    )
+    assert (ran.stdout, ran.stderr) == (b"done\n", b"")
 
 
-def test_a_late_answer_is_never_read(tmp_path, url):
+def test_a_late_answer_is_never_read(url):
     one = played_at(url)()
     row = {"prompt": [], "day": datetime.date(2026, 11, 26)}  # a value that is no JSON
     one.reset(**row)
@@ -182,52 +160,40 @@ def test_a_late_answer_is_never_read(tmp_path, url):
     assert one.get_reward() == pytest.approx(-0.1)
 
 
-def test_a_lost_connection_is_opened_again_by_reset(tmp_path, url):
+def test_a_lost_connection_is_opened_again_by_reset(url):
     one = played_at(url)()
     one.reset()
-    client = one._client
-    client._run(client._async._ws.close())
-    with pytest.raises(exceptions.ConnectionClosed):
-        one.calculator("1 + 1")
-    assert one.reset() == ""
     client = one._client
     client._run(client._async._ws.close())
     assert one.reset() == ""
     assert one.calculator("1 + 1") == "2"
 
 
-def test_a_release_ends_all_sessions(tmp_path, trainer_of):
-    with server(tmp_path, 16) as url:
-        for _ in range(2):
-            trainer = trainer_of(tmp_path, max_steps=1, environment_factory=played_at(url))
-            trainer.train()
-            rk.release(trainer)
-            assert trainer.environments == []
-
-
-def test_a_server_that_is_gone_is_named(tmp_path):
-    address = "http://127.0.0.1:9"
-    with pytest.raises(DataError, match=r"127\.0\.0\.1:9"):
-        Environments(played_at(address)).begin([{"prompt": []}])
+def test_a_server_that_is_gone_is_named():
+    with pytest.raises(DataError, match=r"Remote\.reset raised .*127\.0\.0\.1:9"):
+        Environments(played_at("http://127.0.0.1:9")).begin([{"prompt": []}])
 
 
 def test_function_class_and_server_train_alike_bit_for_bit(tmp_path, url, trainer_of):
     found = []
     reward = ["accuracy", {"name": "tool_use", "called": 0, "cost": 0.1}]
     remote = played_at(url)
-    remote.get_reward = lambda self: None  # the same rewards in all three
-    ways = ({"tools": [calculator]}, {"environment_factory": Local})
-    for how in (*ways, {"environment_factory": remote}):
+    remote.get_reward = lambda self: None  # the same rewards in all
+    at_server = {"environment_factory": remote}
+    ways = ({"tools": [calculator]}, {"environment_factory": Local}, at_server)
+    for how in (*ways, at_server):  # again: a release ends all 16 sessions
         seen = []
 
         class Take(TrainerCallback):
             def on_completions(self, args, state, control, rollout, seen=seen, **_):
-                seen.append(rollout.sampled.tokens)
+                tokens = rollout.sampled.tokens
+                seen.append((tokens.completion_ids, tokens.is_sampled))
 
         trainer = trainer_of(tmp_path, reward_funcs=[*reward], callbacks=[Take()], **how)
         trainer.train()
         weights = {n: p.detach().clone() for n, p in trainer.trained_parameters().items()}
-        found.append(([(one.completion_ids, one.is_sampled) for one in seen], weights))
+        found.append((seen, weights))
+        rk.release(trainer)
     (ids, weights), *others = found
     assert any(not all(mask) for _, masks in ids for mask in masks)
     for other_ids, other_weights in others:
@@ -235,27 +201,25 @@ def test_function_class_and_server_train_alike_bit_for_bit(tmp_path, url, traine
         assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def test_a_run_file_names_a_class_with_a_server(tmp_path):
-    # 16 of the training, and 16 of the 32 held-out prompts at a time
-    with server(tmp_path, 32) as url:
-        (tmp_path / "game.py").write_text(
-            "import rloo_kit as rk\n\n\nclass Game(rk.OpenEnv):\n"
-            f"    url = {url!r}\n\n"
-            "    def calculator(self, expression: str) -> str:\n"
-            '        """Compute.\n\n        Args:\n            expression: What.\n        """\n'
-            "        return self._step(expression=expression)\n"
-        )
-        run = tmp_path / "run.yaml"
-        run.write_text(
-            "model: {name: tiny-caller, max_seq_length: 512}\n"
-            "data: {prompts: sums, num_prompts: 64, held_out: 32}\n"
-            "environment: game.py:Game\n"
-            "rewards: [accuracy]\n"
-            "trainer: {max_steps: 2, per_device_train_batch_size: 16, num_generations: 4,\n"
-            "  max_completion_length: 192}\n"
-            f"output_dir: {tmp_path}/out\n"
-        )
-        result = rk.train(run)
+def test_a_run_file_names_a_class_with_a_server(tmp_path, url):
+    (tmp_path / "game.py").write_text(
+        "import rloo_kit as rk\n\n\nclass Game(rk.OpenEnv):\n"
+        f"    url = {url!r}\n\n"
+        "    def calculator(self, expression: str) -> str:\n"
+        '        """Compute.\n\n        Args:\n            expression: What.\n        """\n'
+        "        return self._step(expression=expression)\n"
+    )
+    # 8 of the training, and 8 of the 16 held-out prompts at a time
+    (tmp_path / "run.yaml").write_text(
+        "model: {name: tiny-caller, max_seq_length: 512}\n"
+        "data: {prompts: sums, num_prompts: 64, held_out: 16}\n"
+        "environment: game.py:Game\n"
+        "rewards: [accuracy]\n"
+        "trainer: {max_steps: 2, per_device_train_batch_size: 8, num_generations: 4,\n"
+        "  max_completion_length: 192}\n"
+        f"output_dir: {tmp_path}/out\n"
+    )
+    result = rk.train(tmp_path / "run.yaml")
     assert result.before.rewards["Game"] == pytest.approx(-0.02, abs=0.02)
     lines = Path(result.folder, "completions.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import yaml
 from transformers.utils import get_json_schema
 
-from rloo_kit.errors import ConfigError, DataError, RewardLoadError
+from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.games import DIRECTIONS, GuessNumber, Maze
 from rloo_kit.tools.python import python
@@ -25,8 +26,9 @@ def test_python_returns_what_a_program_prints_and_its_error():
     assert python("print(6 * 7)") == "42\n"
     assert "ZeroDivisionError" in python("1 / 0")
     assert "SyntaxError" in python("print(")
-    assert python("print(1, flush=True)\nwhile True: pass").startswith("1\n")
-    assert python("while True: pass").endswith("The program was ended: timeout.")
+    assert (
+        python("print(1, flush=True)\nwhile True: pass") == "1\n\nThe program was ended: timeout."
+    )
 
 
 @pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
@@ -83,7 +85,7 @@ def test_a_wall_and_a_wrong_direction_are_told():
 
 def test_a_run_file_names_tools_and_environments(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def say(word: str) -> str:\n    return word\n\n\nclass Game:\n    pass\n\n\nnumber = 3\n"
+        "def say(word: str) -> str:\n    return word\n\n\nclass Game:\n    pass\n"
     )
     said = []
     tools = load_tools(["calculator", "mine.py:say"], tmp_path, said.append)
@@ -92,16 +94,36 @@ def test_a_run_file_names_tools_and_environments(tmp_path):
     assert load_environment("mine.py:Game", tmp_path).__name__ == "Game"
     assert load_environment({"a": "maze", "b": "mine.py:Game"}, tmp_path)["a"] is Maze
     assert load_environment(None) is None
-    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
-        load_tools(["calculater"])
     with pytest.raises(ConfigError, match=r"guess_number, maze, python_session, file\.py:NAME"):
         load_environment("chess")
-    with pytest.raises(ConfigError, match="cannot be called"):
-        load_tools(["mine.py:number"], tmp_path)
-    with pytest.raises(RewardLoadError, match="tool file"):
-        load_tools(["other.py:say"], tmp_path)
-    with pytest.raises(RewardLoadError, match="there is no 'sey' in its file or module"):
-        load_tools(["mine.py:sey"], tmp_path)
+
+
+WRONG = {
+    "calculater": "did you mean 'calculator'",
+    "mine.py:number": "cannot be called",
+    "other.py:say": "tool file",
+    "mine.py:sey": "there is no 'sey' in its file or module",
+    "search": "tool search needs a table",
+    "{name: search, file: no.jsonl, results: 0}": "results is 0; give a whole number of at least 1",
+    "{name: search}": "cannot be made from",
+    "{name: null}": "unknown tool None",
+    "{name: [search]}": "cannot be called",
+    "{name: calculator}": "tool calculator has no parameters",
+    "{name: serch, file: no.jsonl}": "unknown tool 'serch'",
+    "{name: search, file: none.jsonl}": "does not exist",
+    "{name: search, file: no.jsonl}": "has no words",
+    "{name: search, file: empty.jsonl}": "line 1: the column text holds no text",
+    "{name: mine.py:nothing}": "must return the tool",
+}
+
+
+@pytest.mark.parametrize("spec", WRONG)
+def test_a_tool_that_cannot_be_used_is_refused(tmp_path, spec):
+    (tmp_path / "mine.py").write_text("number = 3\n\n\ndef nothing():\n    pass\n")
+    (tmp_path / "no.jsonl").write_text('{"text": "the of a"}')
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}')
+    with pytest.raises(KitError, match=WRONG[spec]):
+        load_tools([yaml.safe_load(spec)], tmp_path)
 
 
 def test_a_session_of_python_knows_earlier_programs():
@@ -109,7 +131,7 @@ def test_a_session_of_python_knows_earlier_programs():
     session.reset(prompt="a")
     assert session.python("numbers = [1, 2]\nprint('first')") == "first\n"
     assert "ZeroDivisionError" in session.python("numbers.append(3)\n1 / 0")
-    assert session.python("while True: pass").endswith("The program was ended: timeout.")
+    assert "The program was ended" in session.python("import os\nos._exit(3)")
     assert session.python("import random, sys\nlucky = random.random()\nsys.exit(0)") == ""
     assert session.python("import sys\nsys.stdout.buffer.write(b'x\\n')\nafter = 1") == "x\n"
     assert session.python("print(numbers)") == "[1, 2, 3]\n"
@@ -126,49 +148,20 @@ def test_search_finds_texts_by_their_words(tmp_path):
         "The heron stands in shallow water and waits for fish.",
         "Basalt is a dark rock that forms when lava cools fast.",
         "A heron builds its nest in high trees.",
-        "",
     ]
-    (tmp_path / "notes.jsonl").write_text(
-        "\n".join(json.dumps({"text": text}) for text in texts[:3])
-    )
-    table = {"name": "search", "file": "notes.jsonl", "results": 2}
-    (search,) = load_tools([table], tmp_path)
+    (tmp_path / "notes.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (search,) = load_tools([{"name": "search", "file": "notes.jsonl", "results": 2}], tmp_path)
     assert search("lava") == texts[1]
     assert set(search("Where does a heron live?").split("\n\n")) == {texts[0], texts[2]}
     assert search("heron nest").startswith(texts[2])
     assert search("sonata") == search("") == "Nothing was found: try other words."
-    schema = get_json_schema(search)["function"]
-    assert schema["name"] == "search"
-    with pytest.raises(ConfigError, match="results is 0; give a whole number of at least 1"):
-        load_tools([table | {"results": 0}], tmp_path)
-    with pytest.raises(ConfigError, match="cannot be made from"):
-        load_tools([{"name": "search"}], tmp_path)
-    with pytest.raises(ConfigError, match="tool search needs a table"):
-        load_tools(["search"])
-    for name in (None, ["search"], 3):
-        with pytest.raises(ConfigError, match=r"unknown tool None|cannot be called"):
-            load_tools([{"name": name}])
-    with pytest.raises(ConfigError, match="tool calculator has no parameters"):
-        load_tools([{"name": "calculator"}])
-    with pytest.raises(ConfigError, match="unknown tool 'serch'"):
-        load_tools([{"name": "serch", "file": "notes.jsonl"}], tmp_path)
-    with pytest.raises(DataError, match="does not exist"):
-        load_tools([{"name": "search", "file": "other.jsonl"}], tmp_path)
-    (tmp_path / "notes.jsonl").write_text(json.dumps({"text": "the of a"}))
-    with pytest.raises(DataError, match="has no words"):
-        load_tools([table], tmp_path)
-    (tmp_path / "notes.jsonl").write_text(json.dumps({"text": texts[3]}))
-    with pytest.raises(DataError, match="line 1: the column text holds no text"):
-        load_tools([table], tmp_path)
+    assert get_json_schema(search)["function"]["name"] == "search"
 
 
 def test_a_table_calls_what_it_names_with_its_keys(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def adds(number):\n"
-        "    def add(value: int) -> int:\n        return value + number\n\n    return add\n\n\n"
-        "def nothing():\n    pass\n"
+        "    def add(value: int) -> int:\n        return value + number\n\n    return add\n"
     )
     (add,) = load_tools([{"name": "mine.py:adds", "number": 3}], tmp_path)
     assert add(4) == 7
-    with pytest.raises(ConfigError, match="must return the tool"):
-        load_tools([{"name": "mine.py:nothing"}], tmp_path)
