@@ -20,13 +20,14 @@ def begin_and_kill(one, steps):
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, reference):
     """A killed run with the checkpoints of two steps."""
-    return begin_and_kill(Trial(tmp_path_factory.mktemp("killed"), reference, SETTINGS), 2)
+    folder = tmp_path_factory.mktemp("killed") / "trial"
+    return begin_and_kill(Trial(folder, reference, SETTINGS), 2)
 
 
 @pytest.fixture
 def copy(killed, tmp_path):
     """A copy of it, with its own paths in its file."""
-    one = Trial(tmp_path, killed.reference, SETTINGS)
+    one = Trial(tmp_path / "trial", killed.reference, SETTINGS)
     shutil.copytree(killed.run, one.run, ignore=shutil.ignore_patterns("run.lock"))
     text = (one.run / "run.yaml").read_text()
     (one.run / "run.yaml").write_text(text.replace(str(killed.folder), str(one.folder)))

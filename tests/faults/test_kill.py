@@ -18,7 +18,7 @@ def test_three_kills_cost_nothing(tmp_path, monkeypatch):
 def test_a_killed_run_has_a_report(tmp_path, capsys):
     from rloo_kit.cli import main
 
-    one = Trial(tmp_path, settings={"trainer.max_steps": 400, "data.held_out": 16})
+    one = Trial(tmp_path / "trial", settings={"trainer.max_steps": 400, "data.held_out": 16})
     report = one.run / "report.html"
     metrics = one.run / "metrics.jsonl"
     life = one.begin()

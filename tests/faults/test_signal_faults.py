@@ -33,7 +33,7 @@ def test_a_signal_stops_after_the_step(trial, number, code):
     "the run stops at once; the last checkpoint stays whole",
 )
 def test_a_second_signal_stops_at_once(tmp_path, reference):
-    one = Trial(tmp_path, reference, {"trainer.save_steps": 1})
+    one = Trial(tmp_path / "trial", reference, {"trainer.save_steps": 1})
     life = one.begin(FAULT="slow")
     life.until("step 2/")
     time.sleep(1)  # into step 3: while step 2 is being saved a signal would end it there

@@ -1,25 +1,22 @@
 """A small training in which something goes wrong, and what must be left of it."""
 
-import functools
 import json
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
 from lives import begin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from kill_and_resume import BASE, QUICKSTART, checkpoint_parts, differences, newest_checkpoint
+from kill_and_resume import checkpoint_parts, differences, newest_checkpoint, write_run_file
 
 STEPS = 4
 # Optimizer steps that are finished when the reward's fault happens.
 FAULT_AT = 2
 # Seconds that a slow reward takes.
 SLOW = 10
-SETTINGS = BASE | {
+SETTINGS = {
     "rewards": ["reward.py:right"],
     "trainer.max_steps": STEPS,
     "trainer.save_steps": 10,
@@ -53,35 +50,19 @@ def right(completions, answer, trainer_state=None, **_):
 '''
 
 
-@dataclass
 class Trial:
-    """One training, its folder, and the lives it had."""
+    """One training in a new folder, and the lives it had.
 
-    folder: Path
-    reference: Path | None = None
-    """The run of an uninterrupted one with the same settings."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """Beside SETTINGS; ``section.key`` -> value."""
-    lives: int = 0
+    ``reference`` is the run of an uninterrupted one; ``settings`` are beside SETTINGS.
+    """
 
-    @property
-    def run(self):
-        return self.folder / "run"
-
-    @functools.cached_property
-    def file(self):
-        """RUN.yaml, written with the reward beside it at first use."""
-        content = yaml.safe_load(QUICKSTART.read_text())
-        for key, value in {**SETTINGS, **self.settings, "output_dir": str(self.run)}.items():
-            section, _, name = key.partition(".")
-            if name:
-                content.setdefault(section, {})[name] = value
-            else:
-                content[section] = value
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "reward.py").write_text(REWARD)
-        (self.folder / "RUN.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-        return self.folder / "RUN.yaml"
+    def __init__(self, folder, reference=None, settings=None):
+        self.folder = folder
+        self.run = folder / "run"
+        self.reference = reference
+        self.file = write_run_file(folder, SETTINGS | (settings or {}))
+        (folder / "reward.py").write_text(REWARD)
+        self.lives = 0
 
     def begin(self, *more, before=bool, **variables):
         """Start ``rloo-kit train RUN.yaml MORE``, with variables in its environment."""
