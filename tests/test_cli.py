@@ -43,14 +43,8 @@ def test_no_command_shows_the_help_with_a_first_step(capsys):
 def test_doctor_prints_what_it_found(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for part in (
-        "device: ",
-        "memory: ",
-        "precision: ",
-        "trl           1.15.0",
-        "unsloth       starts",
-    ):
-        assert part in printed
+    parts = ("device: ", "memory: ", "precision: ", "trl           1.15.0", "unsloth       starts")
+    assert [part for part in parts if part not in printed] == []
 
 
 def test_doctor_gives_the_command_that_installs_the_tested_version(tmp_path, monkeypatch, capsys):
@@ -88,15 +82,10 @@ def test_doctor_exits_with_1_when_training_cannot_start(tmp_path):
 )
 def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, line):
     rows = [
-        {
-            "step": step,
-            "reward": reward,
-            "reward_std": 0.2 * bool(reward),
-            "rewards/accuracy/mean": reward,
-            "signal/groups_without": float(not reward),
-        }
-        for step, reward in enumerate(rewards, 1)
-    ]
+        {"step": n, "reward": reward, "reward_std": 0.2 * bool(reward),
+         "rewards/accuracy/mean": reward, "signal/groups_without": float(not reward)}
+        for n, reward in enumerate(rewards, 1)
+    ]  # fmt: skip
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 13, "rew')  # killed
     assert main(["doctor", str(tmp_path)]) == code

@@ -73,11 +73,10 @@ def test_the_buttons_stand_above_the_fields(form):
     assert shown.index(buttons) < min(shown.index(field) for field in form.fields.values())
 
 
-def test_the_form_begins_with_its_own_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_form_begins_with_its_own_file(form):
     rewards = ["accuracy", {"name": "length_band", "low": 6, "high": 20}]
     content = {"model": {"name": "mine", "max_seq_length": 999}, "rewards": rewards}
-    (tmp_path / "form.yaml").write_text(yaml.safe_dump(content))
+    form.path.write_text(yaml.safe_dump(content))
     form = Form("form.yaml")
     assert form.fields["model"].value == "mine"
     assert form.fields["rewards"].value == "accuracy, {high: 20, low: 6, name: length_band}"

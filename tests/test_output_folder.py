@@ -100,13 +100,17 @@ def test_the_highest_number_is_the_latest(tmp_path):
 
 # --- the lock -------------------------------------------------------------------------------------
 
-HOLD = """
-import subprocess, sys, os
-from rloo_kit.output_folder import lock_folder
-with lock_folder(sys.argv[1]):
-    print("ready", flush=True)
-    sys.stdin.readline()
-"""
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of the folder until it gets a line."""
+    child = start(
+        "import sys; from rloo_kit.output_folder import lock_folder\n"
+        "with lock_folder(sys.argv[1]): print('ready', flush=True); sys.stdin.readline()",
+        tmp_path,
+    )
+    assert child.stdout.readline() == "ready\n"
+    return child
 
 
 def is_free(folder):
@@ -118,25 +122,20 @@ def test_the_lock_is_removed(tmp_path):
     with pytest.raises(KeyError), lock_folder(tmp_path):
         raise KeyError
     assert os.listdir(tmp_path) == []
+
+
+def test_another_run_waits_or_goes_elsewhere(tmp_path, holder):
+    with pytest.raises(ConfigError, match="in use by another run: wait"):
+        is_free(tmp_path)
+    holder.communicate("go\n", timeout=30)
+    with lock_folder(tmp_path), pytest.raises(ConfigError, match="in use"):
+        is_free(tmp_path)
     assert is_free(tmp_path)
 
 
-def test_another_run_waits_or_goes_elsewhere(tmp_path):
-    child = start(HOLD, tmp_path)
-    assert child.stdout.readline() == "ready\n"
-    with pytest.raises(ConfigError, match="in use by another run: wait"), lock_folder(tmp_path):
-        pass
-    child.communicate("go\n", timeout=30)
-    with lock_folder(tmp_path), pytest.raises(ConfigError, match="in use"), lock_folder(tmp_path):
-        pass
-    assert is_free(tmp_path)
-
-
-def test_what_a_killed_process_left_does_not_block(tmp_path):
-    child = start(HOLD, tmp_path)
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+def test_what_a_killed_process_left_does_not_block(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
     assert is_free(tmp_path)
 
 

@@ -30,10 +30,8 @@ def ran(tmp_path):
 # --- a run file ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tag", ["!!python/object/apply:builtins.open", "!!python/object/new:builtins.open"]
-)
-def test_a_tag_of_yaml_makes_no_object(tag, tmp_path, ran):
+def test_a_tag_of_yaml_makes_no_object(tmp_path, ran):
+    tag = "!!python/object/apply:builtins.open"
     (tmp_path / "run.yaml").write_text(f"output_dir: {tag} [{str(ran)!r}, w]\n")
     with pytest.raises(rk.ConfigError, match="not valid YAML"):
         rk.read_run_file(tmp_path / "run.yaml")

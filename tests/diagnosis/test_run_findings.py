@@ -8,10 +8,8 @@ from statistics import fmean
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rloo_kit.config.run_file import make_run_config, read_run_file
+from rloo_kit.config.run_file import read_run_file
 from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run, verdict
 from rloo_kit.errors import DataError
@@ -21,31 +19,20 @@ GROUPS = 8
 SIZE = 8
 
 
-def config(name="tiny-thinker", data=None, **trainer):
-    usual = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": GROUPS * SIZE,
-        "num_generations": SIZE,
-        "max_completion_length": 48,
-        "learning_rate": 1e-3,
-        "beta": 0.02,
-    }
-    return make_run_config(
-        {
-            "model": {"name": name, "max_seq_length": 256},
-            "data": data or {},
-            "trainer": {**usual, **trainer},
-        }
-    )
+def config(*overrides):
+    """The quickstart's, shorter."""
+    usual = [f"trainer.max_steps={STEPS}", "trainer.generation=auto"]
+    return read_run_file("quickstart", [*usual, *overrides])
 
 
 def wobble(place):
     """A small number that has no trend."""
-    return ((place * 7919) % 13 - 6) / 6
+    return (place * 7919 % 13 - 6) / 6
 
 
-def line(begin, end, noise=0.0):
+def line(begin, end=None, noise=0.0):
     """Values of a metric, step by step, from one number to another."""
+    end = begin if end is None else end
     return [begin + (end - begin) * n / (STEPS - 1) + noise * wobble(n) for n in range(STEPS)]
 
 
@@ -54,23 +41,23 @@ HEALTHY = {
     "reward_std": line(0.5, 0.2),
     "learning_rate": line(1e-3, 0.0),
     "completions/mean_length": line(28, 29, 1.0),
-    "completions/truncated": line(0.0, 0.0),
+    "completions/truncated": line(0.0),
     "signal/groups_without": line(0.4, 0.8, 0.1),
     "kl": line(0.0, 0.04, 0.002),
     "kl/sequence": line(0.0, 1.2, 0.05),
     "policy/entropy_avg": line(0.03, 0.01, 0.002),
-    "passes/trained": line(1.0, 1.0),
+    "passes/trained": line(1.0),
     "rewards/accuracy/mean": line(0.5, 0.95, 0.03),
     "rewards/accuracy/std": line(0.5, 0.2),
 }
 # Scores differ, and nothing comes of it.
 FLAT = {"reward": line(0.5, 0.5, 0.05), "signal/groups_without": line(0.4, 0.4, 0.1)}
-DULL = {"signal/groups_without": line(1.0, 1.0), "reward_std": line(0.0, 0.0)}
+DULL = {"signal/groups_without": line(1.0), "reward_std": line(0.0)}
 
 
 def all_of(value):
     return {"reward": line(value, value), "rewards/accuracy/mean": line(value, value),
-            "rewards/accuracy/std": line(0.0, 0.0), **DULL}  # fmt: skip
+            "rewards/accuracy/std": line(0.0), **DULL}  # fmt: skip
 
 
 def metrics(**changes):
@@ -83,14 +70,18 @@ def metrics(**changes):
 
 
 def completions(text=None, score=None):
-    """Rows of completions.jsonl; ``text`` and ``score`` take step, group and row."""
+    """Rows of completions.jsonl; a function gets step, group and row."""
     text = text or (lambda step, group, row: f"{step} {group} {row % 5} </think> {row}")
     score = score or (lambda step, group, row: float((row + group + step) % 3 > 0))
     return [
-        {"step": step, "group": group, "truncated": False, "score": score(step, group, row),
-         "completion": [{"role": "assistant", "content": text(step, group, row)}]}
+        {"step": step, "group": group, "truncated": False, "score": of(score, step, group, row),
+         "completion": [{"role": "assistant", "content": of(text, step, group, row)}]}
         for step in range(1, STEPS + 1) for group in range(GROUPS) for row in range(SIZE)
     ]  # fmt: skip
+
+
+def of(value, *place):
+    return value(*place) if callable(value) else value
 
 
 def held_out(before, after, name="accuracy", num=100):
@@ -104,87 +95,86 @@ def held_out(before, after, name="accuracy", num=100):
     return {"before": one(before), "after": one(after)}
 
 
-def record(rows=None, *, said=None, evaluation=None, run_config=None):
+def record(rows=None, *, text=None, score=None, held=None, settings=()):
     return RunRecord(
         metrics(**(rows or {})),
-        completions() if said is None else said,
-        evaluation or {},
-        run_config or config(),
+        completions(text, score),
+        held_out(*held) if held else {},
+        config(*settings),
     )
-
-
-def always(value):
-    return lambda step, group, row: value
 
 
 def late(before, after):
     """One thing in the first half of the run, another in the second."""
-    return lambda step, group, row: (before if step < STEPS / 2 else after)(step, group, row)
+    return lambda *place: of(before if place[0] < STEPS / 2 else after, *place)
 
 
 def of_row(step, group, row):
     return f"{step} {group} {row}"
 
 
-GONE = line(0.02, 0.02)[: STEPS // 2] + line(6.0, 6.0)[STEPS // 2 :]
+GONE = line(0.02)[: STEPS // 2] + line(6.0)[STEPS // 2 :]
 SPOILED = {
     "stale_sampler": record({"sampling/adapter_reached": line(0.02, 0.02, 0.05)}),
     "stale_sampler, a step late": record({"sampling/step_reached": line(0.1, 0.1, 0.05)}),
     "stale_sampler, other weights": record(
         {
             "sampling/probe_difference": line(0.2, 0.2, 0.01),
-            "sampling/rounding_noise": line(0.002, 0.002),
+            "sampling/rounding_noise": line(0.002),
         }
     ),
     "clip_noise": record(
         {"clip_ratio/region_mean": [0.0, 0.1, 0.6] * 8},
-        run_config=config(num_iterations=3),
+        settings=["trainer.num_iterations=3"],
     ),
     "old_rollouts": record(
-        {"effective_sample_size": [1.0, 0.8, 0.3] * 8}, run_config=config(partial_rollouts=True)
+        {"effective_sample_size": [1.0, 0.8, 0.3] * 8},
+        settings=["trainer.partial_rollouts=true"],
     ),
     "clip_noise, at one pass": record({"clip_ratio/region_mean": line(0.0, 0.6)}),
-    "kl_explosion": record({**FLAT, "kl": GONE}, evaluation=held_out(0.5, 0.0)),
+    "kl_explosion": record({**FLAT, "kl": GONE}, held=(0.5, 0.0)),
     "kl_explosion, less far": record(
-        {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, evaluation=held_out(0.5, 0.2)
+        {"reward": line(0.6, 0.1, 0.03), "kl": line(0.0, 0.6)}, held=(0.5, 0.2)
     ),
-    "all_truncated": record({**all_of(0.0), "completions/truncated": line(1.0, 1.0)}),
+    "all_truncated": record({**all_of(0.0), "completions/truncated": line(1.0)}),
     "empty_output": record(
         {"completions/mean_length": line(28, 1)},
-        said=completions(late(of_row, always(" "))),
-        evaluation=held_out(0.5, 0.0),
+        text=late(of_row, " "),
+        held=(0.5, 0.0),
     ),
     "no_thought": record(
         {**all_of(-1.0), "rewards/thinking/mean": [-1.0] * 24},
-        said=completions(always("It is 4."), always(-1.0)),
+        text="It is 4.",
+        score=-1.0,
     ),
     "length_explosion": record(
         {"completions/mean_length": line(28, 48), "completions/truncated": line(0.0, 1.0)},
-        evaluation=held_out(0.5, 0.0),
+        held=(0.5, 0.0),
     ),
-    "constant_reward": record(all_of(0.5), said=completions(score=always(0.5))),
-    "cold_start": record(all_of(0.0), said=completions(score=always(0.0))),
+    "constant_reward": record(all_of(0.5), score=0.5),
+    "cold_start": record(all_of(0.0), score=0.0),
     "reward_collapse": record(
         {
             "reward": line(0.5, 0.8)[:16] + [0.0] * 8,
             "signal/groups_without": [0.4] * 16 + [1.0] * 8,
         }
     ),
-    "reward_hacking": record(evaluation=held_out(0.6, 0.3)),
+    "reward_hacking": record(held=(0.6, 0.3)),
     "entropy_collapse": record(
         {**FLAT, "policy/entropy_avg": line(2.0, 0.01)},
-        said=completions(late(of_row, always("same")), always(0.5)),
-        evaluation=held_out(0.5, 0.5),
+        text=late(of_row, "same"),
+        score=0.5,
+        held=(0.5, 0.5),
     ),
     "no_signal": record({**FLAT, "signal/groups_without": line(0.97, 0.97, 0.02)}),
     "no_signal, at little temperature": record(
         {**FLAT, "signal/groups_without": line(0.99, 0.99, 0.01)},
-        said=completions(always("same")),
-        run_config=config(temperature=0.01),
+        text="same",
+        settings=["trainer.temperature=0.01"],
     ),
     "learning_rate_too_low": record(
-        {**FLAT, "kl": line(0, 0), "kl/sequence": line(0, 0), "learning_rate": line(1e-9, 1e-9)},
-        run_config=config(learning_rate=1e-9),
+        {**FLAT, "kl": line(0), "kl/sequence": line(0), "learning_rate": line(1e-9)},
+        settings=["trainer.learning_rate=1e-9"],
     ),
     "tools_never_called": record({"tools/call_frequency": [0.0] * 24}),
     "tool_calls_fail": record(
@@ -196,7 +186,7 @@ SPOILED = {
         {"tools/score_gain": line(-0.1, -0.3), "tools/compared_frequency": [0.8] * 24}
     ),
     "high_variance": record(
-        {**FLAT, "reward": line(0.5, 0.5, 0.5)}, run_config=config(num_generations=2)
+        {**FLAT, "reward": line(0.5, 0.5, 0.5)}, settings=["trainer.num_generations=2"]
     ),
     "high_variance, with many generations": record({**FLAT, "reward": line(0.5, 0.5, 0.5)}),
 }
@@ -207,7 +197,7 @@ WELL = {
     "it learned not to call": record(
         {
             "tools/call_frequency": line(0.9, 0.0)[:12] + [0.0] * 12,
-            "tools/score_gain": line(-0.1, -0.1),
+            "tools/score_gain": line(-0.1),
             "tools/compared_frequency": [0.9] * 24,
         }
     ),
@@ -220,45 +210,42 @@ WELL = {
         }
     ),
     "rising": record(),
-    "rising on held-out prompts": record(evaluation=held_out(0.5, 0.95)),
-    "not yet rising": record(
-        {**FLAT, "kl/sequence": line(0.0, 0.3)}, evaluation=held_out(0.5, 0.52)
-    ),
+    "rising on held-out prompts": record(held=(0.5, 0.95)),
+    "not yet rising": record({**FLAT, "kl/sequence": line(0.0, 0.3)}, held=(0.5, 0.52)),
     "learned all there is": record(
         {
             "reward": line(0.5, 1.0)[:16] + [1.0] * 8,
             "signal/groups_without": [0.5] * 16 + [1.0] * 8,
         },
-        evaluation=held_out(0.5, 1.0),
+        held=(0.5, 1.0),
     ),
     "longer and better": record(
         {"completions/mean_length": line(20, 47), "completions/truncated": line(0.0, 0.6)},
-        evaluation=held_out(0.3, 0.9),
+        held=(0.3, 0.9),
     ),
-    "shorter and better": record(
-        {"completions/mean_length": line(40, 3)}, evaluation=held_out(0.3, 0.9)
-    ),
+    "shorter and better": record({"completions/mean_length": line(40, 3)}, held=(0.3, 0.9)),
     "certain and better": record(
         {"policy/entropy_avg": line(2.0, 0.001)},
-        said=completions(late(of_row, always("same")), always(1.0)),
-        evaluation=held_out(0.3, 0.9),
+        text=late(of_row, "same"),
+        score=1.0,
+        held=(0.3, 0.9),
     ),
     "clipped a little at further passes": record({"clip_ratio/region_mean": [0.0, 0.1] * 12}),
     "groups drawn again until they differ": record(
         {
             **FLAT,
             "signal/groups_without": line(0.97, 0.97, 0.02),
-            "signal/trained_groups_without": line(0.0, 0.0),
+            "signal/trained_groups_without": line(0.0),
             "kl/sequence": line(0.0, 0.3),
         },
-        evaluation=held_out(0.5, 0.52),
+        held=(0.5, 0.52),
     ),
     "jumping and rising": record({"reward": line(0.0, 2.0, 0.3)}),
     "a sampler within rounding": record(
         {
             "sampling/adapter_reached": line(1.0, 1.0, 0.1),
-            "sampling/probe_difference": line(0.005, 0.005),
-            "sampling/rounding_noise": line(0.004, 0.004),
+            "sampling/probe_difference": line(0.005),
+            "sampling/rounding_noise": line(0.004),
         }
     ),
 }
@@ -291,15 +278,17 @@ def test_a_setting_is_a_line_of_this_run_file(name, tmp_path):
 
 
 def test_an_easier_level_comes_before_more_generations():
-    hard = config(data={"prompts": "countdown", "level": 5})
-    (finding,) = find_in_run(record(all_of(0.0), run_config=hard))
+    (finding,) = find_in_run(
+        record(all_of(0.0), settings=["data.prompts=countdown", "data.level=5"])
+    )
     assert finding.setting == "data.level=4"
 
 
 def test_the_learning_rate_is_that_of_the_model():
-    rows = {**FLAT, "kl/sequence": line(0, 0), "learning_rate": line(1e-8, 1e-8)}
-    (tiny,) = find_in_run(record(rows, run_config=config(learning_rate=1e-8)))
-    (other,) = find_in_run(record(rows, run_config=config("some/model", learning_rate=1e-8)))
+    low = "trainer.learning_rate=1e-8"
+    rows = {**FLAT, "kl/sequence": line(0), "learning_rate": line(1e-8)}
+    (tiny,) = find_in_run(record(rows, settings=[low]))
+    (other,) = find_in_run(record(rows, settings=[low, "model.name=some/model"]))
     assert tiny.setting == "trainer.learning_rate=0.001"
     assert other.setting == "trainer.learning_rate=1e-05"
 
@@ -310,19 +299,19 @@ def test_the_learning_rate_is_that_of_the_model():
 def test_a_policy_that_is_gone_explains_all_that_follows():
     rows = {
         "kl": GONE,
-        "reward": line(0.5, 0.5)[:12] + [0.0] * 12,
+        "reward": line(0.5)[:12] + [0.0] * 12,
         "signal/groups_without": [0.4] * 12 + [1.0] * 12,
         "completions/mean_length": line(20, 48),
         "completions/truncated": line(0.0, 1.0),
     }
-    found = find_in_run(record(rows, evaluation=held_out(0.5, 0.0)))
+    found = find_in_run(record(rows, held=(0.5, 0.0)))
     assert [f.kind for f in found] == ["kl_explosion"]
-    without = find_in_run(record({**rows, "kl": []}, evaluation=held_out(0.5, 0.0)))
+    without = find_in_run(record({**rows, "kl": []}, held=(0.5, 0.0)))
     assert [f.kind for f in without] == ["length_explosion"]
 
 
 def test_one_reward_of_several_that_never_paid_is_named():
-    rows = {"rewards/format/mean": line(0, 0), "rewards/format/std": line(0, 0)}
+    rows = {"rewards/format/mean": line(0), "rewards/format/std": line(0)}
     (finding,) = find_in_run(record(rows))
     assert (finding.kind, finding.level, finding.reward) == ("constant_reward", "warning", "format")
 
@@ -347,7 +336,7 @@ def verdict_of(run):
 def test_the_verdict_says_whether_it_learned():
     verdict = verdict_of(WELL["rising on held-out prompts"])
     assert verdict.startswith("It learned: accuracy on 100 held-out prompts")
-    alone = record(evaluation=held_out(0.5, 0.5))
+    alone = record(held=(0.5, 0.5))
     assert verdict_of(alone).startswith(
         "The reward rose, but the score on held-out prompts did not"
     )
@@ -402,33 +391,12 @@ def test_a_run_killed_before_its_first_step_can_be_read(folder):
     assert verdict_of(read_run(folder)).startswith("Nothing can be said")
 
 
-@pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b'"\\ud800"', b"[" * 100_000])
+@pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml", "end.json"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b"[" * 100_000])
 def test_damaged_files_are_left_out(folder, name, content):
     (folder / name).write_bytes(content)
     run = read_run(folder)
-    assert verdict_of(run).endswith(".")
-    assert run.metrics == read_run(folder).metrics
-
-
-@given(
-    broken=st.dictionaries(
-        st.sampled_from(sorted({*HEALTHY, "entropy", "policy/entropy_avg", "kl"})),
-        st.sampled_from([None, math.nan, math.inf, 0.0, -1.0, 1e9, "high"]),
-        max_size=6,
-    ),
-    worsened=st.sampled_from([{}, {"reward": line(0.9, 0.1)}, DULL, all_of(0.0), all_of(1.0)]),
-    sampled=st.booleans(),
-    scored=st.sampled_from([{}, held_out(0.6, 0.2), held_out(0.2, 0.6)]),
-)
-@settings(max_examples=40, deadline=None)
-def test_odd_metrics_raise_no_error(broken, worsened, sampled, scored):
-    rows = metrics(**worsened)
-    for place, row in enumerate(rows):
-        row |= {name: value for name, value in broken.items() if place % 3 or value is None}
-        row.setdefault("policy/entropy_avg", 0.5 / (1 + place))
-    said = completions() if sampled else []
-    run = RunRecord(rows, said, scored, config())
+    assert len(run.metrics) == STEPS + 1
     assert verdict_of(run).endswith(".")
 
 
@@ -443,7 +411,7 @@ def ended(**end):
 
 def test_the_finding_that_stopped_a_run_stays_first():
     run = replace(
-        record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, evaluation=held_out(0.4, 0.7)),
+        record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, held=(0.4, 0.7)),
         end=ended(kept_step=7),
     )
     found = find_in_run(run)
@@ -474,7 +442,7 @@ def a_learning_run(seed, num_steps=60, size=4):
 
 
 def test_chance_in_small_batches_is_no_collapse():
-    small = config(num_generations=4, per_device_train_batch_size=4)
+    small = config("trainer.num_generations=4", "trainer.per_device_train_batch_size=4")
     accused = set()
     for seed in range(12):
         rows = list(a_learning_run(seed))
@@ -486,15 +454,15 @@ def test_chance_in_small_batches_is_no_collapse():
 
 def test_a_learning_rate_that_is_still_warmed_up_is_not_too_low():
     rising = record(
-        {**FLAT, "learning_rate": line(1e-9, 1e-5), "kl": line(0.0, 0.0)},
-        run_config=config("a-model", learning_rate=1e-4),
+        {**FLAT, "learning_rate": line(1e-9, 1e-5), "kl": line(0.0)},
+        settings=["model.name=a-model", "trainer.learning_rate=1e-4"],
     )
     assert "learning_rate_too_low" not in kinds(rising)
 
 
 def test_a_run_interrupted_early_is_not_blamed_for_what_half_a_run_shows():
     """Step 8 of 24, at a good learning rate: the KL has not moved yet, and few steps are noisy."""
-    flat = {**FLAT, "kl/sequence": line(0, 0)}
+    flat = {**FLAT, "kl/sequence": line(0)}
     for rows in (flat, {**FLAT, "reward": line(0.5, 0.5, 0.5)}):
         run = record(rows)
         assert find_in_run(run)[0].kind in ("learning_rate_too_low", "high_variance")

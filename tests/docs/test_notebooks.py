@@ -61,6 +61,7 @@ def test_one_line_switches_to_a_real_model(path):
 
 
 ROOT = NOTEBOOKS[0].parents[1]
+(FIRST_CELL,) = {cells_of(path, "code")[0] for path in NOTEBOOKS}
 KIT = f'pip install --quiet "{ROOT}" matplotlib'
 FOR_THE_CARD = (
     "pip install unsloth unsloth_zoo vllm vllm-bnb-plugin "
@@ -68,52 +69,51 @@ FOR_THE_CARD = (
 )
 
 
-def run_first_cell(path, monkeypatch, *, found=False, card=False, cell=None, after=lambda: None):
-    """Return pip's commands and the result; ``after`` is called when pip would have run."""
-    shell = InteractiveShell()
-    said = []
+@pytest.fixture
+def run_first_cell(monkeypatch):
+    """Return pip's commands and the error; ``after`` is called when pip would have run."""
 
-    def system(command):
-        said.append(command.partition(" -m ")[2])
-        after()
+    def run(folder, *, found=False, card=False, address="", after=lambda: None):
+        shell = InteractiveShell()
+        said = []
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
-    monkeypatch.setattr(shutil, "which", lambda name: card or None)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
-    monkeypatch.setattr(shell, "system", system)
-    return said, shell.run_cell(cell or cells_of(path, "code")[0])
+        def system(command):
+            said.append(command.partition(" -m ")[2])
+            after()
+
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: found or None)
+        monkeypatch.setattr(shutil, "which", lambda name: card or None)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0")
+        monkeypatch.setattr(shell, "system", system)
+        cell = FIRST_CELL.replace('ADDRESS = ""', f'ADDRESS = "{address}"')
+        return said, str(shell.run_cell(cell).error_in_exec)
+
+    return run
 
 
-@every_notebook
 @pytest.mark.parametrize(
     ("found", "card", "installs"),
     [(True, True, []), (False, False, [KIT]), (False, True, [KIT, FOR_THE_CARD])],
 )
-def test_first_cell_installs_only_where_the_kit_is_missing(
-    path, found, card, installs, monkeypatch
-):
-    monkeypatch.chdir(path.parent)
-    said, result = run_first_cell(path, monkeypatch, found=found, card=card)
-    assert (said, result.success) == (installs, True)
+def test_first_cell_installs_only_where_the_kit_is_missing(found, card, installs, run_first_cell):
+    assert run_first_cell(ROOT / "notebooks", found=found, card=card) == (installs, "None")
 
 
-@every_notebook
 def test_first_cell_outside_a_clone_takes_the_address_that_the_user_fills_in(
-    path, monkeypatch, tmp_path
+    run_first_cell, tmp_path
 ):
-    monkeypatch.chdir(tmp_path)
-    said, result = run_first_cell(path, monkeypatch)
+    said, error = run_first_cell(tmp_path)
     assert said == []
-    assert str(result.error_in_exec).startswith("clone the project and open this notebook in it")
+    assert error.startswith("clone the project and open this notebook in it")
     address = "git+https://host/owner/name@0123abc"
-    cell = cells_of(path, "code")[0].replace('ADDRESS = ""', f'ADDRESS = "{address}"')
-    said, result = run_first_cell(path, monkeypatch, cell=cell)
-    assert (said, result.success) == ([f'pip install --quiet "{address}" matplotlib'], True)
+    installs = [f'pip install --quiet "{address}" matplotlib']
+    assert run_first_cell(tmp_path, address=address) == (installs, "None")
 
 
-@every_notebook
-def test_first_cell_asks_for_a_restart_where_a_loaded_package_was_replaced(path, monkeypatch):
-    monkeypatch.chdir(path.parent)
+def test_first_cell_asks_for_a_restart_where_a_loaded_package_was_replaced(
+    run_first_cell, monkeypatch
+):
     installed = {"numpy": "2.0.0", "never-loaded": "1.0"}
     monkeypatch.setattr(
         importlib.metadata,
@@ -121,77 +121,82 @@ def test_first_cell_asks_for_a_restart_where_a_loaded_package_was_replaced(path,
         lambda: [SimpleNamespace(name=name, version=found) for name, found in installed.items()],
     )
     newer = {"numpy": "2.3.5", "never-loaded": "2.0", "another": "1.0"}
-    _, result = run_first_cell(path, monkeypatch, after=lambda: installed.update(newer))
-    assert str(result.error_in_exec) == "restart the kernel, since it has the old numpy"
-
-
-def the_carries_are_learnt(printed, _):
-    """What 01_quickstart prints after training."""
-    found = re.search(r"^before: {'accuracy': (.+)}  after: {'accuracy': (.+)}$", printed, re.M)
-    before, after = map(float, found.groups())
-    assert before <= 0.7
-    assert after >= 0.95
+    _, error = run_first_cell(ROOT, after=lambda: installed.update(newer))
+    assert error == "restart the kernel, since it has the old numpy"
 
 
 def test_the_course_goes_on_where_the_doctor_finds_nothing():
     """100 times the learning rate may not break a larger model."""
-    (path,) = (path for path in NOTEBOOKS if path.stem == "05_diagnose_a_run")
-    (cell,) = (cell for cell in cells_of(path, "code") if "remedy = " in cell)
+    cells = cells_of(ROOT / "notebooks" / "05_diagnose_a_run.ipynb", "code")
+    (cell,) = (cell for cell in cells if "remedy = " in cell)
     runs = []
     kit = SimpleNamespace(train=lambda *args, **settings: runs.append(args))
     exec(cell, {"rk": kit, "found": [], "settings": ["a=1"], "RUN": "any", "on_gpu": False})
     assert runs == [("any", ["a=1", "output_dir=runs/fixed"])]
 
 
-def it_samples_without_vllm(printed, _):
-    """What 02_thinking_model prints where there is none; tests/vllm runs it with vLLM."""
-    assert "completions from transformers" in printed
-    found = re.search(r"^before: .*?([0-9.]+)\} +after: .*?([0-9.]+)\}$", printed, re.M)
-    before, after = map(float, found.groups())
+# --- from top to bottom --------------------------------------------------------------------------
+
+
+def numbers(pattern, printed):
+    return [*map(float, re.search(pattern, printed, re.M).groups())]
+
+
+def the_carries_are_learnt(printed):
+    before, after = numbers(r"^before: .*?([0-9.]+)\} +after: .*?([0-9.]+)\}$", printed)
     assert before <= 0.7
     assert after >= 0.95
 
 
-def reward_is_learnt_gamed_and_held(printed, _):
-    """What 03_reward_model prints: the reward model, then held-out prompts before and after."""
-    assert float(re.search(r"^held-out accuracy ([0-9.]+),", printed, re.M)[1]) >= 0.85
-    rows = re.findall(r"^(\w.*?) +score ([+-][0-9.]+) +accuracy ([0-9.]+)$", printed, re.M)
-    found = {name: (float(score), float(accuracy)) for name, score, accuracy in rows}
-    score, accuracy = found["before"]
-    gamed_score, gamed_accuracy = found["beta 0"]
+def it_samples_without_vllm(printed):
+    """Where there is none; tests/vllm runs it with vLLM."""
+    assert "completions from transformers" in printed
+    the_carries_are_learnt(printed)
+
+
+def reward_is_learnt_gamed_and_held(printed):
+    """The reward model, then held-out prompts before and after."""
+    assert numbers(r"^held-out accuracy ([0-9.]+),", printed)[0] >= 0.85
+    row = r"^{} +score ([+-][0-9.]+) +accuracy ([0-9.]+)$"
+    score, accuracy = numbers(row.format("before"), printed)
+    gamed_score, gamed_accuracy = numbers(row.format("beta 0"), printed)
     assert gamed_score >= score + 1  # standard deviations
     assert gamed_accuracy <= accuracy
-    careful_score, careful_accuracy = found["beta 0.3"]
+    careful_score, careful_accuracy = numbers(row.format("beta 0.3"), printed)
     assert careful_score > score
     assert careful_accuracy >= accuracy
 
 
-def accuracy_rises(printed, _):
-    """What 04_your_own_reward prints at its end."""
-    before, after = re.search(r"^accuracy: ([0-9.]+) -> ([0-9.]+)$", printed, re.M).groups()
-    assert float(after) >= float(before) + 0.2
+ACCURACY = r"^accuracy: ([0-9.]+) -> ([0-9.]+)$"
 
 
-def the_fault_is_found_fixed_and_stopped(printed, _):
-    """What 05_diagnose_a_run prints: the doctor's findings, then its three runs."""
-    assert re.search(r"^1\. error: (\w+)", printed, re.M)[1] == "kl_explosion"
-    row = r"^(\w+) +(\d+) steps +accuracy ([0-9.]+) -> ([0-9.]+)$"
-    found = {name: tuple(map(float, rest)) for name, *rest in re.findall(row, printed, re.M)}
-    steps, before, failed = found["failed"]
+def accuracy_rises(printed):
+    before, after = numbers(ACCURACY, printed)
+    assert after >= before + 0.2
+
+
+def the_fault_is_found_fixed_and_stopped(printed):
+    """The doctor's findings, then three runs."""
+    assert "\n1. error: kl_explosion" in printed
+    row = r"^{} +(\d+) steps +accuracy ([0-9.]+) -> ([0-9.]+)$"
+    steps, before, failed = numbers(row.format("failed"), printed)
     assert failed < before - 0.2
-    assert found["fixed"][0] == steps
-    assert found["fixed"][2] >= max(failed + 0.5, before + 0.05)
-    assert found["stopped"][0] < steps
-    assert found["stopped"][2] > before - 0.1  # the best weights, not the last ones
+    fixed_steps, _, fixed = numbers(row.format("fixed"), printed)
+    assert fixed_steps == steps
+    assert fixed >= max(failed + 0.5, before + 0.05)
+    stopped_steps, _, stopped = numbers(row.format("stopped"), printed)
+    assert stopped_steps < steps
+    assert stopped > before - 0.1  # the best weights, not the last ones
+    assert "was stopped by kl_explosion and keeps its weights after step 0" in printed
 
 
-def it_learns_when_to_call(printed, _):
-    """What 06_tools prints at its end: half of the sums are large, and need a call."""
-    before, after = re.search(r"^accuracy: ([0-9.]+) -> ([0-9.]+)$", printed, re.M).groups()
-    assert float(before) <= 0.7
-    assert float(after) >= 0.9
-    cost = re.search(r"^a call costs 0.4: \S+ -> (-[0-9.]+)$", printed, re.M)[1]
-    assert -0.26 <= float(cost) <= -0.13
+def it_learns_when_to_call(printed):
+    """Half of the sums are large, and need a call."""
+    before, after = numbers(ACCURACY, printed)
+    assert before <= 0.7
+    assert after >= 0.9
+    (cost,) = numbers(r"^a call costs 0.4: \S+ -> (-[0-9.]+)$", printed)
+    assert -0.26 <= cost <= -0.13
     assert "tool: '" in printed
 
 
@@ -204,8 +209,6 @@ REACHES = {
     "05_diagnose_a_run": the_fault_is_found_fixed_and_stopped,
     "06_tools": it_learns_when_to_call,
 }
-
-
 # By hand: the second trains as the first does, in more lines (as in tests/vllm/test_quickstart.py),
 # and the third takes minutes; tests/reward_lab trains its reward models.
 BY_HAND = dict.fromkeys(("02_thinking_model", "03_reward_model"), pytest.mark.slow)
@@ -223,4 +226,4 @@ def test_runs_from_top_to_bottom(path, tmp_path):
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     printed = "".join(o.get("text", "") for o in outputs)
     assert "released" in printed
-    REACHES[path.stem](printed, tmp_path)
+    REACHES[path.stem](printed)

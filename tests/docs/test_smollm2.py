@@ -39,13 +39,13 @@ def sentences(posts):
         re.sub(r"\\{\w+\\}", r"\\S+", re.escape(text))
         for text in make_posts.BEFORE + make_posts.AFTER
     )
-    parts = (re.split(r"\n\n|(?<=[.?:]) ", post["post"]) for post in posts)
-    return {part for found in parts for part in found if not re.fullmatch(anywhere, part)}
+    text = "\n\n".join(post["post"] for post in posts)
+    parts = re.split(r"\n\n|(?<=[.?:]) ", text)
+    return {part for part in parts if not re.fullmatch(anywhere, part)}
 
 
 def test_no_situation_is_on_both_sides(posts):
-    train = posts[:-HELD_OUT]
-    held_out = posts[-HELD_OUT:]
+    train, held_out = posts[:-HELD_OUT], posts[-HELD_OUT:]
     assert len(sentences(held_out)) > HELD_OUT  # the check sees something
     assert not sentences(train) & sentences(held_out)
     assert not {row["reference"] for row in train} & {row["reference"] for row in held_out}

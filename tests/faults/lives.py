@@ -14,16 +14,12 @@ import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 
 # Of prctl: a life does not outlast the process that began it.
 PARENT_DEATH_SIGNAL = 1
 
 
-def warm_up() -> None:
+def warm_up():
     """Import what a training needs. Nothing computes here: a fork keeps one thread of a pool."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,41 +36,36 @@ def warm_up() -> None:
             importlib.import_module(module.name)
 
 
-@dataclass
 class Life:
     """A process that trains."""
 
-    process: ForkProcess
-    output: Path
-    """What it printed, errors too."""
-    began: float
-    ended: float = 0.0
+    def __init__(self, process, output):
+        self.process = process
+        self.output = output  # what it printed, errors too
+        self.began = time.monotonic()
+        self.ended = None
 
     @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def code(self) -> int | None:
+    def code(self):
         """Its exit code once it has ended, minus the signal's number where one ended it."""
         return self.process.exitcode
 
     @property
-    def text(self) -> str:
+    def text(self):
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     @property
-    def seconds(self) -> float:
+    def seconds(self):
         return (self.ended or time.monotonic()) - self.began
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds):
         """Return whether it has ended, after so many seconds at most."""
         self.process.join(max(0.0, seconds))
         if self.code is not None and not self.ended:
             self.ended = time.monotonic()
         return self.code is not None
 
-    def wait_for(self, seen: Callable[[], object], seconds: float = 120.0) -> bool:
+    def wait_for(self, seen, seconds=120.0):
         """Return whether ``seen()`` came true while it lived."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -84,34 +75,29 @@ class Life:
                 return bool(seen())
         return False
 
-    def wait_for_text(self, text: str, seconds: float = 120.0) -> bool:
-        """Return whether it printed ``text`` while it lived."""
-        return self.wait_for(lambda: text in self.text, seconds)
+    def until(self, text):
+        """Wait until it has printed ``text``."""
+        assert self.wait_for(lambda: text in self.text), self.text
 
-    def finish(self, seconds: float = 180.0) -> int:
-        """Wait until it ends by itself; return its exit code.
-
-        Raises:
-            TimeoutError: It hangs; it is killed.
-        """
+    def finish(self, seconds=180.0):
+        """Wait until it ends by itself; return its exit code, or kill it and raise TimeoutError."""
         if not self.wait(seconds):
             self.kill()
             raise TimeoutError(f"it still ran after {seconds} s:\n{self.text}")
         return self.code
 
-    def signal(self, number: int) -> None:
-        if self.code is None:
-            os.kill(self.pid, number)
+    def signal(self, number):
+        os.kill(self.process.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL, to what it started as well, and wait for its end."""
         self.process.kill()
         self.wait(30)
         with contextlib.suppress(ProcessLookupError):  # it had started nothing
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def begin(arguments: Sequence[object], output: Path, before: Callable[[], None] = bool) -> Life:
+def begin(arguments, output, before=bool):
     """Start ``rloo-kit ARGUMENTS`` as a process of its own.
 
     Args:
@@ -124,14 +110,13 @@ def begin(arguments: Sequence[object], output: Path, before: Callable[[], None] 
     output.touch()
     gc.freeze()  # else the first collection of every child copies all its pages
     process = multiprocessing.get_context("fork").Process(
-        target=_live, args=([str(argument) for argument in arguments], output, before)
+        target=_live, args=([*map(str, arguments)], output, before)
     )
-    began = time.monotonic()
     process.start()
-    return Life(process, output, began)
+    return Life(process, output)
 
 
-def _live(arguments: list[str], output: Path, before: Callable[[], None]) -> None:
+def _live(arguments, output, before):
     os.setsid()
     ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), 1)

@@ -9,30 +9,23 @@ import pytest
 from trials import SLOW, STEPS, Trial
 
 
-def begun(trial):
-    """Return a life that has finished a step and is in the middle of the next."""
-    life = trial.begin()
-    assert life.wait_for_text("step 1/"), life.text
-    return life
-
-
 @pytest.mark.fault(
     "Ctrl-C, SIGTERM",
     "the step is finished and saved; exit code 130 or 143",
 )
-def test_a_signal_stops_after_the_step(trial, tmp_path, reference):
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        one = Trial(tmp_path / number.name, reference)
-        life = begun(one)
-        life.signal(number)
-        assert life.finish() == code, life.text
-        assert "Traceback" not in life.text
-        assert "saving the adapter" in life.text
-        assert one.ended["how"] == "interrupted"
-        assert one.ended["steps"] == one.saved
-        assert 1 <= one.saved < STEPS
-        assert (one.run / "adapter" / "adapter_model.safetensors").exists()
-        one.keeps_all(one.saved)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_step(trial, number, code):
+    life = trial.begin()
+    life.until("step 1/")
+    life.signal(number)
+    assert life.finish() == code, life.text
+    assert "Traceback" not in life.text
+    assert "saving the adapter" in life.text
+    assert trial.ended["how"] == "interrupted"
+    assert 1 <= trial.ended["steps"] == trial.saved < STEPS
+    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    if number == signal.SIGTERM:
+        trial.keeps_all(trial.saved)
 
 
 @pytest.mark.fault(
@@ -40,9 +33,9 @@ def test_a_signal_stops_after_the_step(trial, tmp_path, reference):
     "the run stops at once; the last checkpoint stays whole",
 )
 def test_a_second_signal_stops_at_once(tmp_path, reference):
-    one = Trial(tmp_path, reference, {"trainer.save_steps": 1})
+    one = Trial(tmp_path / "trial", reference, {"trainer.save_steps": 1})
     life = one.begin(FAULT="slow")
-    assert life.wait_for_text("step 2/"), life.text
+    life.until("step 2/")
     time.sleep(1)  # into step 3: while step 2 is being saved a signal would end it there
     life.signal(signal.SIGINT)
     time.sleep(0.5)  # two signals at once are one request
@@ -59,25 +52,19 @@ def test_a_second_signal_stops_at_once(tmp_path, reference):
     "Ctrl-C before the first step",
     "nothing is left behind",
 )
-def test_a_signal_before_the_first_step(trial):
-    life = trial.begin()
-    assert life.wait_for_text("prompts to train on"), life.text
-    life.signal(signal.SIGINT)
-    assert life.finish() == 130, life.text
-    assert "Traceback" not in life.text
-    trial.resume()
-    assert trial.differs() == []
-
-
 @pytest.mark.fault(
     "a second run in the same folder",
     "it is refused; the first one is untouched",
 )
-def test_two_runs_in_one_folder(trial):
-    first = begun(trial)
-    second = trial.begin("--resume")
-    assert second.finish() == 2, second.text
-    assert "in use by another run" in second.text
+def test_a_run_stopped_before_its_first_step_begins_anew_and_alone(trial):
+    life = trial.begin()
+    life.until("prompts to train on")
+    life.signal(signal.SIGINT)
+    assert life.finish() == 130, life.text
+    assert "Traceback" not in life.text
+    first = trial.begin("--resume")
+    first.until("step 1/")
+    assert "in use by another run" in trial.fail("--resume").text
     assert first.finish() == 0, first.text
     assert trial.differs() == []
 

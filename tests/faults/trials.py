@@ -1,26 +1,22 @@
 """A small training in which something goes wrong, and what must be left of it."""
 
-import functools
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-from lives import Life, begin
+from lives import begin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from kill_and_resume import BASE, QUICKSTART, checkpoint_parts, differences, newest_checkpoint
+from kill_and_resume import checkpoint_parts, differences, newest_checkpoint, write_run_file
 
 STEPS = 4
 # Optimizer steps that are finished when the reward's fault happens.
 FAULT_AT = 2
 # Seconds that a slow reward takes.
 SLOW = 10
-SETTINGS = BASE | {
+SETTINGS = {
     "rewards": ["reward.py:right"],
     "trainer.max_steps": STEPS,
     "trainer.save_steps": 10,
@@ -28,10 +24,8 @@ SETTINGS = BASE | {
 }
 # Of a run file's folder; its faults come from outside.
 REWARD = f'''\
-import contextlib
 import os
 import time
-from pathlib import Path
 
 
 def right(completions, answer, trainer_state=None, **_):
@@ -48,64 +42,32 @@ def right(completions, answer, trainer_state=None, **_):
         os.environ["FAULT_NOW"] = "yes"
     if fault == "slow":
         time.sleep({SLOW})
-    while fault == "waits" and not Path(os.environ["FAULT_FILE"]).exists():
-        time.sleep(0.01)
+    if fault == "calls":
+        os.system(os.environ["FAULT_COMMAND"])
     while fault == "hangs":
         time.sleep(0.01)
-    if fault == "fills":
-        fill(Path(os.environ["FAULT_DISK"]))
-    return {{
-        "text": ["good"] * len(scores),
-        "nan": [float("nan")] * len(scores),
-        "short": scores[:-1],
-        "nothing": None,
-    }}.get(fault, scores)
-
-
-def fill(disk):
-    """Leave no byte on a disk."""
-    with (disk / "ballast").open("ab", buffering=0) as ballast:
-        for size in (2**16, 1):
-            with contextlib.suppress(OSError):
-                while ballast.write(bytes(size)) == size:
-                    pass
+    return scores[:-1] if fault == "short" else scores
 '''
 
 
-@dataclass
 class Trial:
-    """One training, its folder, and the lives it had."""
+    """One training in a new folder, and the lives it had.
 
-    folder: Path
-    reference: Path | None = None
-    """The run of an uninterrupted one with the same settings."""
-    settings: dict[str, object] = field(default_factory=dict)
-    """Beside SETTINGS; ``section.key`` -> value."""
-    lives: int = 0
+    ``reference`` is the run of an uninterrupted one; ``settings`` are beside SETTINGS.
+    """
 
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
+    def __init__(self, folder, reference=None, settings=None):
+        self.folder = folder
+        self.run = folder / "run"
+        self.reference = reference
+        self.file = write_run_file(folder, SETTINGS | (settings or {}))
+        (folder / "reward.py").write_text(REWARD)
+        self.lives = 0
 
-    @functools.cached_property
-    def file(self) -> Path:
-        """RUN.yaml, written with the reward beside it at first use."""
-        content = yaml.safe_load(QUICKSTART.read_text())
-        for key, value in {**SETTINGS, **self.settings, "output_dir": str(self.run)}.items():
-            section, _, name = key.partition(".")
-            if name:
-                content.setdefault(section, {})[name] = value
-            else:
-                content[section] = value
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "reward.py").write_text(REWARD)
-        (self.folder / "RUN.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-        return self.folder / "RUN.yaml"
-
-    def begin(self, *more: str, before: Callable[[], object] = bool, **variables: str) -> Life:
+    def begin(self, *more, before=bool, **variables):
         """Start ``rloo-kit train RUN.yaml MORE``, with variables in its environment."""
 
-        def prepare() -> None:
+        def prepare():
             os.environ.update(variables)
             before()
 
@@ -113,29 +75,33 @@ class Trial:
         output = self.folder / f"output-{self.lives}.txt"
         return begin(["train", self.file, *more], output, prepare)
 
-    def fail(self, *more: str, before: Callable[[], object] = bool, **variables: str) -> Life:
+    def fail(self, *more, **others):
         """Train until the fault ends it; return the life, which must have ended with code 2."""
-        life = self.begin(*more, before=before, **variables)
+        life = self.begin(*more, **others)
         assert life.finish() == 2, life.text
         assert "Traceback" not in life.text, life.text
         return life
 
-    def resume(self, *more: str) -> Life:
-        """Resume, now that the cause is gone; return the life, which must have finished."""
-        life = self.begin("--resume", *more)
+    def finish(self, *more, **others):
+        """Train to the end; return the life."""
+        life = self.begin(*more, **others)
         assert life.finish() == 0, life.text
         return life
 
+    def resume(self):
+        """Resume, now that the cause is gone; return the life, which must have finished."""
+        return self.finish("--resume")
+
     @property
-    def saved(self) -> int:
+    def saved(self):
         """Step of the newest checkpoint."""
         return newest_checkpoint(self.run)
 
     @property
-    def ended(self) -> dict[str, object]:
+    def ended(self):
         return json.loads((self.run / "end.json").read_text())
 
-    def is_whole(self) -> bool:
+    def is_whole(self):
         """Return whether nothing half written lies in the run's folder."""
         from rloo_kit.checkpoints.store import read_checkpoint
 
@@ -144,11 +110,11 @@ class Trial:
             read_checkpoint(self.run / name)
         return not any(name.startswith(".") for name in names)
 
-    def differs(self) -> list[str]:
+    def differs(self):
         """Return what the finished run has that the uninterrupted one does not."""
         return differences(self.reference, self.run)
 
-    def keeps_all(self, step: int = FAULT_AT) -> None:
+    def keeps_all(self, step=FAULT_AT):
         """Assert that the last finished step is saved and that a resumed run is the same run."""
         assert self.saved == step
         assert self.is_whole()

@@ -15,8 +15,8 @@ from rloo_kit.report.page import write_report
 
 MIB = 1 << 20
 STEPS = 12
-GROUPS = 4
 SIZE = 4
+"""Completions of a prompt, and prompts of a step."""
 HOSTILE = [
     "<script>window.hit = 1</script>",
     "</script><img src=x onerror=alert(1)>",
@@ -35,21 +35,19 @@ HOSTILE = [
 
 
 def row_of(step, group, place, **changes):
-    score = float((step + group + place) % 3 == 0)
     scores = [float((step + group + other) % 3 == 0) for other in range(SIZE)]
-    baseline = (sum(scores) - score) / (SIZE - 1)
+    score = scores[place]
     return {
-        "step": step, "group": group,
-        "prompt": [{"role": "user", "content": f"prompt {group} of step {step}"}],
+        "step": step, "group": group, "prompt": f"prompt {group} of step {step}",
         "completion": [{"role": "assistant", "content": f"so {place} </think> answer {place}"}],
         "truncated": False, "rewards": {"accuracy": score}, "score": score, "kl": 0.5,
-        "baseline": baseline, "advantage": score - baseline, **changes,
+        "advantage": score - (sum(scores) - score) / (SIZE - 1), **changes,
     }  # fmt: skip
 
 
-def rows_of_run(steps=STEPS, groups=GROUPS):
+def rows_of_run(steps=STEPS, groups=SIZE, **changes):
     return [
-        row_of(step, group, place)
+        row_of(step, group, place, **changes)
         for step in range(1, steps + 1) for group in range(groups) for place in range(SIZE)
     ]  # fmt: skip
 
@@ -67,34 +65,27 @@ def lines(rows):
 
 
 def scored(share, num=20):
+    scores = [float(n < share * num) for n in range(num)]
     samples = [
-        {"prompt": f"question {n}", "completion": f"so </think> {n}",
-         "rewards": {"accuracy": float(n < share * num)}}
-        for n in range(num)
-    ]  # fmt: skip
-    return {
-        "rewards": {"accuracy": share},
-        "num_prompts": num,
-        "mean_length": 9,
-        "samples": samples,
-    }
+        {"prompt": "question", "completion": "x", "rewards": {"accuracy": s}} for s in scores
+    ]
+    return {"rewards": {"accuracy": share}, "num_prompts": num, "samples": samples}
 
 
 @pytest.fixture
 def run(tmp_path):
     """Return a maker of folders of runs."""
 
-    def make(name="first", *, rows=None, metrics=None, evaluation=None, config=None, end=None):
+    def make(name="first", *, rows=None, metrics=None, config=None, **files):
         folder = tmp_path / name
         folder.mkdir()
         rows = rows_of_run() if rows is None else rows
-        metrics = [metric(step) for step in range(1, STEPS + 1)] if metrics is None else metrics
+        metrics = metrics or map(metric, range(1, STEPS + 1))
         (folder / "completions.jsonl").write_text(lines(rows))
         (folder / "metrics.jsonl").write_text(lines(metrics))
         (folder / "run.yaml").write_text(yaml.safe_dump(config or {}))
-        for file, content in (("evaluation.json", evaluation), ("end.json", end)):
-            if content is not None:
-                (folder / file).write_text(json.dumps(content))
+        for file, content in files.items():
+            (folder / f"{file}.json").write_text(json.dumps(content))
         return folder
 
     return make
@@ -117,28 +108,22 @@ def content(folder):
 @pytest.mark.long
 def test_thousand_steps_fit_into_three_mebibytes(run):
     text = "so the sum of these is carried over </think> " + 20 * "and so on "
-    rows = [
-        row_of(step, group, place, completion=text)
-        for step in range(1, 1001) for group in range(16) for place in range(SIZE)
-    ]  # fmt: skip
-    folder = run(rows=rows, metrics=[metric(step) for step in range(1, 1001)])
+    folder = run(
+        rows=rows_of_run(1000, 16, completion=text), metrics=list(map(metric, range(1, 1001)))
+    )
     path = write_report(folder)
     assert path.stat().st_size < 3 * MIB
     found = data_of(path.read_text())["runs"][0]
     assert found["num_groups"] == 16_000
     assert found["num_completions"] == 64_000
     steps = [group["step"] for group in found["groups"]]
-    assert len(steps) > 200
-    assert steps[0] == 1
-    assert steps[-1] == 1000
+    assert (steps[0], steps[-1]) == (1, 1000)
     assert max(b - a for a, b in pairwise(steps)) <= 12
     assert len(found["curves"]["from"]) <= MAX_POINTS
 
 
 def test_thinned_curve_keeps_its_extremes(run):
-    metrics = [
-        metric(step, **{"kl/sequence": 9.0 if step == 777 else 0.0}) for step in range(1, 2001)
-    ]
+    metrics = [metric(step, **{"kl/sequence": 9.0 * (step == 777)}) for step in range(1, 2001)]
     curves = content(run(metrics=metrics))["curves"]
     place = next(n for n, to in enumerate(curves["to"]) if to >= 777)
     line = curves["lines"]["kl_sequence/0"]
@@ -170,20 +155,19 @@ def test_run_name_is_escaped_in_the_title(run):
 
 
 @pytest.mark.parametrize(
-    ("end", "evaluation", "how"),
+    ("files", "how"),
     [
-        ({"how": "stopped", "reason": "kl_explosion", "steps": 7}, None, "stopped"),
-        ({"how": "failed", "reason": "out of memory"}, None, "failed"),
-        (None, {"before": scored(0.5), "after": scored(0.75)}, "finished"),
-        (None, {"before": scored(0.5)}, "open"),
-        (None, None, "open"),
+        ({"end": {"how": "stopped", "reason": "kl_explosion", "steps": 7}}, "stopped"),
+        ({"evaluation": {"before": scored(0.5), "after": scored(0.75)}}, "finished"),
+        ({"evaluation": {"before": scored(0.5)}}, "open"),
     ],
 )
-def test_end_of_the_run_is_shown(run, end, evaluation, how):
-    found = content(run(end=end, evaluation=evaluation))["end"]
+def test_end_of_the_run_is_shown(run, files, how):
+    found = content(run(**files))["end"]
+    end = files.get("end", {})
     assert found["how"] == how
-    assert found["steps"] == (end or {}).get("steps", STEPS)
-    assert found["reason"] == (end or {}).get("reason", "")
+    assert found["steps"] == end.get("steps", STEPS)
+    assert found["reason"] == end.get("reason", "")
 
 
 def test_held_out_prompts_that_changed_most_come_first(run):
@@ -195,22 +179,15 @@ def test_held_out_prompts_that_changed_most_come_first(run):
 
 
 def test_settings_that_differ_from_the_defaults_are_marked(run):
-    config = {"trainer": {"beta": 0.3, "num_generations": 4}, "seed": 7}
+    config = {"trainer": {"beta": 0.3, "num_generations": 4, "top_k": 0, "bf16": True}, "seed": 7}
     rows = {row["name"]: row for row in content(run(config=config))["config"]}
     assert rows["trainer.beta"] == {
         "name": "trainer.beta", "value": "0.3", "default": "0.05", "differs": True,
     }  # fmt: skip
     assert rows["seed"]["differs"]
-    assert not rows["trainer.num_generations"]["differs"]
-    assert not rows["model.name"]["differs"]
-
-
-def test_a_default_of_trl_or_of_the_device_is_named(run):
-    config = {"trainer": {"max_steps": 40, "top_k": 0, "bf16": True}}
-    rows = {row["name"]: row for row in content(run(config=config))["config"]}
-    names = ("trainer.max_steps", "trainer.top_k", "trainer.bf16")
-    assert [rows[name]["default"] for name in names] == ["-1", "0", "by the device"]
-    assert not rows["trainer.top_k"]["differs"]
+    for name in ("trainer.num_generations", "trainer.top_k", "model.name"):
+        assert not rows[name]["differs"]
+    assert rows["trainer.bf16"]["default"] == "by the device"
 
 
 def test_secret_settings_are_not_shown(run):
@@ -230,23 +207,11 @@ def test_secret_settings_are_not_shown(run):
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "end.json", "environment.json", "run.yaml"])
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"before": 3, "during": {}, "hardware": 5}', "\xff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"before": 3, "during": {}, "hardware": 5}'])
 def test_damaged_file_is_ignored(run, name, text):
     folder = run()
-    (folder / name).write_bytes(text.encode("latin-1"))
+    (folder / name).write_text(text)
     assert content(folder)["end"]["steps"] == STEPS
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [{"rewards": None}, {"rewards": {"accuracy": "high"}}, {"score": None, "advantage": None},
-     {"advantage": "1"}, {"answer_at": -4}, {"truncated": "yes"}, {"kl": 1e400}, {"prompt": {}}],
-)  # fmt: skip
-def test_odd_values_of_a_row_are_accepted(run, odd):
-    found = content(run(rows=[row_of(1, 0, place, **odd) for place in range(SIZE)]))
-    assert len(found["groups"][0]["completions"]) == SIZE
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -289,14 +254,10 @@ def test_content_policy_allows_only_what_the_page_holds(run):
 
 def test_runs_are_compared_side_by_side(run, tmp_path):
     folders = [run("first"), run("second", config={"trainer": {"beta": 0.2}})]
-    path = write_report(folders, tmp_path / "both.html")
-    found = data_of(path.read_text())
-    assert [one["name"] for one in found["runs"]] == ["first", "second"]
-    values = [
-        {row["name"]: row["value"] for row in one["config"]}.get("trainer.beta")
-        for one in found["runs"]
-    ]
-    assert values == [None, "0.2"]
+    first, second = data_of(write_report(folders, tmp_path / "both.html").read_text())["runs"]
+    assert (first["name"], second["name"]) == ("first", "second")
+    assert "trainer.beta" in {row["name"] for row in second["config"]}
+    assert "trainer.beta" not in {row["name"] for row in first["config"]}
     assert not (folders[0] / "report.html").exists()
 
 

@@ -53,22 +53,15 @@ def some(length, letters=LETTERS):
 # --- names and values ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "OPENAI_API_KEY_2", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "GITHUB_PAT", "apiKey",
-     "token", "x-api-key", "Authorization", "trainer.hub_token", "credentials"],
-)  # fmt: skip
-def test_name_of_a_secret_is_recognised(name):
-    assert is_secret_name(name)
+NAMES = """HF_TOKEN OPENAI_API_KEY_2 AWS_ACCESS_KEY_ID PGPASSWORD GITHUB_PAT apiKey token x-api-key
+Authorization trainer.hub_token credentials"""
+OTHERS = """KEYBOARD TOKENIZERS_PARALLELISM HF_TOKEN_PATH SSH_AUTH_SOCK max_new_tokens pad_token
+pad_token_id tokenizer api_key_env token_level_kl SSH_PUBLIC_KEY"""
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["KEYBOARD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "max_new_tokens",
-     "pad_token", "pad_token_id", "tokenizer", "api_key_env", "token_level_kl", "SSH_PUBLIC_KEY"],
-)  # fmt: skip
-def test_name_that_resembles_one_is_not_a_secret(name):
-    assert not is_secret_name(name)
+def test_names_of_secrets_are_recognised_and_none_that_resemble_them():
+    assert [name for name in NAMES.split() if not is_secret_name(name)] == []
+    assert [name for name in OTHERS.split() if is_secret_name(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -199,28 +192,21 @@ def test_redaction_takes_linear_time(piece):
 
 
 def test_settings_are_masked_by_name():
-    settings = {
-        "trainer": {"hub_token": "abc", "beta": 0.1, "pad_token": "<pad>"},
-        "rewards": [{"name": "judge", "api_key": "EMPTY", "api_key_env": "OPENAI_API_KEY"}],
-        "own": {"token": SECRET, "auth": "basic"},
-        "model": {"name": f"https://me:{SECRET}@example.org/m", "token": True, "key": "question"},
-        "passwords": ["x", "y"],
-        "empty": {"token": None, "api_key": ""},
-    }
-    assert redact_tree(settings) == {
-        "trainer": {
-            "hub_token": "[hidden: hub_token]",
-            "beta": 0.1,
-            "pad_token": "<pad>",
-        },
-        "rewards": [
-            {"name": "judge", "api_key": "[hidden: api_key]", "api_key_env": "OPENAI_API_KEY"}
-        ],
-        "own": {"token": "[hidden: token]", "auth": "basic"},
-        "model": {"name": "https://me:[hidden]@example.org/m", "token": True, "key": "question"},
-        "passwords": ["[hidden: passwords]"] * 2,
-        "empty": {"token": None, "api_key": ""},
-    }
+    def settings(hidden, password):
+        return {
+            "trainer": {"hub_token": hidden("hub_token"), "beta": 0.1, "pad_token": "<pad>"},
+            "rewards": [{"name": "judge", "api_key": hidden("api_key"), "api_key_env": "MY_KEY"}],
+            "own": {"auth": "basic", "passwords": [hidden("passwords")] * 2},
+            "model": {
+                "name": f"https://me:{password}@example.org/m",
+                "token": True,
+                "key": "question",
+            },
+            "empty": {"token": None, "api_key": ""},
+        }
+
+    found = redact_tree(settings(lambda name: "abc", SECRET))
+    assert found == settings("[hidden: {}]".format, "[hidden]")
 
 
 def test_settings_of_every_example_are_unchanged():
@@ -278,12 +264,8 @@ def test_recorded_run_holds_no_secret(tmp_path, monkeypatch):
     for path in tmp_path.iterdir():
         text = path.read_text(encoding="utf-8")
         assert not [form for form in (ODD, inside, "with é", "with \\u00e9") if form in text], path
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["trainer"] == {
-        "hub_token": "[hidden: hub_token]"
-    }
-    assert json.loads((tmp_path / "completions.jsonl").read_text())["prompt"] == (
-        "say [hidden: MY_KEY]"
-    )
+    assert "hub_token: '[hidden: hub_token]'" in (tmp_path / "run.yaml").read_text()
+    assert '"say [hidden: MY_KEY]"' in (tmp_path / "completions.jsonl").read_text()
 
 
 def test_dotenv_secret_is_masked_beside_the_environments(tmp_path, monkeypatch):

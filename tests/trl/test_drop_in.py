@@ -25,28 +25,21 @@ DIFFERENT_WITH_TOOLS = {
 
 @pytest.mark.slow
 @pytest.mark.skipif("TRL_TEST_FILE" not in os.environ, reason="TRL_TEST_FILE names no file")
-def test_trls_own_tests_pass_with_the_kits_class(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "least", "different"),
+    [
+        ("test_rloo_trainer.py", 71, DIFFERENT),
+        ("test_grpo_trainer.py", 13, DIFFERENT_WITH_TOOLS),
+    ],
+)
+def test_trls_own_tests_pass_with_the_kits_class(name, least, different, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     from trl_tests import run_all
 
-    trl, kit = run_all(Path(os.environ["TRL_TEST_FILE"]), ["trl", "kit"]).values()
-    passed = {name for name, outcome in trl.items() if outcome.kind == "passed"}
-    assert len(passed) > 70
-    lost = {name: kit[name].why for name in passed if kit[name].kind != "passed"}
-    assert lost.keys() == DIFFERENT.keys(), lost
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("TRL_TEST_FILE" not in os.environ, reason="TRL_TEST_FILE names no file")
-def test_trls_own_tests_of_tools_pass_with_the_kits_class(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    from trl_tests import run_all
-
-    file = Path(os.environ["TRL_TEST_FILE"]).with_name("test_grpo_trainer.py")
+    file = Path(os.environ["TRL_TEST_FILE"]).with_name(name)
     trl, kit = run_all(file, ["trl", "kit"]).values()
     passed = {name for name, outcome in trl.items() if outcome.kind == "passed"}
-    assert len(passed) >= 13
+    assert len(passed) >= least
     lost = {name: kit[name].why for name in passed if kit[name].kind != "passed"}
-    assert lost.keys() == DIFFERENT_WITH_TOOLS.keys(), lost
+    assert lost.keys() == different.keys(), lost
