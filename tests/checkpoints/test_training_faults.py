@@ -13,7 +13,7 @@ import bitsandbytes
 import pytest
 import torch
 from torch import nn
-from transformers import Adafactor
+from transformers import Adafactor, TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.errors import DivergedError
@@ -51,7 +51,7 @@ class Training:
             for parameter, value in zip(self.trained, self.start, strict=True):
                 parameter.copy_(value)
 
-    def trainer(self, reward=places, **settings):
+    def trainer(self, reward=places, callbacks=(), **settings):
         few = {
             "max_steps": 3,
             "max_completion_length": 6,
@@ -69,7 +69,17 @@ class Training:
             args=rk.LeaveOneOutConfig(str(self.folder), **{**few, **settings}),
             train_dataset=self.data,
             processing_class=self.tokenizer,
+            callbacks=list(callbacks),
         )
+
+    @contextlib.contextmanager
+    def spoiling_gradients(self, function):
+        """Let ``function`` change the gradient of one trained parameter."""
+        handle = self.trained[0].register_hook(function)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextlib.contextmanager
     def watching(self, function):
@@ -108,7 +118,45 @@ def equal(some, others):
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
+class AfterEachStep(TrainerCallback):
+    """Keeps the weights and the optimizer's moments as they are after every step."""
+
+    def __init__(self, training):
+        self.training = training
+        self.weights = [copies(training.trained)]
+        self.moments = []
+
+    def on_step_end(self, args, state, control, optimizer, **_):
+        self.weights.append(copies(self.training.trained))
+        held = [value for kept in optimizer.state.values() for value in kept.values()]
+        self.moments.append(copies(held))
+
+
 # --- NaN and Inf ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_with_a_nan_gradient_moves_nothing(training, value):
+    seen = AfterEachStep(training)
+    trainer = training.trainer(callbacks=[seen], weight_decay=0.1)
+
+    def spoil(grad):
+        return torch.full_like(grad, value) if trainer.state.global_step == 1 else grad
+
+    with (
+        training.spoiling_gradients(spoil),
+        pytest.warns(RuntimeWarning, match=r"step 2 is skipped because of NaN or Inf .* 1 of"),
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert not equal(seen.weights[0], seen.weights[1])
+    assert equal(seen.weights[1], seen.weights[2])
+    assert equal(seen.moments[0], seen.moments[1]), "neither the moments nor their step count"
+    assert not equal(seen.weights[2], seen.weights[3])
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row.get("step/skipped") for row in rows] == [None, 1, 1]
+    assert [row["grad_norm"] is None for row in rows] == [False, True, False]
+    assert all(math.isfinite(row["loss"]) for row in rows), "the loss itself was a number"
 
 
 def test_a_nan_loss_is_logged_as_null(training):
@@ -123,7 +171,6 @@ def test_a_nan_loss_is_logged_as_null(training):
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[1] is None
     assert losses[0] != 0 != losses[2]
-    assert [row.get("step/skipped") for row in trainer.state.log_history[:3]] == [None, 1, 1]
     check_finite(training.trained, 3)
 
 
@@ -169,8 +216,8 @@ def test_an_optimizer_moves_nothing_where_the_guard_dropped_the_gradients(name):
     held = [v for kept in optimizer.state.values() for v in kept.values()]
     held = [*parameters, *(value for value in held if isinstance(value, torch.Tensor))]
     before = copies(held)
-    with pytest.warns(RuntimeWarning, match=r"step 1 is skipped because of NaN .*1 of 2 gradients"):
-        assert not step(math.inf)
+    with pytest.warns(RuntimeWarning, match="1 of 2 gradients"):
+        assert not step(math.nan)
     assert equal(copies(held), before)
     assert step(1.0)
     assert not equal(copies(held), before)
@@ -222,7 +269,8 @@ def score(training, **settings):
 class Small:
     """Memory for so many rows: more of them run out of it after a few tokens."""
 
-    def __init__(self, most):
+    def __init__(self, most, error=None):
+        self.error = error or torch.OutOfMemoryError("CUDA out of memory")
         self.most = most
         self.tried = []
         self.calls = 0
@@ -230,12 +278,22 @@ class Small:
     def __call__(self, rows, output):
         if torch.is_grad_enabled():
             return
-        if self.tried[-1:] != [rows]:
+        if not self.tried or self.tried[-1] != rows:
             self.tried.append(rows)
             self.calls = 0
         self.calls += 1
         if rows > self.most and self.calls > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.error
+
+
+@contextlib.contextmanager
+def one_warning(match):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    assert len(found) == 1
+    assert match in found[0]
 
 
 def test_sampling_out_of_memory_uses_fewer_rows(training):
@@ -247,10 +305,11 @@ def test_sampling_out_of_memory_uses_fewer_rows(training):
         return places(completions)
 
     trainer = training.trainer(keep, max_steps=2, temperature=1.0)
-    said = "memory ran out while sampling 8 completions at once: trying 4"
-    with training.watching(small), pytest.warns(RuntimeWarning, match=said) as caught:
+    with (
+        training.watching(small),
+        one_warning("memory ran out while sampling 8 completions at once: trying 4"),
+    ):
         trainer.train()
-    assert len([one for one in caught if one.category is RuntimeWarning]) == 1
     # 2 prompts and 8 rows, 1 prompt and 4 rows, then 2 rows in every piece of both batches
     assert small.tried == [2, 8, 1, 4] + 8 * [1, 2]
     assert trainer.sampler.pieces.size == 2
@@ -258,6 +317,17 @@ def test_sampling_out_of_memory_uses_fewer_rows(training):
     rows = {row["prompt"][-1]["content"]: row["answer"] for row in training.data}
     for prompts, answers in lists:
         assert [rows[prompt[-1]["content"]] for prompt in prompts] == answers
+
+
+def test_pieces_hold_the_same_completions_in_the_same_order(training):
+    trainer = training.trainer()
+    ids = [trainer.processing_class(text)["input_ids"] for text in ("1+1", "23 + 4 =", "5", "9-2")]
+    trainer.generation_config.do_sample = False
+    whole = trainer._generate_single_turn(ids, None, {})
+    with training.watching(Small(1)), pytest.warns(RuntimeWarning, match="memory ran out"):
+        pieces = trainer._generate_single_turn(ids, None, {})
+    assert pieces == whole
+    assert trainer.sampler.pieces.size == 1
 
 
 @pytest.mark.parametrize(
@@ -277,3 +347,57 @@ def test_pieces_that_are_done_are_not_run_again(most, sizes):
         warnings.simplefilter("ignore")
         assert pieces.run(call, range(10), at_most=7) == list(range(0, 20, 2))
     assert tried == sizes
+
+
+# --- memory that runs out while learning ---------------------------------------------------------
+
+
+def step_gradient(training, beta, disturb):
+    """The gradient of one optimizer step, of the same completions every time."""
+    torch.manual_seed(5)
+    with torch.no_grad():  # away from a model with certain tokens
+        for parameter in training.trained:
+            parameter.copy_(0.2 * torch.randn(parameter.shape))
+    trainer = training.trainer(
+        beta=beta, max_steps=1, learning_rate=1e-9, tokens_per_micro_batch=4096
+    )
+    grads = []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            grads.extend(copies(p.grad for p in training.trained))
+
+    trainer.add_callback(Keep())
+    with training.watching(disturb):
+        trainer.train()
+    return grads, trainer
+
+
+@pytest.mark.parametrize("where", ["training forward", "reference pass", "backward"])
+def test_the_gradient_is_the_same_after_out_of_memory(training, where):
+    """In a real model: from a module's forward pass, and from within the autograd engine."""
+    beta = 0.05
+    expected, _ = step_gradient(training, beta, lambda rows, output: None)
+    trainer = None
+    failed = []
+
+    def out_of_memory(*_):
+        failed.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def disturb(rows, output):
+        log_probs = output.get("log_probs")
+        if log_probs is None or failed:  # sampling, or there is room now
+            return
+        if where == "backward" and torch.is_grad_enabled():
+            log_probs.register_hook(out_of_memory)
+        elif torch.is_grad_enabled() == (where == "training forward"):
+            out_of_memory()
+
+    with one_warning("tokens_per_micro_batch is"):
+        found, trainer = step_gradient(training, beta, disturb)
+    assert failed
+    assert trainer.learner.budget < 4096
+    assert max(grad.abs().max() for grad in expected) > 1e-4
+    for grad, other in zip(found, expected, strict=True):
+        assert (grad - other).norm() <= 1e-6 * max(1e-3, other.norm())

@@ -17,6 +17,18 @@ from rloo_kit.evaluation.statistics import (
 # --- pass@k ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("num", "right", "k", "value"),
+    [
+        (4, 0, 4, 0.0), (4, 4, 1, 1.0), (1, 1, 1, 1.0),
+        (5, 2, 1, 2 / 5), (5, 2, 2, 1 - 3 / 10), (5, 2, 3, 1 - 1 / 10), (5, 2, 4, 1.0),
+        (10, 3, 5, 1 - 21 / 252),
+    ],
+)  # fmt: skip
+def test_pass_at_k_by_hand(num, right, k, value):
+    assert pass_at_k(num, right, k) == pytest.approx(value, abs=1e-15)
+
+
 @given(num=st.integers(1, 9), data=st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(num, data):
     right = data.draw(st.integers(0, num))
@@ -50,6 +62,15 @@ def test_interval_of_a_share_is_the_binomial_one():
     assert found.high == pytest.approx(np.searchsorted(ways, 0.975) / num, abs=0.011)
 
 
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    draw = np.random.default_rng(0)
+    inside = 0
+    for trial in range(300):
+        found = estimate(draw.normal(2.0, 1.0, 40).tolist(), seed=trial)
+        inside += found.low <= 2.0 <= found.high
+    assert 0.90 <= inside / 300 <= 0.985  # the percentile bootstrap is a little narrow at n=40
+
+
 def test_answers_that_are_all_right_leave_doubt():
     found = estimate([1.0] * 256)
     assert (found.mean, found.high) == (1.0, 1.0)
@@ -66,9 +87,10 @@ def test_a_paired_difference_by_hand():
     assert found.mean == pytest.approx(2.4 / 6)
     assert found.p_value == pytest.approx(2 / 64)
     assert found.is_real
-    assert not difference(
-        before[:5], after[:5]
-    ).is_real  # the interval leaves 0 out, and 1 in 16 is no proof
+    assert found.num == 6
+    five = difference(before[:5], after[:5])
+    assert five.p_value == pytest.approx(2 / 32)
+    assert not five.is_real  # the interval leaves 0 out, and 1 in 16 is no proof
 
 
 @settings(max_examples=25, deadline=None)

@@ -1,16 +1,34 @@
-"""Micro-batches: cut at the lowest cost, groups kept whole, within the memory that is free."""
+"""Micro-batches: cut at the lowest cost, groups kept whole, padding on the right alone."""
 
 import random
 from itertools import chain
 
 import pytest
 
-from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.batching import IGNORED, TokenRows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 
 OVERHEAD = 32
 
 PAD = 999
+
+
+def rows_of(lengths, prompt=1):
+    """Rows of the given lengths, the prompt included; every token id is another one."""
+    prompts = [[1000 * row + place for place in range(prompt)] for row in range(len(lengths))]
+    completions = [
+        [1000 * row + place for place in range(prompt, length)]
+        for row, length in enumerate(lengths)
+    ]
+    return TokenRows(prompts, completions)
+
+
+def positions(lengths, piece):
+    return len(piece) * max(lengths[row] for row in piece)
+
+
+def cost(lengths, pieces):
+    return sum(positions(lengths, piece) + OVERHEAD for piece in pieces)
 
 
 def every_cut(order):
@@ -26,16 +44,31 @@ def every_cut(order):
 # --- cut ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("budget", [1, 30, 100, 400, 10**9])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cut_is_the_cheapest_of_all(seed, budget):
+    draw = random.Random(seed)
+    lengths = [draw.choice([draw.randint(2, 12), draw.randint(2, 150)]) for _ in range(9)]
+    order = sorted(range(9), key=lengths.__getitem__)
+    pieces = rows_of(lengths).cut(draw.sample(order, 9), budget, OVERHEAD)
+    allowed = [
+        cost(lengths, cut)
+        for cut in every_cut(order)
+        if all(len(piece) == 1 or positions(lengths, piece) <= budget for piece in cut)
+    ]
+    assert cost(lengths, pieces) == min(allowed)
+    assert sorted(chain(*pieces)) == [*range(9)]
+
+
 def shared_positions(tokens, rows):
     width = 1 + max(len(tokens.completion_ids[row]) for row in rows)
     prompts = {tuple(tokens.prompt_ids[row]) for row in rows}
     return len(rows) * width + len(prompts) * (max(map(len, prompts)) - 1)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("budget", [1, 60, 400, 10**9])
+@pytest.mark.parametrize("budget", [1, 60, 10**9])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cut_is_the_cheapest_of_all(seed, budget, share):
+def test_a_cut_shares_prompts_where_that_is_cheapest(seed, budget):
     draw = random.Random(seed)
     prompts = [[n] * draw.randint(1, 60) for n in range(3)]
     tokens = TokenRows(
@@ -44,10 +77,9 @@ def test_a_cut_is_the_cheapest_of_all(seed, budget, share):
     lengths = tokens.lengths
 
     def size(rows):
-        apart = len(rows) * max(lengths[row] for row in rows)
-        return min(apart, shared_positions(tokens, rows) + OVERHEAD) if share else apart
+        return min(positions(lengths, rows), shared_positions(tokens, rows) + OVERHEAD)
 
-    pieces = tokens.cut(draw.sample(range(9), 9), budget, OVERHEAD, share=share)
+    pieces = tokens.cut(range(9), budget, OVERHEAD, share=True)
     order = sorted(range(9), key=lambda row: (lengths[row], row))
     allowed = [
         sum(size(piece) + OVERHEAD for piece in cut)
@@ -55,11 +87,12 @@ def test_a_cut_is_the_cheapest_of_all(seed, budget, share):
         if all(len(piece) == 1 or size(piece) <= budget for piece in cut)
     ]
     assert sum(size(piece) + OVERHEAD for piece in pieces) == min(allowed)
-    assert sorted(chain(*pieces)) == [*range(9)]
     for piece in pieces:
-        is_cheaper = tokens.is_cheaper_shared(piece, OVERHEAD)
-        batch = tokens.pad(piece, PAD, share=share and is_cheaper)
-        assert batch.num_positions == size(piece) - OVERHEAD * (share and is_cheaper)
+        shared = shared_positions(tokens, piece)
+        is_cheaper = shared + OVERHEAD < positions(lengths, piece)
+        assert tokens.is_cheaper_shared(piece, OVERHEAD) == is_cheaper
+        batch = tokens.pad(piece, PAD, share=is_cheaper)
+        assert batch.num_positions == (shared if is_cheaper else positions(lengths, piece))
 
 
 # --- bundle ------------------------------------------------------------------------------------
@@ -70,7 +103,7 @@ def test_a_cut_is_the_cheapest_of_all(seed, budget, share):
 def test_bundles_hold_whole_groups_within_the_budget_and_lose_nothing(seed, budget):
     draw = random.Random(seed)
     lengths = [draw.choice([draw.randint(2, 9), draw.randint(2, 40)]) for _ in range(40)]
-    tokens = TokenRows([[1]] * 40, [[7] * (length - 1) for length in lengths])
+    tokens = rows_of(lengths)
     places = draw.sample(range(40), 40)
     groups = [places[first : first + 4] for first in range(0, 40, 4)]
     groups[3] = groups[3][:2]
@@ -88,41 +121,82 @@ def test_bundles_hold_whole_groups_within_the_budget_and_lose_nothing(seed, budg
             assert set(group) <= set(bundle) or not set(group) & set(bundle)
 
 
+# --- pad ---------------------------------------------------------------------------------------
+
+PROMPTS = [[11, 12, 13], [21], [31, 32, 33, 34, 35], [41, 42]]
+COMPLETIONS = [[111, 112], [121, 122, 123, 124], [131], []]
+ROWS = TokenRows(PROMPTS, COMPLETIONS)
+
+
+@pytest.mark.parametrize("multiple_of", [None, 4, 7, 64])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0], [1], [1, 3]])
+def test_padded_rows_give_their_token_ids_back(rows, multiple_of):
+    batch = ROWS.pad(rows, PAD, multiple_of=multiple_of)
+    assert batch.rows.tolist() == rows
+    gathered = batch.input_ids.gather(1, batch.places)
+    assert batch.completion_mask.shape == (len(rows), max(len(COMPLETIONS[row]) for row in rows))
+    for place, row in enumerate(rows):
+        ids = PROMPTS[row] + COMPLETIONS[row]
+        assert batch.input_ids[place, : len(ids)].tolist() == ids
+        assert (batch.input_ids[place, len(ids) :] == PAD).all(), "padding is on the right"
+        assert gathered[place][batch.completion_mask[place]].tolist() == COMPLETIONS[row]
+        scored = batch.labels[place] != IGNORED
+        assert batch.labels[place][scored].tolist() == COMPLETIONS[row]
+        assert scored.nonzero().flatten().tolist() == list(range(len(PROMPTS[row]), len(ids)))
+    assert batch.num_tokens == ROWS.num_tokens(rows)
+    assert batch.num_positions == batch.input_ids.numel()
+
+
 # --- default budget ------------------------------------------------------------------------------
 
 GIB = 2**30
 
 
-KEPT = 2 * 28 * (12 * 1024 + 5 * 3072)
-"""Bytes of a position that the backward pass needs."""
-
-
-@pytest.mark.parametrize(
-    ("gib", "how", "expected"),
-    [
-        (8, {}, 4 * GIB // KEPT),
-        (0.5, {"checkpointing": True}, GIB // 4 // (2 * (12 * 1024 + 5 * 3072 + 28 * 1024))),
-        (0, {}, 512),
-        (1000, {}, 16_384),
-        (1000, {"on_cpu": True}, 4 * GIB // KEPT),
-        (2, {"on_cpu": True}, GIB // KEPT),
-    ],
-)
-def test_the_budget_is_half_the_memory_within_bounds(gib, how, expected):
-    found = default_token_budget(
-        int(gib * GIB),
-        hidden_size=1024,
-        num_layers=28,
-        intermediate_size=3072,
-        bytes_per_value=2,
-        **{"checkpointing": False, "on_cpu": False, **how},
+def budget(gib, *, checkpointing=False, on_cpu=False, **sizes):
+    usual = {"hidden_size": 1024, "num_layers": 28, "intermediate_size": 3072, "bytes_per_value": 2}
+    return default_token_budget(
+        int(gib * GIB), checkpointing=checkpointing, on_cpu=on_cpu, **{**usual, **sizes}
     )
-    assert found == expected
+
+
+def test_the_budget_is_half_the_memory_per_position():
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(8) == 4 * GIB // keeps
+    keeps = 2 * (12 * 1024 + 5 * 3072 + 28 * 1024)
+    assert budget(0.5, checkpointing=True) == GIB // 4 // keeps
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_budget_grows_with_memory_between_its_bounds(checkpointing):
+    found = [budget(gib, checkpointing=checkpointing) for gib in (0, 0.1, 1, 2, 4, 8, 80, 1000)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (512, 16_384)
+    assert len(set(found)) > 3
+
+
+def test_on_a_cpu_activations_take_at_most_4_gib():
+    keeps = 2 * 28 * (12 * 1024 + 5 * 3072)
+    assert budget(1000, on_cpu=True) == 4 * GIB // keeps
+    assert budget(2, on_cpu=True) == GIB // keeps
 
 
 def test_a_pass_costs_more_positions_where_a_position_costs_little():
     assert pass_overhead(6, 10_000_000, on_cpu=True) > pass_overhead(6, 20_000_000, on_cpu=True)
     assert pass_overhead(36, 4 * 10**9, on_cpu=False) > pass_overhead(36, 4 * 10**9, on_cpu=True)
-    rows = TokenRows([[1]] * 4, [[7] * 10, [7] * 10, [7] * 100, [7] * 100])
+    rows = rows_of([10, 10, 100, 100])
     assert len(rows.cut(range(4), 1000, overhead=0)) == 2
     assert len(rows.cut(range(4), 1000, overhead=1000)) == 1
+
+
+def test_shared_prompts_are_apart_from_their_rows():
+    tokens = TokenRows([[1, 2, 3], [4, 5], [1, 2, 3]], [[11], [12, 13], []])
+    batch = tokens.pad([2, 1, 0], PAD, share=True)
+    shared = batch.shared
+    prompts = [
+        ids[:length].tolist() for ids, length in zip(shared.input_ids, shared.lengths, strict=True)
+    ]
+    assert sorted(prompts) == [[1, 2], [4]]
+    assert [prompts[n] for n in shared.of_row.tolist()] == [[1, 2], [4], [1, 2]]
+    assert batch.input_ids.tolist() == [[3, PAD, PAD], [5, 12, 13], [3, 11, PAD]]
+    assert batch.input_ids.gather(1, batch.places)[batch.completion_mask].tolist() == [12, 13, 11]
+    assert batch.num_tokens == 3 + 6

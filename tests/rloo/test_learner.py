@@ -272,6 +272,36 @@ def test_only_groups_over_budget_get_an_old_pass(budget):
     assert rollout.settled[:3].all()
 
 
+@pytest.mark.parametrize("budget", [39, 60, 10_000])
+def test_whole_groups_run_forward_before_a_backward(budget):
+    machine = Machine(Policy())
+    tokens = make_tokens()
+    seen = set()
+    in_hand = []
+    multiple = []
+
+    def forward(batch):
+        seen.update(batch.rows.tolist())
+        in_hand.append(batch.rows.tolist())
+        held = sum(tokens.num_tokens(rows) for rows in in_hand)
+        assert held <= budget
+        multiple.append(len(in_hand) > 1)
+        return Machine.forward(machine, batch)
+
+    def backward(loss):
+        whole = [{row for row in COMPARABLE if row // SIZE == group} for group in range(3)]
+        assert all(group <= seen or not group & seen for group in whole)
+        in_hand.pop()
+        loss.backward()
+
+    machine.forward = forward
+    machine.backward = backward
+    machine.learner(budget).learn(make_rollout(beta=0.4), EVERY_ROW)
+    assert seen == set(COMPARABLE)
+    assert not in_hand
+    assert any(multiple), "a bundle of several micro-batches is wanted"
+
+
 # --- two iterations ------------------------------------------------------------------------------
 
 
@@ -308,6 +338,26 @@ def test_the_second_iteration_is_clipped_against_the_policy_that_sampled(
     assert learner.tally.old_rows == 0, "what the first iteration kept is used"
 
 
+# --- passes without gradient ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 5, 1000])
+def test_log_probs_are_those_of_single_rows_and_zero_elsewhere(budget):
+    sample = make_sample()
+    machine = Machine(Policy())
+    rows = [1, 4, 8, 15]
+    found = machine.learner(budget).log_probs(sample.tokens, rows, machine.forward)
+    for row, expected in enumerate(machine.policy.of_all(sample)):
+        own = found[row, : len(expected)]
+        torch.testing.assert_close(own, expected.float() if row in rows else torch.zeros_like(own))
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    assert machine.rows(recorded=False) == rows
+
+
+# --- memory runs out -----------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def one_warning():
     with warnings.catch_warnings(record=True) as caught:
@@ -315,32 +365,6 @@ def one_warning():
         yield
     assert [warning.category for warning in caught] == [RuntimeWarning]
     assert "tokens_per_micro_batch is" in str(caught[0].message)
-
-
-# --- passes without gradient ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("budget", "limit"), [(1, math.inf), (5, math.inf), (1000, math.inf), (100, 40), (10, 30)]
-)
-def test_log_probs_are_those_of_single_rows_and_zero_elsewhere(budget, limit):
-    sample = make_sample()
-    machine = Machine(Policy(), no_grad_limit=limit)
-    learner = machine.learner(budget)
-    rows = [1, 4, 8, 15] if limit == math.inf else [*range(16)]
-    with contextlib.nullcontext() if limit == math.inf else one_warning():
-        found = learner.log_probs(sample.tokens, rows, machine.forward)
-    for row, expected in enumerate(machine.policy.of_all(sample)):
-        own = found[row, : len(expected)]
-        torch.testing.assert_close(own, expected.float() if row in rows else torch.zeros_like(own))
-    assert found.dtype == torch.float32
-    assert not found.requires_grad
-    assert machine.rows(recorded=False) == rows
-    if limit < math.inf:
-        assert limit / 8 <= learner.budget < budget, "halved as often as needed"
-
-
-# --- memory runs out -----------------------------------------------------------------------------
 
 
 def exact_after_running_out(machine, budget, **shaping):
@@ -376,6 +400,25 @@ def test_a_backward_pass_that_does_not_fit_leaves_no_trace(shaping, budget, fail
     machine = Machine(Policy(), failing=failing, late=late)
     learner = exact_after_running_out(machine, budget, **shaping)
     assert 1 <= learner.budget <= budget // 2 ** len(failing)
+
+
+@pytest.mark.parametrize(("budget", "limit"), [(100, 40), (10, 30)])
+def test_an_old_pass_out_of_memory_is_rerun_smaller(budget, limit):
+    sample = make_sample()
+    machine = Machine(Policy(), no_grad_limit=limit)
+    learner = machine.learner(budget)
+    with one_warning():
+        found = learner.log_probs(sample.tokens, list(range(16)), machine.forward)
+    for row, expected in enumerate(machine.policy.of_all(sample)):
+        torch.testing.assert_close(found[row, : len(expected)], expected.float())
+    assert limit / 8 <= learner.budget < budget, "halved as often as needed"
+    assert machine.rows(recorded=False) == list(range(16))
+
+
+def test_a_group_over_budget_is_still_exact():
+    machine = Machine(Policy(), limit=20, no_grad_limit=20)
+    learner = exact_after_running_out(machine, 4096, beta=0.4)
+    assert learner.tally.old_rows > 0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4])

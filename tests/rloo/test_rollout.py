@@ -12,7 +12,7 @@ from rloo_kit.rloo.advantages import BASELINES, leave_one_out_advantages
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.metrics import completion_records, rollout_metrics
 from rloo_kit.rloo.objective import RunningMoments
-from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping, rows_needing_old_pass
 
 NAN = float("nan")
 
@@ -111,6 +111,35 @@ def test_advantages_are_those_of_the_reference(seed, shaping):
     lengths = torch.tensor(LENGTHS).masked_fill(masked, 0)
     assert not whole.kl[~whole.learnable].any()
     assert whole.completion_mask.sum(1).equal(lengths)
+    one_by_one = fill(rollout, seed)
+    if whole.shaping.normalize_advantages:  # over the spread of all groups
+        return
+    for group in (2, 0, 1):
+        before = one_by_one.settled
+        one_by_one = one_by_one.with_advantages([group])
+        assert (one_by_one.settled != before).sum() == bool(whole.shaping.beta)
+        assert not one_by_one.advantages.view(3, -1)[~one_by_one.settled].any()
+    for name in ("advantages", "kl", "token_kl", "settled"):
+        assert getattr(one_by_one, name).equal(getattr(whole, name))
+
+
+# --- which rows train ----------------------------------------------------------------------------
+
+NO_SIGNAL = [1.0, 1.0, 1.0, 0.0, 0.5, 1.0, NAN, 2.0, NAN, NAN, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_without_kl_rows_with_advantage_are_learnable(masks):
+    ended = [True] * 10 + [False, True]
+    rollout = scored(NO_SIGNAL, 3, ended=ended, mask_truncated_completions=masks)
+    assert rollout.learnable.equal(rollout.row_advantages != 0)
+    assert rollout.learnable_rows == ([3, 5, 11] if masks else [3, 5, 10, 11])
+
+
+def test_with_a_kl_a_group_of_equal_scores_still_learns():
+    rollout = fill(scored(NO_SIGNAL, 3, beta=0.1)).with_advantages()
+    assert rollout.learnable_rows == [0, 1, 2, 3, 4, 5, 10, 11]
+    assert (rollout.advantages[:3] != 0).all()
 
 
 # --- another baseline ----------------------------------------------------------------------------
@@ -133,10 +162,16 @@ def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
     known = kl.sum(1).masked_fill(whole.scores.isnan(), NAN)
     penalty = leave_one_out_advantages(known.view(-1, 2)).view(-1)
     close(whole.row_advantages, (whole.score_advantages - 0.3 * penalty) * whole.learnable)
+    one_by_one = fill(scored(SCORES, 2, lengths=LENGTHS, beta=0.3, baseline=baseline))
+    for group in (2, 0, 1, 5, 4, 3):
+        one_by_one = one_by_one.with_advantages([group])
+    close(one_by_one.advantages, whole.advantages)
     records = completion_records(whole, ["a", "b"])
-    for record in (records[row] for row in whole.learnable_rows):
-        reward = record["score"] - 0.3 * record["kl"]
-        assert reward - record["baseline"] == pytest.approx(record["advantage"], abs=1e-5)
+    for row in whole.learnable_rows:
+        reward = records[row]["score"] - 0.3 * records[row]["kl"]
+        assert reward - records[row]["baseline"] == pytest.approx(
+            records[row]["advantage"], abs=1e-5
+        )
 
 
 # --- replaced groups ------------------------------------------------------------------------------
@@ -166,6 +201,7 @@ def view(sample, row):
         sample.ended[row],
         sample.sampler_log_probs[row],
         str(sample.rewards[row].tolist()),
+        str(sample.scores[row].item()),
     )
 
 
@@ -261,3 +297,18 @@ def test_a_record_says_what_became_of_a_completion():
         }
         for row in range(4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_step", "expected"),
+    [
+        ({"beta": 0.0}, {0, 1, 2, 3}, []),
+        ({"beta": 0.0}, {0, 1}, [2, 3]),
+        ({"beta": 0.1}, {0, 1, 2, 3}, []),
+        ({"beta": 0.1}, {0, 1}, [0, 1, 2, 3]),
+        ({"beta": 0.1, "normalize_advantages": True}, {0, 1, 2, 3}, [0, 1, 2, 3]),
+    ],
+)
+def test_rows_needing_an_old_pass(settings, first_step, expected):
+    rollout = scored([1.0, 0.0, 0.5, 2.0], 2, **settings)
+    assert rows_needing_old_pass(rollout, first_step) == expected

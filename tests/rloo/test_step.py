@@ -88,7 +88,7 @@ def step_of(table, **others):
         "shaping": Shaping(),
         "num_generations": 4,
     }
-    return Step(**given | others)
+    return Step(**{**given, **others})
 
 
 ROWS = [{"prompt": prompt} for prompt in (0, 1) for _ in range(4)]
@@ -130,6 +130,18 @@ def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
     assert step.log.tallies[0].rows == 16
 
 
+def test_rows_that_a_step_uses_twice_weigh_twice():
+    found = []
+    for times in (1, 2):
+        torch.manual_seed(1)
+        table = Table()
+        step = step_of(table, num_slices=times, num_iterations=times)
+        step.run([ROWS] * times**2, 1)
+        found.append(table.logits.grad)
+    assert found[0].any()
+    torch.testing.assert_close(*found)
+
+
 def test_options_enter_at_three_places():
     seen = []
     table = Table()
@@ -155,6 +167,30 @@ def test_options_enter_at_three_places():
     step.run([ROWS], 1)
     assert seen == ["which prompts", "after scoring", "rows to learn"]
     assert step.log.tallies[0].trained == 1
+
+
+@pytest.mark.parametrize("where", ["in the middle of a rollout", "at its end"])
+def test_a_step_goes_on_where_its_state_was_kept(where):
+    def begun():
+        torch.manual_seed(1)
+        table = Table()
+        return table, step_of(table, num_slices=4, num_iterations=2)
+
+    done = 3 if where == "in the middle of a rollout" else 8
+    whole, step = begun()
+    train(whole, step, 10)
+    table, step = begun()
+    train(table, step, done)
+    state = step.state_dict()
+    random = torch.get_rng_state()
+    other = Table()
+    with torch.no_grad():
+        other.logits.copy_(table.logits)
+    going_on = step_of(other, num_slices=4, num_iterations=2)
+    going_on.load_state_dict(state)
+    torch.set_rng_state(random)
+    train(other, going_on, 10 - done)
+    assert other.logits.equal(whole.logits)
 
 
 def test_the_step_needs_none_of_the_large_libraries():
