@@ -125,6 +125,22 @@ def test_an_exact_fit_is_found_despite_large_errors(tokens):
     assert not is_other([healthy])
 
 
+def test_a_step_that_rounding_hides_is_found_in_many_batches():
+    generator = seeded(2)
+    for _ in range(8):
+        places = []
+        found = []
+        for _ in range(HISTORY):
+            now, other = batch(generator, 3e-4)
+            noise = noise_of(normal, 1e-3, generator)
+            place = position_between(other + normal(1e-3, generator), now, other, noise)
+            places.append(place)
+            found.append(is_other(places))
+        assert not place.resolved
+        assert not any(found[:2])
+        assert found[-1]
+
+
 # --- a policy that is small but real -------------------------------------------------------------
 
 
