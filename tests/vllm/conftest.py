@@ -11,7 +11,6 @@ import time
 import httpx
 import pytest
 import torch
-from transformers import TrainerCallback
 
 import rloo_kit as rk
 from rloo_kit.data.lengths import prompt_ids
@@ -42,21 +41,16 @@ def policy(adapted_model):
         yield model, tokenizer, [prompt_ids(tokenizer, row["prompt"]) for row in rows]
 
 
-class Seen(TrainerCallback):
-    """Keeps all rollouts."""
-
-    def __init__(self):
-        self.rollouts = []
-
-    def on_completions(self, args, state, control, rollout, **_):
-        self.rollouts.append(rollout)
-
-
 @pytest.fixture
 def make_trainer(tmp_path):
     """Return a function that gives a trainer of the quickstart task, which keeps its rollouts."""
+    from transformers import TrainerCallback
 
     def make(model, tokenizer, rewards=("accuracy",), **settings):
+        class Seen(TrainerCallback):
+            def on_completions(self, args, state, control, rollout, **_):
+                trainer.seen.append(rollout)
+
         quick = {
             "max_steps": 3,
             "per_device_train_batch_size": 32,
@@ -67,16 +61,15 @@ def make_trainer(tmp_path):
             "generation": "vllm",
             "save_strategy": "no",
         }
-        seen = Seen()
         trainer = rk.LeaveOneOutTrainer(
             model=model,
             processing_class=tokenizer,
             train_dataset=rk.load_prompts("arithmetic"),
             reward_funcs=list(rewards),
             args=rk.LeaveOneOutConfig(str(tmp_path / "out"), **{**quick, **settings}),
-            callbacks=[seen],
+            callbacks=[Seen()],
         )
-        trainer.seen = seen.rollouts
+        trainer.seen = []
         return trainer
 
     return make
