@@ -400,6 +400,13 @@ def test_damaged_files_are_left_out(folder, name, content):
     assert verdict_of(run).endswith(".")
 
 
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf, -1.0, 1e9, "high"])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_odd_metrics_raise_no_error(name, odd):
+    run = record({name: [0.5, odd, odd] * 8}, held=(0.6, 0.2))
+    assert verdict_of(run).endswith(".")
+
+
 # --- runs that a finding ended --------------------------------------------------------------------
 
 
