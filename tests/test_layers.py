@@ -43,13 +43,18 @@ LAYERS = [
 
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
-# Libraries that take seconds to load; ruff's TID253 bans them at the top of other modules.
+# Libraries that take seconds to load: imported inside functions ...
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
+
+# ... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files).
+TENSOR_PACKAGES = {
+    "rloo", "training", "checkpoints", "sampling", "diagnosis", "live", "runs", "machine"
+}  # fmt: skip
 
 
 def name_in_kit(path):
     """The package of a module, or its own name at the top level."""
-    return path.relative_to(CORE if CORE in path.parents else ROOT).parts[0].removesuffix(".py")
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
 
 
 def imported(tree):
@@ -67,8 +72,39 @@ def imported(tree):
                 yield name if name in RANK else "__init__"
 
 
+def loaded_at_import(tree):
+    """Packages that importing the module imports: nothing in functions or TYPE_CHECKING."""
+    waiting = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
 def parse(path):
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def files(folder, pattern):
+    return pytest.mark.parametrize(
+        "path", sorted(folder.glob(pattern)), ids=lambda path: str(path.relative_to(folder))
+    )
+
+
+def upward_imports(core=CORE):
+    """Imports of a module from a package that is lower in the list: (module, package)."""
+    return [
+        (str(path.relative_to(core)), name)
+        for path in sorted(core.rglob("*.py"))
+        for name in sorted(set(imported(parse(path))) - {name_in_kit(path)})
+        if name != "__init__" and RANK[name] >= RANK[name_in_kit(path)]
+    ]
 
 
 def test_every_package_has_a_layer():
@@ -78,17 +114,103 @@ def test_every_package_has_a_layer():
 
 def test_no_module_is_imported_from_a_higher_layer():
     inside_the_first = {"errors", "types", "text"}  # of which the others of that layer know
+    assert [(p, name) for p, name in upward_imports() if name not in inside_the_first] == []
+
+
+def importers(core):
+    """Modules that each module of a package imports, for types and inside functions too."""
+    package = ".".join(core.relative_to(ROOT).parts)
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in core.rglob("*.py")
+    }
+    found = {}
+    for name, path in modules.items():
+        found[name] = set()
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = f"{package}.{node.module}" if node.level else node.module
+                inside = {f"{whole}.{alias.name}" for alias in node.names} & modules.keys()
+                found[name] |= inside or {whole} & modules.keys()
+    return found
+
+
+def circles(edges):
+    """Groups of modules that import each other in a circle."""
+
+    def reached_from(name):
+        seen = set()
+        waiting = [name]
+        while waiting:
+            new = edges[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    reached = {name: reached_from(name) for name in edges}
+    return {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in edges
+        if name in reached[name]
+    }
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(importers(CORE)) | circles(importers(REWARDS)) == set()
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+
+
+def test_parts_of_a_step_take_what_they_use_and_not_the_trainer():
+    parts = ("data", "scoring", "rloo", "sampling", "checkpoints", "training")
     assert [
-        (str(path), name)
-        for path in [*CORE.rglob("*.py"), *REWARDS.glob("*.py")]
-        for name in {*imported(parse(path))} - {name_in_kit(path), "__init__"} - inside_the_first
-        if RANK[name] >= RANK[name_in_kit(path)]
+        (str(path.relative_to(CORE)), node.name)
+        for part in parts
+        for path in sorted((CORE / part).glob("*.py"))
+        for node in functions_outside_callbacks(parse(path))
+        if "trainer" in {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
     ] == []
+
+
+def functions_outside_callbacks(tree):
+    """Functions and methods, without those of callbacks, which transformers calls."""
+    hooks = {
+        id(inside)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "TrainerCallback" in map(ast.unparse, node.bases)
+        for inside in ast.walk(node)
+    }
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return [node for node in functions if id(node) not in hooks]
+
+
+def test_the_step_does_not_name_the_trainer():
+    text = (CORE / "rloo/step.py").read_text(encoding="utf-8")
+    assert "trainer" not in text
+
+
+@files(REWARDS, "*.py")
+def test_a_reward_imports_only_lower_layers(path):
+    above = {name for name in imported(parse(path)) if RANK[name] > RANK["rewards"]}
+    assert above <= {"__init__"}
+
+
+@files(CORE, "**/*.py")
+def test_heavy_libraries_are_imported_inside_functions(path):
+    heavy = HEAVY & set(loaded_at_import(parse(path)))
+    assert not heavy or name_in_kit(path) in TENSOR_PACKAGES
+
+
+@files(REWARDS, "*.py")
+def test_rewards_import_heavy_libraries_inside_functions(path):
+    assert not HEAVY & set(loaded_at_import(parse(path)))
 
 
 def test_the_checks_see_imports():
     code = "import rloo_kit.runs.train\ndef f():\n    from rloo_kit import text\nimport torch.nn"
     assert set(imported(ast.parse(code))) == {"runs", "text"}
+    assert set(loaded_at_import(ast.parse(code))) == {"rloo_kit", "torch"}
 
 
 # --- what an import loads -------------------------------------------------------------------------
