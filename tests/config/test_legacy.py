@@ -50,14 +50,24 @@ def read(line):
     return make_run_config(yaml.safe_load(legacy_run_file(shlex.split(line))))
 
 
+QUICK_TRAINER = """
+per_device_train_batch_size: 64
+gradient_accumulation_steps: 1
+num_iterations: 4
+num_generations: 2
+learning_rate: 3.0e-6
+max_completion_length: 53
+temperature: 0.7
+missing_eos_penalty: 1.0
+max_grad_norm: 0.0
+max_steps: 628  # 157 updates of 64 completions, 4 steps each
+"""
+
+
 def test_the_quick_run_becomes_a_run_file_with_the_older_defaults(capsys):
     assert main(["legacy", "--", *shlex.split(QUICK)]) == 0
     config = make_run_config(yaml.safe_load(capsys.readouterr().out))
-    assert config.trainer == {
-        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "num_iterations": 4,
-        "num_generations": 2, "learning_rate": 3e-6, "max_completion_length": 53,
-        "temperature": 0.7, "missing_eos_penalty": 1.0, "max_grad_norm": 0.0, "max_steps": 157 * 4,
-    }  # fmt: skip
+    assert config.trainer == yaml.safe_load(QUICK_TRAINER)
     assert (config.model.name, config.model.load_in_4bit) == ("EleutherAI/pythia-14m", False)
     assert config.data.prompts == "trl-internal-testing/descriptiveness-sentiment-trl-style"
     assert (config.data.split, config.data.chat) == ("descriptiveness", False)

@@ -36,19 +36,26 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-DIGITS_AND_TERMS = {1: ("1234", 2), 2: ("123456789", 2), 3: ("123456789", 3)}
+def without_carry(rng):
+    pairs = [(x, rng.randint(1, 9 - x)) for x in (rng.randint(1, 8) for _ in range(3))]
+    return [int("".join(str(pair[one]) for pair in pairs)) for one in (0, 1)]
 
 
 def write_run(levels=(1, 2, 3), num=20):
     """Sums without carry, of two and of three numbers: the model nearly always, often, never."""
     rng = random.Random(3)
+    make = {
+        1: lambda: without_carry(rng),
+        2: lambda: [rng.randint(100, 999) for _ in range(2)],
+        3: lambda: [rng.randint(100, 999) for _ in range(3)],
+    }
     rows = []
-    for level in [*levels] * num:
-        digits, count = DIGITS_AND_TERMS[level]
-        terms = [int("".join(rng.choices(digits, k=3))) for _ in range(count)]
-        text = " + ".join(map(str, terms))
-        row = {"question": f"What is {text}?", "answer": str(sum(terms)), "level": level}
-        rows.append(json.dumps(row))
+    for _ in range(num):
+        for level in levels:
+            terms = make[level]()
+            text = " + ".join(map(str, terms))
+            row = {"question": f"What is {text}?", "answer": str(sum(terms)), "level": level}
+            rows.append(json.dumps(row))
     Path("sums.jsonl").write_text("\n".join(rows))
     Path("run.yaml").write_text(RUN)
 
@@ -194,7 +201,7 @@ def test_the_judge_is_the_reward_of_the_largest_weight(capsys):
 WITHOUT_UNSLOTH = """
 import rloo_kit as rk
 backend = ["model.backend=transformers"]
-rk.calibrate("run.yaml", overrides=backend, num_prompts=4, precision=True)
+rk.calibrate("run.yaml", overrides=backend, num_prompts=8, precision=True)
 completions = "run-calibrated-completions.jsonl"
 rk.warm_up("run.yaml", completions, steps=1, output="made", overrides=backend)
 """
