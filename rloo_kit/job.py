@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.config.run_file import (
@@ -17,6 +19,7 @@ from rloo_kit.config.run_file import (
     LoraSection,
     RunConfig,
     find_run_file,
+    make_run_config,
     read_run_file,
     without_hidden_settings,
 )
@@ -47,6 +50,7 @@ from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.thoughts import give_marks
+from rloo_kit.text.wording import first_line
 from rloo_kit.tools.specs import load_environment, load_tools
 
 if TYPE_CHECKING:
@@ -72,13 +76,20 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             ``overrides`` for a ``RunConfig``.
     """
     load_env_file()
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     if isinstance(source, RunConfig):
         if overrides:
             raise ConfigError(
                 f"{overrides[0]!r} is not applied to a RunConfig: give a run file instead, or "
                 "change the RunConfig"
             )
+        _check_settings(source)
         return _with_its_lora(source, Path()), Path()
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"a run cannot be read from a {type(source).__name__}: give the path of a run file, or "
+            "a RunConfig"
+        )
     if os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
         file = Path(source) / "run.yaml"
         if not file.is_file():
@@ -91,6 +102,23 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
         file = source
         base = find_run_file(source).parent
     return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+
+
+def _check_settings(config: RunConfig) -> None:
+    """Check the settings of a ``RunConfig`` in the same way as those of a run file.
+
+    Raises:
+        ConfigError: A setting is wrong, or run.yaml cannot record it.
+    """
+    try:
+        content = config.as_dict()
+        yaml.safe_dump(content)
+    except (AttributeError, yaml.YAMLError) as exc:
+        raise ConfigError(
+            f"run.yaml cannot record this RunConfig ({first_line(exc)}): give each section its own "
+            "class, such as DataSection, a path as text, and a reward as 'file.py:function'"
+        ) from exc
+    make_run_config(content)
 
 
 def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
@@ -108,13 +136,18 @@ def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
 
 
 def beside(name: str, base: Path) -> str:
-    """Return ``base / name`` if only that path exists; otherwise return ``name`` unchanged."""
+    """Return ``base / name`` if that path exists; otherwise return ``name`` unchanged.
+
+    A file of the user in the working folder comes before a file that ships with the kit.
+    """
     candidate = base / name
-    return str(candidate) if not Path(name).exists() and candidate.exists() else name
+    if base == EXAMPLES and Path(name).exists():
+        return name
+    return str(candidate) if candidate.exists() else name
 
 
 def prompts_beside(name: str, base: Path) -> str:
-    """Return ``data.prompts`` with its path below ``base`` if the file exists only there.
+    """Return ``data.prompts`` with its path below ``base`` if the file exists there.
 
     Args:
         name: Value of ``data.prompts``: a task, ``TASK:PATH``, a path, or a dataset on the hub.

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import rloo_kit as rk
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.errors import ConfigError
+from rloo_kit.job import read_config, read_prompts, with_whole_paths
 from rloo_kit.machine.processes import check_launch
 
 
@@ -87,6 +92,52 @@ def test_a_missing_file_is_looked_for_here_and_beside_the_run_file(tmp_path, cap
     }.items():
         (folder / "run.yaml").write_text(content)
         refuse(capsys, f"{there} {meant}", "runs of mine/run.yaml")
+
+
+def test_a_file_beside_the_run_file_comes_before_one_in_the_working_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "p.jsonl").write_text(json.dumps({"prompt": place.name}))
+    (folder / "run.yaml").write_text("data: {prompts: p.jsonl, held_out: 0}")
+    config, base = read_config("project/run.yaml", ())
+    assert read_prompts(config, base)[0]["prompt"][0][0]["content"] == "project"
+    assert with_whole_paths(config, base, base).data.prompts == str(folder / "p.jsonl")
+    monkeypatch.setattr("rloo_kit.job.EXAMPLES", base)  # what the user has comes first
+    assert with_whole_paths(config, base, base).data.prompts == str(tmp_path / "p.jsonl")
+
+
+COMMANDS = {
+    "reward-model train pairs.jsonl --set max_steps=0": "max_steps is 0: set it to 1 or more",
+    "reward-model train pairs.jsonl --output-dir a --set output_dir=b": "output_dir is given twice",
+    "rewards check quickstart --completions c.jsonl --prompts 3": "num_prompts has no effect",
+    "rewards check quickstart --completions c.jsonl --generations 3": "num_generations has no",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_an_option_without_effect_is_refused(words, capsys):
+    assert main(words.split()) == 2
+    assert COMMANDS[words] in capsys.readouterr().err
+
+
+QUICKSTART = read_run_file("quickstart")
+WRONG = {
+    "data.held_out is -3": replace(QUICKSTART, data=replace(QUICKSTART.data, held_out=-3)),
+    "lora.r is 'x'": replace(QUICKSTART, lora=replace(QUICKSTART.lora, r="x")),
+    "model: must have": RunConfig(model="tiny-thinker"),
+    "a reward as 'file.py:function'": replace(QUICKSTART, rewards=[print]),
+    "a path as text": replace(QUICKSTART, output_dir=Path("x")),
+    "cannot be read from a dict": {"trainer": {"max_steps": 1}},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_settings_of_python_are_checked_like_those_of_a_file(says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        rk.train(WRONG[says])
+    with pytest.raises(ConfigError, match=r"trainer.max_steps is 'x'"):
+        rk.train("quickstart", "trainer.max_steps=x")
 
 
 def test_the_shipped_run_file_without_its_model_names_the_script(capsys):
