@@ -471,7 +471,7 @@ def _serve(model: str, more: list[str]) -> None:
 @_command(
     "export",
     "export a trained model as adapter, merged weights or GGUF file, or upload it to the hub",
-    _argument("run", "a run, a checkpoint, an adapter, or an export", metavar="RUN"),
+    _argument("run", "a run, a checkpoint or an adapter", metavar="RUN"),
     _argument(
         "--to", "adapter, merged, gguf, or hub (upload the adapter)", required=True, metavar="KIND"
     ),
@@ -589,7 +589,6 @@ def _rewards_show(name: str) -> None:
         "--prompts",
         "number of prompts to sample completions for (default: 16)",
         type=int,
-        default=16,
         dest="num_prompts",
         metavar="N",
     ),
@@ -620,12 +619,10 @@ _group("reward-model", "train a reward model")
         "--model",
         "the base model: a folder or a name on the hub (default: tiny-thinker, which comes with "
         "the kit)",
-        default="tiny-thinker",
     ),
     _argument(
         "--output-dir",
         "folder for the reward model (default: runs/reward-model)",
-        default="runs/reward-model",
         metavar="DIR",
     ),
     _set(
@@ -638,7 +635,10 @@ def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None
     from rloo_kit.config.run_file import read_overrides
     from rloo_kit.reward_lab.reward_model import train_reward_model
 
-    options |= read_overrides(settings)
+    given = read_overrides(settings)
+    for name in {"model", "output_dir"} & {name for name in given if options.get(name) is not None}:
+        raise ConfigError(f"{name} is given twice, also with --set: give it once")
+    options |= given
     for name in {"pairs", "say"} & set(options):
         raise ConfigError(f"--set {name!r} is not a setting of a reward model: leave it out")
-    train_reward_model(pairs, **options)
+    train_reward_model(pairs, **{k: v for k, v in options.items() if v is not None})

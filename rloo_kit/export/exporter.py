@@ -15,11 +15,11 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.prompts import load_prompts
-from rloo_kit.diagnosis.record import read_run
+from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
 from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, find_trained, load_base
 from rloo_kit.export.llama_cpp import K_QUANTS, check_quantiser, find_converter, write_gguf
-from rloo_kit.export.model_card import KINDS, is_hub_name, model_card
+from rloo_kit.export.model_card import KINDS, is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
 from rloo_kit.export.verify import Answers, ask, compare
 from rloo_kit.job import read_prompts, template_settings
@@ -54,6 +54,7 @@ PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
+NUM_PROMPTS = 16  # prompts of the check, by default
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -66,7 +67,7 @@ def export_model(  # noqa: PLR0913
     base: str | None = None,
     converter: str | Path | None = None,
     check: bool = True,
-    num_prompts: int = 16,
+    num_prompts: int = NUM_PROMPTS,
     repo: str | None = None,
     public: bool = False,
     say: Say = print,
@@ -88,7 +89,7 @@ def export_model(  # noqa: PLR0913
             ``dequantized``).
         converter: Folder of llama.cpp, or path of its ``convert_hf_to_gguf.py``.
         check: If True, load merged weights or a GGUF file back, and compare the log-probabilities
-            of answers with those of the trained model.
+            of answers with those of the adapter on that base.
         num_prompts: Number of prompts for that comparison.
         repo: Hub repository ``OWNER/NAME`` to upload the export to, whatever its format. It is
             created if it does not exist. None uploads nothing, and is an error with ``hub`` or
@@ -106,9 +107,12 @@ def export_model(  # noqa: PLR0913
             differently than the trained model.
     """
     say = redacting(say)
-    _check_arguments(to, dtype, num_prompts, converter)
+    _check_arguments(to, dtype, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
-        raise ConfigError("an upload needs the name of a repository: add --repo OWNER/NAME")
+        given = "" if repo is None else f", and {format_value(repo)} is none"
+        raise ConfigError(
+            f"an upload needs the name of a repository{given}: give --repo OWNER/NAME"
+        )
     kind = "adapter" if to == "hub" else to
     trained = find_trained(run)
     if trained.adapter is None:
@@ -172,7 +176,7 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def _check_arguments(
-    to: str, dtype: str | None, num_prompts: int, converter: str | Path | None
+    to: str, dtype: str | None, num_prompts: int, converter: str | Path | None, *, check: bool
 ) -> None:
     kinds = [*KINDS, "hub"]
     if to not in kinds:
@@ -186,6 +190,8 @@ def _check_arguments(
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
     if converter is not None and to != "gguf":
         raise ConfigError("--converter is used only with --to gguf: leave --converter out")
+    if (not check or num_prompts != NUM_PROMPTS) and not known:
+        raise ConfigError("an adapter is copied without a check: leave out --no-check, --prompts")
     check_quantiser(dtype or "")
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
@@ -252,8 +258,7 @@ class _Export:
             else:
                 base, notes = self._gguf(folder, find_converter(self.converter))
             title = _title(self.trained)
-            run = self.trained.run
-            record = read_run(run) if run else None
+            record = _record_of(self.trained)
             card = model_card(self.kind, title, base, licence_of(base), record, notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
@@ -345,6 +350,13 @@ class _Export:
             if longest := getattr(merged.config, "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
+        if public_name(name) != PACKED_SUFFIX.sub("", public_name(self.trained.base)):
+            note = (
+                f"The adapter was trained on {public_name(self.trained.base)}, to which all scores "
+                f"belong, and was merged into {public_name(name)}."
+            )
+            self.say(f"note: {note} The check compares with the adapter on that base")
+            return name, [*notes, note], reference
         if self.trained.config and self.trained.model.load_in_4bit and not notes:
             notes = [
                 "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
@@ -422,6 +434,18 @@ def _base_in_16_bit(
     if base != DEQUANTIZED:
         say(f"note: {note} Give the unquantised base with --base")
     return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
+
+
+def _record_of(trained: TrainedModel) -> RunRecord | None:
+    """Return the record of the run up to the step that the adapter has; None without a run."""
+    if trained.run is None:
+        return None
+    record = read_run(trained.run)
+    step = re.fullmatch(r"checkpoint-(\d+)", trained.adapter.resolve().name)
+    if step is None:
+        return record
+    before = {name: record.evaluation[name] for name in ("before",) if name in record.evaluation}
+    return replace(record, end={"steps": int(step[1])}, evaluation=before)
 
 
 def _title(trained: TrainedModel) -> str:

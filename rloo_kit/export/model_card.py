@@ -1,14 +1,14 @@
 """Model card (README.md) of a trained model: metadata for the hub, and text for readers."""
 
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from pathlib import Path
 
 from rloo_kit.config.settings import RULES
 from rloo_kit.diagnosis.record import RunRecord
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.text.redaction import redact, redact_tree
+from rloo_kit.text.wording import without_folders
 
 # Folder with the example code that loads an adapter
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "model_card"
@@ -72,7 +72,7 @@ def model_card(
     scores = _scores(record) if record else []
     sections = {
         "How it was trained": _training(record) if record else [],
-        "Rewards": [f"`{_without_folders(reward)}`" for reward in rewards],
+        "Rewards": [f"`{without_folders(reward)}`" for reward in rewards],
         "Evaluation": scores,
         "Limits": LIMITS if scores else [*LIMITS[:1], "It was not evaluated."],
         "This export": notes,
@@ -121,16 +121,6 @@ def _training(record: RunRecord) -> list[str]:
     if versions := record.environment.get("versions"):
         lines.append("Versions: " + ", ".join(f"{name} {v}" for name, v in versions.items() if v))
     return lines
-
-
-def _without_folders(value: object) -> Any:
-    if isinstance(value, str):
-        paths = PurePosixPath(value), PureWindowsPath(value)
-        whole = [path for path in paths if path.is_absolute() or path.parts[:1] == ("~",)]
-        return whole[0].name if whole else value
-    if isinstance(value, dict):
-        return {name: _without_folders(one) for name, one in value.items()}
-    return [_without_folders(one) for one in value] if isinstance(value, list) else value
 
 
 def _scores(record: RunRecord) -> list[str]:

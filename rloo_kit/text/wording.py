@@ -10,7 +10,7 @@ import os
 import reprlib
 import shlex
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from rloo_kit.text.redaction import redact
@@ -166,3 +166,14 @@ def results_of(completion: Completion) -> list[str]:
 
 def _turns(completion: Completion) -> list[dict[str, Any]]:
     return [] if isinstance(completion, str) else completion
+
+
+def without_folders(value: object) -> Any:
+    """Return a value of a run file in which each absolute path is only its last part."""
+    if isinstance(value, str):
+        paths = PurePosixPath(value), PureWindowsPath(value)
+        whole = [path for path in paths if path.is_absolute() or path.parts[:1] == ("~",)]
+        return whole[0].name if whole else value
+    if isinstance(value, dict):
+        return {name: without_folders(one) for name, one in value.items()}
+    return [without_folders(one) for one in value] if isinstance(value, list) else value

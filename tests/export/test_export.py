@@ -50,7 +50,8 @@ def sampled(right):
 def export(run, to, output, **settings):
     """Export a run; return the folder, the model card and what was said."""
     said = []
-    folder = export_model(run, to, output=output, say=said.append, **{"num_prompts": 2} | settings)
+    few = {} if to == "adapter" else {"num_prompts": 2}
+    folder = export_model(run, to, output=output, say=said.append, **few | settings)
     return folder, (folder / "README.md").read_text(), said
 
 
@@ -384,6 +385,24 @@ def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     assert str(run) not in text
 
 
+def test_card_of_a_checkpoint_is_of_its_step(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/adapter").rename(tmp_path / "run/checkpoint-1")
+    _, card, _ = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "a")
+    assert "1 steps of TRL's RLOO" in card
+    assert "before: accuracy" in card
+    assert "after: accuracy" not in card
+
+
+@pytest.mark.long
+def test_another_base_is_named_with_the_one_that_the_scores_belong_to(run, tmp_path):
+    base = shutil.copytree(TINY_THINKER, tmp_path / "other")
+    _, card, said = export(run, "merged", tmp_path / "m", base=str(base))
+    note = "The adapter was trained on tiny-thinker, to which all scores belong, and was merged"
+    assert note in card
+    assert any(note in line for line in said)
+
+
 @pytest.mark.long
 def test_the_code_of_the_card_loads_the_adapter(run, tmp_path, monkeypatch):
     base = shutil.copytree(TINY_THINKER, tmp_path / "base")
@@ -437,7 +456,7 @@ def test_hub_names_differ_from_paths():
     ("words", "expected"),
     [
         (["--to", "onnx"], "exported to adapter, merged, gguf, hub, not to 'onnx'"),
-        (["--to", "hub"], "add --repo OWNER/NAME"),
+        (["--to", "hub"], "give --repo OWNER/NAME"),
         (
             ["--to", "gguf", "--dtype", "q2"],
             "dtype is 'q2', must be one of bf16, f16, q8_0, q5_k_m",
@@ -445,8 +464,10 @@ def test_hub_names_differ_from_paths():
         (["--to", "merged", "--dtype", "q8_0"], "dtype is 'q8_0', must be one of bf16, nf4"),
         (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave --dtype out"),
         (["--to", "merged", "--converter", "x"], "leave --converter out"),
-        (["--to", "merged", "--repo", "mine"], "add --repo OWNER/NAME"),
-        (["--to", "merged", "--public"], "add --repo OWNER/NAME"),
+        (["--to", "adapter", "--no-check"], "leave out --no-check, --prompts"),
+        (["--to", "hub", "--repo", "me/mine", "--prompts", "3"], "leave out --no-check, --prompts"),
+        (["--to", "merged", "--repo", "mine"], "give --repo OWNER/NAME"),
+        (["--to", "merged", "--public"], "give --repo OWNER/NAME"),
     ],
 )
 def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
@@ -473,7 +494,7 @@ def uploaded(hub):
 
 @pytest.mark.parametrize("public", [False, True])
 def test_hub_gets_the_adapter_and_its_card(run, tmp_path, hub, public):
-    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
+    words = ["--repo", "me/mine", "--output", str(tmp_path / "out")]
     assert main(["export", str(run), "--to", "hub", *words, *["--public"][:public]]) == 0
     is_private, names = uploaded(hub)
     assert is_private != public
@@ -495,7 +516,7 @@ def test_hub_gets_what_was_exported(run, tmp_path, hub, stand_in):
 
 
 def test_failed_upload_names_the_folder_of_the_export(run, tmp_path, capsys):
-    words = ["--repo", "me/mine", "--output", str(tmp_path / "out"), "--no-check"]
+    words = ["--repo", "me/mine", "--output", str(tmp_path / "out")]
     assert main(["export", str(run), "--to", "hub", *words]) == 2  # HF_HUB_OFFLINE is set
     assert f"upload the folder {tmp_path / 'out'}" in capsys.readouterr().err
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

@@ -150,6 +150,8 @@ def run_kit(arguments, command):
             return  # a model that is not here
     make_files(Path(), arguments)
     few = EXTRA.get(" ".join(arguments[:2]), EXTRA.get(arguments[0], []))
+    if {"adapter", "hub", "--completions"} & set(arguments):  # nothing is sampled
+        few = []
     if "--resume" in arguments:  # of a finished run; with more steps it trains one
         few = ["--set", "trainer.max_steps=2"] if "max_steps" in command else []
     try:
