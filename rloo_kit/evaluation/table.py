@@ -14,6 +14,7 @@ from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
 from rloo_kit.machine.cleanup import session
+from rloo_kit.models.shape import read_shape
 from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
@@ -120,11 +121,15 @@ def evaluate_models(  # noqa: PLR0913
         DataError: There are no prompts, or a prompt does not fit into a model's context length.
         ModelError: A model cannot be loaded.
     """
+    models = [models] if isinstance(models, str | Path) else models
     if not models:
         raise ConfigError("there is no model to evaluate: give the folder of a run")
     if num_samples < 0 or not (num_samples or greedy):
-        raise ConfigError(f"num_samples is {num_samples}: set it to 1 or more, or enable greedy")
+        more = "0 or more" if greedy else "1 or more, or enable greedy"
+        raise ConfigError(f"num_samples is {num_samples}: set it to {more}")
     found = [find_trained(model) for model in models]
+    for one in found:  # a wrong name ends the evaluation before other models are sampled
+        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
     if base and all(one.adapter for one in found):  # otherwise a base is already among them
         found = [found[0].without_adapter(), *found]
     folder = results_folder(output, next((one.run for one in found if one.run), None))

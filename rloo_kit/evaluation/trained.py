@@ -70,11 +70,16 @@ def find_trained(given: str | Path) -> TrainedModel:
             no valid checkpoint, and otherwise its newest valid checkpoint.
 
     Raises:
-        ConfigError: The run has neither an adapter nor a checkpoint.
+        ConfigError: The run has neither an adapter nor a checkpoint, or it is a reward model.
         ModelError: The adapter's configuration does not name a base model.
     """
     text = str(given)
     folder = Path(given)
+    if (read_json(folder / CONFIG) or {}).get("task_type") == "SEQ_CLS":
+        raise ConfigError(
+            f"{format_value(text)} is a reward model, which writes no text: name it among the "
+            "rewards of a run, or give the folder of a run"
+        )
     if os.path.isfile(folder / "run.yaml"):  # False for a name that cannot be a path
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):

@@ -202,7 +202,8 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
 
 WRONG = {
     "eval ./nowhere/run": "./nowhere/run",
-    "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0",
+    "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0: set it to 1 or more, or",
+    "eval tiny-thinker --samples -1": "num_samples is -1: set it to 0 or more",
     "eval tiny-thinker --prompts nowhere.jsonl": "nowhere.jsonl",
     "judge tiny-thinker": "--against",
     "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
@@ -219,6 +220,20 @@ def test_bad_input_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     assert WRONG[words] in error
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reward_model_is_no_policy(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    with pytest.raises(ConfigError, match="is a reward model, which writes no text"):
+        find_trained(tmp_path)
+
+
+def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.evaluation.table.by_base", refused)
+    with pytest.raises(ModelError, match="the config of model 'no/such' cannot be read"):
+        rk.evaluate_models([run, "no/such"], say=str)
+    with pytest.raises(ModelError, match="'no/such'"):
+        rk.evaluate_models("no/such", say=str)
 
 
 def test_a_run_without_adapter_says_so(tmp_path, run):
