@@ -600,7 +600,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     )
     if changed:
         run = checkpoint.folder.parent
-        own = f" (`{resume_command(run)}` does so)" if (run / "run.yaml").is_file() else ""
+        own = f" (`{resume_command(run)}` does so if its run.yaml is unchanged)"
+        own = own if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
             f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
             f"new run"

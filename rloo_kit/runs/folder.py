@@ -28,7 +28,7 @@ from rloo_kit.output_folder import (
     write_json,
 )
 from rloo_kit.text.redaction import redact_tree, without_hidden
-from rloo_kit.text.wording import format_value, resume_command
+from rloo_kit.text.wording import format_value, resume_command, without_folders
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -44,6 +44,8 @@ MAY_CHANGE = {
     "trainer",
     "output_dir",
 }
+# Settings that name files of code. A folder may have moved, so only the names are compared
+OF_FILES = {"data.held_out_rewards", "environment", "rewards", "tools"}
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 
@@ -115,6 +117,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
     for path, new in asked.items():
         old = then.get(path)
+        if path in OF_FILES and without_folders(old) == without_folders(new):
+            continue
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "

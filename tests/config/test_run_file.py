@@ -231,3 +231,11 @@ def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path
     write(tmp_path, "data: {held_out: 32}")
     with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume`, which needs no"):
         check_same_settings(tmp_path, RunConfig())
+
+
+def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):
+    write(tmp_path, "{rewards: [/old/rw.py:polite:0.5], tools: [/old/tools.py:look]}")
+    moved = {"rewards": ["/new/rw.py:polite:0.5"], "tools": ["/new/tools.py:look"]}
+    check_same_settings(tmp_path, RunConfig(**moved))
+    with pytest.raises(ConfigError, match="rewards is"):
+        check_same_settings(tmp_path, RunConfig(**moved | {"rewards": ["/new/rw.py:rude:0.5"]}))
