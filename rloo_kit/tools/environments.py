@@ -20,7 +20,8 @@ class Environments:
             column ``environment`` of a row names its class.
 
     Raises:
-        ConfigError: The dict is empty, or a class has no method ``reset``.
+        ConfigError: The dict is empty, a class cannot be called without arguments, or it has no
+            plain method ``reset``.
     """
 
     def __init__(self, given: Mapping[str, Callable[[], Any]] | Callable[[], Any]) -> None:
@@ -29,13 +30,15 @@ class Environments:
         self._factories = {**given} if isinstance(given, Mapping) else {None: given}
         if not self._factories:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
-        self.samples = {name: factory() for name, factory in self._factories.items()}
+        self.samples = {name: _made(factory) for name, factory in self._factories.items()}
         self._pool = {name: [one] for name, one in self.samples.items()}
         self.current: list[Any] = []  # instances of the newest batch, one for each row
         for one in self.samples.values():
-            if not callable(getattr(one, "reset", None)):
+            reset = getattr(one, "reset", None)
+            if not callable(reset) or inspect.iscoroutinefunction(reset):
+                has = "an async method reset" if callable(reset) else "no method reset"
                 raise ConfigError(
-                    f"environment {type(one).__name__} has no method reset: add def reset(self, "
+                    f"environment {type(one).__name__} has {has}: give it def reset(self, "
                     "**row), which returns None or a text for the end of the prompt"
                 )
 
@@ -89,7 +92,7 @@ class Environments:
             name = self.name_of(row)
             pool = self._pool[name]
             if taken[name] == len(pool):
-                pool.append(self._factories[name]())
+                pool.append(_made(self._factories[name]))
             one = pool[taken[name]]
             taken[name] += 1
             self.current.append(one)
@@ -105,7 +108,8 @@ class Environments:
                 ) from exc
             prompt = row["prompt"]
             if seen is not None:
-                last = {**prompt[-1], "content": prompt[-1]["content"] + content_text(seen)}
+                text = content_text(seen).encode("utf-8", "replace").decode()  # lone surrogates
+                last = {**prompt[-1], "content": prompt[-1]["content"] + text}
                 prompt = [*prompt[:-1], last]
             prompts.append(prompt)
         return prompts
@@ -131,6 +135,22 @@ def methods_of(environment: Any) -> list[Callable[..., Any]]:
         for name, _ in members
         if name not in NOT_TOOLS and not name.startswith("_")
     ]
+
+
+def _made(factory: Callable[[], Any]) -> Any:
+    """Return a new environment.
+
+    Raises:
+        ConfigError: The class raised an exception.
+    """
+    try:
+        return factory()
+    except Exception as exc:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise ConfigError(
+            f"environment {name} raised {type(exc).__name__} when it was made without arguments: "
+            f"{first_line(exc)}; correct its __init__"
+        ) from exc
 
 
 def _reward_of(kind: type) -> Callable[..., Any]:

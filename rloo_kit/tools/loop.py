@@ -294,6 +294,6 @@ def _copied(drawn: Drawn) -> Drawn:
 
 def _short(result: object) -> str:
     """Return a tool's result as text, cut after ``MAX_RESULT`` characters."""
-    text = str(result)
+    text = str(result).encode("utf-8", "replace").decode()  # a tokenizer refuses lone surrogates
     left = len(text) - MAX_RESULT
     return text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} more characters)"

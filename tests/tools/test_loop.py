@@ -310,7 +310,9 @@ def test_a_malformed_call_is_an_error_text_or_an_answer(said):
         assert found.messages[0][1]["content"].startswith("{'error':")
 
 
-@pytest.mark.parametrize("result", [None, b"x", {"a": ["é"]}, "", "<|im_end|>\x00</think>{{ {% 𝛑"])
+@pytest.mark.parametrize(
+    "result", [None, b"x", {"a": ["é"]}, "", "<|im_end|>\x00</think>{{ {% 𝛑", "\ud800"]
+)
 def test_any_result_of_any_words_is_read(result):
     def echo(text: str) -> str:
         """Say something.
@@ -322,7 +324,7 @@ def test_any_result_of_any_words_is_read(result):
 
     rounds = [turn("echo", text="{{ 1e999 {% é")], ["fine<|im_end|>"]
     found, _ = played(*rounds, tools=[echo])
-    assert found.messages[0][1]["content"] == str(result)
+    assert found.messages[0][1]["content"] == str(result).replace("\ud800", "?")
     assert len(found.tokens.is_sampled[0]) == len(found.tokens.completion_ids[0])
 
 
@@ -424,6 +426,16 @@ def test_each_trajectory_has_an_environment_of_its_own():
     assert tool_loop.environments.current == before  # made once, reset often
 
 
+def test_an_observation_with_half_a_character_is_read():
+    class Broken(Guess):
+        def reset(self, **row):
+            return " \ud800"
+
+    tokenizer = qwen3()
+    found = sample(made(tokenizer, [], Broken), Script(tokenizer, ["no<|im_end|>"]))
+    assert found.prompts[0][-1]["content"] == "What is 20 + 3? ?"
+
+
 def test_rows_choose_an_environment_by_name():
     tokenizer = qwen3()
     tool_loop = made(tokenizer, [calculator], {"loud": Guess, "quiet": Quiet})
@@ -461,6 +473,12 @@ def test_what_does_not_fit_is_refused():
             word: The word.
         """
 
+    class Late:
+        async def reset(self, **row): ...
+
+    class Big:
+        def __init__(self, size): ...
+
     plain = bytes_with("<eos>", template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
     unknown, changed = qwen3(), tiny_caller()
     unknown.chat_template = unknown.chat_template.replace("<tool_call>", "<call>")
@@ -471,6 +489,8 @@ def test_what_does_not_fit_is_refused():
         "shows no tool calls": (plain,),
         "untyped cannot be shown": (qwen3(), [untyped]),
         "no method reset": (qwen3(), [], dict),
+        "has an async method reset": (qwen3(), [], Late),
+        "Big raised TypeError when it was made without arguments": (qwen3(), [], Big),
         "share a name": (qwen3(), [calculator, calculator]),
         "table of environments is empty": (qwen3(), [], {}),
         "response_template": (unknown,),

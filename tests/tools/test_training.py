@@ -250,7 +250,7 @@ WITH_A_TOOL = {"tools": [calculator]}
             WITH_A_TOOL | {"chat_template_kwargs": {"tools": [{"a": 1}]}},
             "contains tools, but the kit adds the",
         ),
-        (WITH_A_TOOL | {"eval_dataset": [{"prompt": "1"}]}, "eval_dataset"),
+        (WITH_A_TOOL | {"eval_dataset": Dataset.from_list([{"prompt": "1"}])}, "eval_dataset"),
         (WITH_A_TOOL | {"partial_rollouts": True}, "partial_rollouts"),
         (WITH_A_TOOL | {"step": "trl"}, "need the kit's own step"),
     ],
