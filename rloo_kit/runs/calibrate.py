@@ -27,7 +27,7 @@ from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.output_folder import check_writable, write_atomically
 from rloo_kit.runs.child import call_in_child
-from rloo_kit.runs.precision import PRECISIONS, mismatch
+from rloo_kit.runs.precision import PRECISIONS, job_in, mismatch
 from rloo_kit.scoring.specs import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
@@ -104,6 +104,8 @@ def calibrate(  # noqa: PLR0913
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
         raise ConfigError("this card has no bf16, so float16 is always used: leave --precision out")
+    for name in PRECISIONS if precision else ():  # before the minutes of sampling
+        job_in(name, config, base)
     with session():
         levels, others, held_out, sampled = _tried(job, num_prompts, num_generations)
     say(table := _table(levels))

@@ -39,6 +39,23 @@ ONE_GROUP = {
 }  # fmt: skip
 
 
+def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
+    """Return the run in ``bf16`` or ``fp16``, with settings for the measurement.
+
+    Raises:
+        ConfigError: Unsloth does not compute in this precision here.
+    """
+    settings = {**config.trainer, **WHOLE_DISTRIBUTION, **ONE_GROUP}
+    settings |= {name: name == precision for name in PRECISIONS}
+    job = PreparedJob(replace(config, trainer=settings), base)
+    if not getattr(job.args, precision):  # Unsloth has turned it off
+        raise ConfigError(
+            f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
+            "or leave --precision out"
+        )
+    return job
+
+
 def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
     """Return the mean |log p(sampler) - log p(learner)| of sampled tokens, in nats.
 
@@ -54,17 +71,10 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
     Raises:
         ConfigError: Unsloth does not compute in this precision here.
     """
-    settings = {**config.trainer, **WHOLE_DISTRIBUTION, **ONE_GROUP}
-    config = replace(config, trainer=settings | {name: name == precision for name in PRECISIONS})
     rows = rows[: PROBE_TOKENS // PROBE_TOKENS_PER_ROW]
     with tempfile.TemporaryDirectory() as folder, session():
-        job = PreparedJob(replace(config, output_dir=folder), base)
+        job = job_in(precision, replace(config, output_dir=folder), base)
         args = job.args
-        if not getattr(args, precision):  # Unsloth has turned it off
-            raise ConfigError(
-                f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
-                "or leave --precision out"
-            )
         from datasets import Dataset
 
         from rloo_kit.training.trainer import LeaveOneOutTrainer  # TRL, after Unsloth

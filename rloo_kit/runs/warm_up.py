@@ -50,7 +50,7 @@ FIXED = {
 
 def warm_up(  # noqa: PLR0913
     source: str | Path | RunConfig,
-    examples: str | Path,
+    examples: str | Path | Sequence[Row],
     *,
     overrides: Sequence[str] = (),
     steps: int | None = None,
@@ -66,8 +66,8 @@ def warm_up(  # noqa: PLR0913
     Args:
         source: A run file or another source that ``train`` accepts.
         examples: A .jsonl, .csv or .parquet file whose rows have ``prompt`` and ``completion``, or
-            ``messages``; or the folder of a run. If rows have a ``score``, they are sampled
-            completions, and only the best ones are used.
+            ``messages``; the folder of a run; or such rows. If rows have a ``score``, they are
+            sampled completions, and only the best ones are used.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
         steps: Number of optimizer steps, each with 4 examples; None: ``epochs`` decides.
         epochs: Number of passes over the examples; None: 2, unless ``steps`` is given.
@@ -91,7 +91,8 @@ def warm_up(  # noqa: PLR0913
     with session():
         job.prepare()
         found = _trained(job, rows, settings, folder)
-    write_json(folder / "warm_up.json", {"examples": str(examples), **settings, **found}, indent=1)
+    named = str(examples) if isinstance(examples, str | Path) else "rows"
+    write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
     command = _next_command(source, overrides, config, folder)
     say(f"adapter in {folder}; the run continues it with {command}")
     return folder
@@ -133,29 +134,31 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
 # --- examples ------------------------------------------------------------------------------------
 
 
-def read_examples(source: str | Path) -> list[Row]:
+def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
     """Read examples; return rows with ``prompt`` and ``completion``, which is plain text.
 
     If rows have a ``score``, as those of a run do, only the best completions of each prompt are
     returned, and only if their score is above the mean score of that prompt.
 
     Args:
-        source: A file, or the folder of a run.
+        source: A file, the folder of a run, or rows.
 
     Raises:
         DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
             completion has a score above the mean of its prompt.
     """
-    path = local_path(str(source))
-    placed = placed_rows(path / "completions.jsonl" if path.is_dir() else path, ())
-    rows = [_example(place, row) for place, row in placed]
+    found: Any = source
+    if isinstance(source, str | Path):
+        path = local_path(str(source))
+        found = path / "completions.jsonl" if path.is_dir() else path
+    rows = [_example(place, row) for place, row in placed_rows(found, ())]
     if not any("score" in row for row in rows):
         return rows
     best = best_completions(rows)
     if not best:
         raise DataError(
-            f"none of the {len(rows)} completions in {str(source)!r} has a score above the mean of "
-            "its prompt: give examples with completions that solve their prompts"
+            f"none of the {len(rows)} completions in {format_value(source)} has a score above the "
+            "mean of its prompt: give examples with completions that solve their prompts"
         )
     return best
 

@@ -222,9 +222,9 @@ def test_without_unsloth_the_better_precision_is_written_and_a_warm_up_trains():
     assert {"adapter_model.safetensors", "tokenizer.json"} <= written
 
 
-@pytest.mark.long
-def test_a_precision_that_cannot_be_had_is_said(capsys):
+def test_a_precision_that_cannot_be_had_is_said_before_sampling(capsys, monkeypatch):
     write_run(levels=[2])
+    monkeypatch.setattr(calibrate, "_tried", None)
     assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--precision"]) == 2
     assert "set model.backend: transformers" in capsys.readouterr().err
 

@@ -149,7 +149,7 @@ def test_conversations_are_examples_of_their_last_answer():
 def test_csv_and_parquet_are_read():
     Path("rows.csv").write_text("prompt,completion\n2+2?,4\n")
     rows = [{"prompt": "2+2?", "completion": "4"}]
-    assert read_examples("rows.csv") == rows
+    assert read_examples("rows.csv") == read_examples(rows) == rows
     text = "prompt,completion,score,truncated\n2+2?,4,1e0,False\n2+2?,5,0,False\n2+2?,x,1,True\n"
     Path("scored.csv").write_text(text)
     assert [row["completion"] for row in read_examples("scored.csv")] == ["4"]
