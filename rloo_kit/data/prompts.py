@@ -71,6 +71,11 @@ def load_prompts(  # noqa: PLR0913
         DataError: The source is missing, empty or damaged, it has no column ``prompt``, or an
             argument has no effect on it.
     """
+    if not isinstance(name, str | Path):
+        raise DataError(
+            f"load_prompts reads a name or a path, not a {type(name).__name__}: make a dataset of "
+            "rows with datasets.Dataset.from_list"
+        )
     name = str(name)
     is_made = name in BUILTIN or name.startswith(PREFIX)
     is_known = hub_task(name) is not None

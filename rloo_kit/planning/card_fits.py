@@ -7,6 +7,7 @@ from pathlib import Path
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB, Hardware
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.planning.advice import apply
 from rloo_kit.planning.facts import read_facts
 from rloo_kit.planning.planner import Plan
@@ -87,4 +88,6 @@ def is_model(source: str) -> bool:
     """Return True if the argument of ``plan`` names a model, not a run file or a run's folder."""
     if os.path.isdir(source):
         return Path(source, "config.json").is_file() and not Path(source, "run.yaml").exists()
+    if source in EMBEDDED:
+        return True
     return "/" in source and not os.path.exists(source) and not source.endswith((".yaml", ".yml"))

@@ -156,9 +156,9 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
     Args:
         gpu: Memory or name of a GPU, as for ``plan``.
     """
-    if gpu is None or gpu.strip().lower() == "this":
+    if gpu is None or str(gpu).strip().lower() == "this":
         return detect_hardware(), room_here()
-    card = find_card(gpu)
+    card = find_card(str(gpu))
     return card, card.usable
 
 

@@ -48,6 +48,7 @@ OF_ENVIRONMENTS = "environment_rewards"
 # a sampled row also has the columns of the user's prompts, which may have these names
 GROUP = "completion_group"
 TRUNCATED = "completion_truncated"
+NUM_PROMPTS = 16  # prompts to sample completions for, by default
 NO_TOKENIZER = (
     "note: no tokenizer is loaded, so rewards that look for thinking tokens use those of Qwen3"
 )
@@ -59,7 +60,7 @@ def check_rewards(  # noqa: PLR0913
     overrides: Sequence[str] = (),
     rewards: Sequence[RewardSpec] | None = None,
     completions: str | Path | Sequence[Row] | None = None,
-    num_prompts: int = 16,
+    num_prompts: int | None = None,
     num_generations: int | None = None,
     output_dir: str | Path | None = None,
     say: Say = print,
@@ -76,7 +77,7 @@ def check_rewards(  # noqa: PLR0913
         completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
             rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
             model is then not loaded.
-        num_prompts: Number of prompts to sample completions for.
+        num_prompts: Number of prompts to sample completions for; None: 16.
         num_generations: Number of completions for each prompt. None uses the run's number.
         output_dir: New folder for the check and its completions. None writes no files.
         say: Function that is called with each line of output.
@@ -94,9 +95,7 @@ def check_rewards(  # noqa: PLR0913
     """
     if source is None and (completions is None or rewards is None):
         raise ConfigError("there is nothing to check: give a run file, or completions and rewards")
-    for name, value in (("num_prompts", num_prompts), ("num_generations", num_generations)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}, must be at least 1")
+    _check_counts(completions, num_prompts=num_prompts, num_generations=num_generations)
     folder = None if output_dir is None else free_folder(output_dir)
     if folder is not None:
         check_writable(folder.parent)
@@ -107,7 +106,7 @@ def check_rewards(  # noqa: PLR0913
     _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
     with session() as opened:
         if completions is None:
-            rows = _sample(job, num_prompts, num_generations)
+            rows = _sample(job, num_prompts or NUM_PROMPTS, num_generations)
         else:
             rows = [row for _, row in placed_rows(completions, ("prompt", "completion"))]
         tokenizer = None
@@ -123,6 +122,14 @@ def check_rewards(  # noqa: PLR0913
     if completions is None:
         say(f"\n{opened.released}")
     return check
+
+
+def _check_counts(completions: object, **counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}, must be at least 1")
+        if value is not None and completions is not None:
+            raise ConfigError(f"{name} has no effect on the completions of a file: leave it out")
 
 
 # --- completions ---------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ def train_reward_model(  # noqa: PLR0913
         ModelError: The base model cannot be loaded.
         MemoryRanOutError: A training pass does not fit in memory.
     """
+    if settings.get("max_steps", -1) == 0:
+        raise ConfigError("max_steps is 0: set it to 1 or more, or leave it out for one epoch")
     read = read_pairs(pairs, chat=chat)
     job = _Job(
         os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from rloo_kit.errors import KitError, RewardContractError
+from rloo_kit.errors import KitError, RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import first_line, format_value, text_of
 from rloo_kit.types import Reward, Score, Tokenizer
@@ -251,9 +251,17 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
     Args:
         func: The reward, or a wrapper of a reward.
         name: Name of its metric; None: the name of the function or class.
+
+    Raises:
+        RewardLoadError: ``func`` cannot be called.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
+    if not callable(func):
+        raise RewardLoadError(
+            f"reward {format_value(func)} is not a function: load it first with load_rewards, or "
+            "write the composition as a table, such as {name: accuracy, only_if: length}"
+        )
     kind = AsyncCheckedReward if _is_async(func) else CheckedReward
     return kind(func, name or name_of(func))
 

@@ -474,10 +474,10 @@ def check_columns(name: str, dataset: Any) -> None:
     Raises:
         DataError: It is not a dataset, or has no such column.
     """
-    if isinstance(dataset, str | Mapping) or hasattr(dataset, "iloc"):
+    if isinstance(dataset, str | list | Mapping) or hasattr(dataset, "iloc"):
         raise DataError(
             f"{name} is a {type(dataset).__name__}, must be a datasets.Dataset: use load_prompts, "
-            "one split of a DatasetDict, or Dataset.from_pandas"
+            "one split of a DatasetDict, Dataset.from_pandas, or Dataset.from_list"
         )
     columns = getattr(dataset, "column_names", None)
     if columns and "prompt" not in columns:

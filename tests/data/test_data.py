@@ -247,6 +247,11 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
         refused("nobody/nothing", message, split="test")
 
 
+def test_rows_are_not_the_name_of_prompts():
+    with pytest.raises(DataError, match="not a list: make a dataset of rows with"):
+        load_prompts([{"prompt": "a"}])
+
+
 def test_folders_of_save_to_disk_are_read(tmp_path):
     one = datasets.Dataset.from_list([{"prompt": "Why?", "answer": "1"}]).with_format("numpy")
     other = one.map(lambda row: {"answer": "2"})

@@ -61,6 +61,7 @@ def test_a_model_takes_the_place_of_a_run_file(tmp_path, capsys):
     (tmp_path / "run.yaml").touch()
     assert not is_model(str(tmp_path))
     assert not is_model("mine/run.yaml")
+    assert is_model("tiny-thinker")
 
 
 def test_torch_is_not_imported():

@@ -107,7 +107,7 @@ def test_command_says_what_fits_on_several_cards(capsys, arguments, code, text):
 def test_one_card_has_no_lines_on_several():
     config = read_run_file("qwen3-8b-16gb")
     assert "cards" not in str(make_plan(config, "16GB", base=EXAMPLES))
-    assert "on 2 such cards" in str(make_plan(config, "16GB", base=EXAMPLES, cards=2))
+    assert "on 2 such cards" in str(make_plan(config, 16, base=EXAMPLES, cards=2))
 
 
 def test_docs_hold_the_planners_figures():

@@ -58,6 +58,8 @@ def test_a_gate_lets_the_reward_count_only_where_it_is_open():
     assert logged == {"rewards/accuracy/gate_open": 0.75}
     assert score(gated(Accuracy(), by=half, at_least=0.5, otherwise=-1)) == [1.0, 0.0, 0.0, -1.0]
     assert score(gated(Accuracy(), by=half, at_least=0.6)) == [0.0] * 4
+    with pytest.raises(RewardLoadError, match="'length' is not a function: load it first"):
+        gated(Accuracy(), by="length")
 
 
 def test_a_row_behind_a_closed_gate_is_never_scored():
