@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 import rloo_kit.rewards
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
