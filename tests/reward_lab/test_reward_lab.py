@@ -299,22 +299,27 @@ def test_wrong_input_is_refused_with_the_remedy(arguments, error, match):
 
 
 def test_the_command_exits_with_1_where_the_run_cannot_learn(tmp_path, monkeypatch, capsys):
-    """The file .env is read before rewards are made."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MY_SCORE", "")
-    monkeypatch.delenv("MY_SCORE")  # also at the end
     write(tmp_path / "c.jsonl", FEW)
-    (tmp_path / ".env").write_text("MY_SCORE=0.5\n")
-    (tmp_path / "mine.py").write_text(
-        "import os\nSCORE = float(os.environ['MY_SCORE'])\n"
-        "def half(completions): return [SCORE for _ in completions]"
-    )
+    (tmp_path / "mine.py").write_text("def half(completions): return [0.5 for _ in completions]")
     (tmp_path / "run.yaml").write_text("rewards: [accuracy]")
     command = ["rewards", "check", "run.yaml", "--completions", "c.jsonl"]
+    assert main(command) == 0
     assert main([*command, "--set", "rewards=[accuracy, mine.py:half]"]) == 1
     assert "1. error: constant (half)" in capsys.readouterr().out
-    assert main(command) == 0
     assert main([*command, "--set", "rewards=[acuracy]"]) == 2
+
+
+def test_env_file_is_read_before_rewards_are_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MY_ANSWER", "")
+    monkeypatch.delenv("MY_ANSWER")  # also at the end
+    (tmp_path / ".env").write_text("MY_ANSWER=42\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\nANSWER = os.environ['MY_ANSWER']\n\n\n"
+        "def mine(completions, **_):\n    return [float(ANSWER)] * len(completions)\n"
+    )
+    assert check(["mine.py:mine"], FEW).table[0].mean == 42
 
 
 # --- what is shown -------------------------------------------------------------------------------
