@@ -1,10 +1,7 @@
 """Bad inputs: good ones that are changed in places, odd values, and what to think of an error."""
 
 import datetime
-import functools
-import json
 import math
-import re
 
 from hypothesis import strategies as st
 
@@ -23,6 +20,9 @@ ODD_TEXTS = [
     "/", ".", "NaN", "1e400", "null", "{", "[", "&a", "*a", "%s", "{0}", "accuracy:0.5",
     "accuracy:x", "a:b:c", "x.jsonl", "\ufeff", "/dev/null/x", "a" * 300 + "/b", "user", "prompt",
 ]  # fmt: skip
+
+DROPPED = "dropped"
+"""The key goes, in the place of its value."""
 
 
 def odd_texts():
@@ -54,51 +54,51 @@ def odd_values(*, for_json=False):
 
 
 def changes(most=3):
-    """Functions that change bytes in a few places: more, fewer, or other ones."""
-    pieces = st.one_of(st.just(b""), st.sampled_from(NASTY), st.binary(max_size=6))
-    lengths = st.one_of(st.just(0), *[st.integers(0, 40)] * 4, st.just(1 << 30))
-    places = st.lists(st.tuples(st.floats(0, 1), lengths, pieces), min_size=1, max_size=most)
-    return places.map(lambda several: functools.partial(changed, several=several))
+    """Where bytes are changed, and how: (kind, share of the text before it, length, piece)."""
+    kinds = st.sampled_from(["delete", "cut", "repeat", "replace", "insert"])
+    pieces = st.one_of(st.sampled_from(NASTY), st.binary(max_size=6))
+    change = st.tuples(kinds, st.floats(0, 1), st.integers(0, 40), pieces)
+    return st.lists(change, min_size=1, max_size=most)
 
 
 def changed(data, several):
-    for place, length, piece in several:
+    for kind, place, length, piece in several:
         at = int(place * len(data))
-        data = data[:at] + piece + data[at + length :]
+        end = min(len(data), at + length)
+        middle = {"delete": b"", "cut": b"", "repeat": data[at:end] * 3, "replace": piece}
+        tail = b"" if kind == "cut" else data[at:] if kind == "insert" else data[end:]
+        data = data[:at] + middle.get(kind, piece) + tail
     return data
 
 
 def mutated(seeds, most=4):
     """Bytes of one of the seeds, changed in a few places."""
-    return st.builds(lambda seed, change: change(seed), st.sampled_from(seeds), changes(most))
+    return st.builds(changed, st.sampled_from(list(seeds)), changes(most))
 
 
-VALUE = rb'("[^"]*"|[^][{}",]+|\{[^{}]*\}|\[[^][]*\])'
+def replaced(content, where, value):
+    """A copy of a JSON value with another value, or none, at the place that the numbers lead to."""
+    if not where or not isinstance(content, dict | list) or not content:
+        return value
+    first, *others = where
+    if isinstance(content, list):
+        at = first % len(content)
+        return [*content[:at], replaced(content[at], others, value), *content[at + 1 :]]
+    key = sorted(content)[first % len(content)]
+    if value is DROPPED and not others:
+        return {name: item for name, item in content.items() if name != key}
+    return {**content, key: replaced(content[key], others, value)}
 
 
-def with_value(content, place, everywhere, value):
-    """JSON with another value of one key, in the first object that has it or in all."""
-    keys = re.findall(rb'"([^"]+)": ' + VALUE, content)
-    if not keys:
-        return content
-    key = keys[place % len(keys)][0]
-    new = json.dumps({key.decode(): value})[1:-1].encode()
-    old = b'"' + re.escape(key) + b'": ' + VALUE
-    return re.sub(old, lambda _: new, content, count=0 if everywhere else 1)
-
-
-def spoilt(files):
-    """The files, of which some are gone or changed."""
-    how = st.tuples(st.integers(0, 400), st.booleans(), odd_values(for_json=True))
-    values = how.map(lambda how: lambda content: with_value(content, *how))
-    change = st.one_of(values, values, changes(), st.just(lambda content: None))
-    several = st.dictionaries(st.sampled_from(sorted(files)), change, min_size=1, max_size=3)
-    return several.map(lambda changes: apply_changes(files, changes))
-
-
-def apply_changes(files, changes):
-    new = files | {name: change(files[name]) for name, change in changes.items()}
-    return {name: content for name, content in new.items() if content is not None}
+def spoilt_files(names):
+    """What is done to files of a folder, each a tuple: (kind, name, how, where, value)."""
+    name = st.sampled_from(sorted(names))
+    where = st.lists(st.integers(0, 40), min_size=1, max_size=4)
+    value = st.one_of(odd_values(for_json=True), st.just(DROPPED))
+    rows = st.tuples(st.sampled_from(["row", "every row"]), name, st.integers(0, 80), where, value)
+    data = st.tuples(st.just("bytes"), name, changes(), st.none(), st.none())
+    gone = st.tuples(st.just("gone"), name, st.none(), st.none(), st.none())
+    return st.lists(st.one_of(rows, rows, data, gone), min_size=1, max_size=3)
 
 
 def fault_of_text(text):
