@@ -1,6 +1,4 @@
-"""A learning step of the trainer costs memory in proportion to its tokens, no more."""
-
-from unittest.mock import Mock
+"""A learning step of the trainer costs memory and passes in proportion to its tokens, no more."""
 
 import pytest
 import torch
@@ -26,6 +24,30 @@ A_TOKEN = 4 * (16 * HIDDEN + 8 * INTERMEDIATE)
 CHUNK = 128
 
 
+class Given:
+    """Samples what it was given."""
+
+    name = "given completions"
+    sync_seconds = 0.0
+    adapter_dtype = torch.float32
+
+    def __init__(self, length):
+        self.length = length
+
+    def sync(self, model):
+        pass
+
+    def generate(self, prompt_ids, sampling, seed):
+        ids = [[5 + n % 200 for n in range(self.length)] for _ in prompt_ids]
+        return Generations(ids, [[0.0] * self.length for _ in prompt_ids])
+
+    def sleep(self):
+        pass
+
+    def close(self):
+        pass
+
+
 def peak_of(events):
     """Most bytes that torch held at one time, over what it held at the beginning."""
     held = peak = 0
@@ -36,18 +58,14 @@ def peak_of(events):
     return peak
 
 
-def step(length, folder):
-    """Learn from two completions of that length; return the peak in bytes."""
+def step(length, folder, attention="sdpa"):
+    """Learn from two completions of that length; return the peak in bytes, positions and passes."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        tie_word_embeddings=True,
+        attn_implementation=attention, tie_word_embeddings=True,
     )  # fmt: skip
-    engine = Mock(adapter_dtype=torch.float32, sync_seconds=0.0)
-    engine.name = "given completions"
-    ids = [5 + n % 200 for n in range(length)]
-    engine.generate.return_value = Generations([ids] * 2, [[0.0] * length] * 2)
     trainer = rk.LeaveOneOutTrainer(
         model=rk.attach_lora(Qwen3ForCausalLM(config), r=4),
         reward_funcs=lambda completions, **_: [0.0, 1.0],
@@ -58,11 +76,18 @@ def step(length, folder):
         ),
         train_dataset=Dataset.from_dict({"prompt": ["12 + 34"]}),
         processing_class=AutoTokenizer.from_pretrained(TINY_THINKER),
-        engine=engine,
+        engine=Given(length),
     )  # fmt: skip
+    passes = []
     learn = trainer.learner.learn
+    forward = trainer.learner.forward
+
+    def counted(batch):
+        passes.append(batch.num_positions)
+        return forward(batch)
 
     def learn_watched(rollout, weights):
+        trainer.learner.forward = counted
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             learned = learn(rollout, weights)
         peaks.append(peak_of(watched.profiler.kineto_results.events()))
@@ -72,13 +97,44 @@ def step(length, folder):
     trainer.learner.learn = learn_watched
     trainer.train()
     rk.release(trainer)
-    return peaks[0]
+    return peaks[0], sum(passes), len(passes)
 
 
-def test_memory_of_a_step_grows_no_faster_than_its_tokens(tmp_path, monkeypatch):
-    # the kit's chunk, and the one of Unsloth where its kernel computes
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", CHUNK)
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", CHUNK * VOCABULARY)
-    monkeypatch.setenv("UNSLOTH_CPU_CE_CHUNK_ELEMENTS", str(CHUNK * VOCABULARY))
-    grown = step(LONG, tmp_path / "long") - step(SHORT, tmp_path / "short")
-    assert grown / (LONG - SHORT) < A_TOKEN
+def set_chunk(monkeypatch, tokens):
+    """Set the kit's chunk, and the one of Unsloth where its kernel computes."""
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", tokens * VOCABULARY)
+    monkeypatch.setenv("UNSLOTH_CPU_CE_CHUNK_ELEMENTS", str(tokens * VOCABULARY))
+
+
+@pytest.fixture(autouse=True)
+def chunk(monkeypatch):
+    set_chunk(monkeypatch, CHUNK)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_chunk(monkeypatch, CHUNK)
+        return step(SHORT, tmp_path_factory.mktemp("short"))
+
+
+def grown(short, long):
+    """Bytes that the peak grew by with every token more of a completion."""
+    return (long[0] - short[0]) / (LONG - SHORT)
+
+
+def test_memory_and_passes_of_a_step_grow_no_faster_than_its_tokens(short, tmp_path):
+    long = step(LONG, tmp_path)
+    assert grown(short, long) < A_TOKEN
+    assert long[2] == short[2]
+    assert long[1] / short[1] == pytest.approx(LONG / SHORT, rel=0.02)
+
+
+def test_attention_that_keeps_every_pair_of_tokens_would_be_seen(short, tmp_path):
+    assert grown(short, step(LONG, tmp_path, "eager")) > 4 * A_TOKEN
+
+
+def test_logits_of_all_tokens_at_once_would_be_seen(short, tmp_path, monkeypatch):
+    set_chunk(monkeypatch, LONG)
+    assert grown(short, step(LONG, tmp_path)) > 4 * A_TOKEN
