@@ -1,11 +1,12 @@
-"""Exports, each loaded back."""
+"""Exports, each loaded back. The hub's client is real, and its server is on loopback."""
 
 import dataclasses
+import http.server
 import json
 import shutil
 import sys
+import threading
 from pathlib import Path
-from unittest.mock import ANY, create_autospec
 
 import huggingface_hub
 import numpy
@@ -475,29 +476,53 @@ def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
     assert expected in capsys.readouterr().err
 
 
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Takes every upload as the hub does, file by file."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.seen.append((self.path, body))
+        files = json.loads(body).get("files", []) if "preupload" in self.path else []
+        url = f"http://{self.headers['Host']}/me/mine"
+        answer = {"url": url, "commitOid": "0" * 40, "commitUrl": url,
+                  "files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                            for file in files]}  # fmt: skip
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the hub's client, which refuses arguments that the real one does not have."""
-    client = create_autospec(huggingface_hub.HfApi, instance=True)
-    client.create_repo.return_value = huggingface_hub.RepoUrl("https://huggingface.co/me/mine")
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: client)
-    return client
+    """What is posted to a hub on loopback: (path, body)."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.seen = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    with server:
+        yield server.seen
+        server.shutdown()
 
 
-def uploaded(hub):
-    """Return whether the repository is private, and the names of the files in it."""
-    hub.create_repo.assert_called_once_with("me/mine", private=ANY, exist_ok=True)
-    hub.upload_folder.assert_called_once_with(repo_id="me/mine", folder_path=ANY)
-    files = Path(hub.upload_folder.call_args.kwargs["folder_path"]).iterdir()
-    return hub.create_repo.call_args.kwargs["private"], {file.name for file in files}
+def uploaded(seen):
+    """Return the repository's visibility, and the names of the files in it."""
+    created = next(json.loads(body) for path, body in seen if path == "/api/repos/create")
+    commit = next(body for path, body in seen if "/commit/" in path)
+    names = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
+    return created["visibility"], names - {None}
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_hub_gets_the_adapter_and_its_card(run, tmp_path, hub, public):
     words = ["--repo", "me/mine", "--output", str(tmp_path / "out")]
     assert main(["export", str(run), "--to", "hub", *words, *["--public"][:public]]) == 0
-    is_private, names = uploaded(hub)
-    assert is_private != public
+    visibility, names = uploaded(hub)
+    assert visibility == ("public" if public else "private")
     assert {"adapter_model.safetensors", "README.md"} <= names
 
 
@@ -508,9 +533,9 @@ def test_hub_gets_what_was_exported(run, tmp_path, hub, stand_in):
     gguf = [str(tmp_path / "g"), "--dtype", "q8_0", "--converter", str(stand_in)]
     assert main(["export", str(run), "--to", "gguf", *words, *gguf]) == 0
     file = "tiny-thinker-mine-q8_0.gguf"
-    assert uploaded(hub) == (True, {file, "Modelfile", "README.md"})
+    assert uploaded(hub) == ("private", {file, "Modelfile", "README.md"})
     assert (tmp_path / "g" / "Modelfile").read_text().startswith(f"FROM ./{file}\n")
-    hub.reset_mock()
+    hub.clear()
     assert main(["export", str(run), "--to", "merged", *words, str(tmp_path / "m")]) == 0
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= uploaded(hub)[1]
 

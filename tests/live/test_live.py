@@ -7,7 +7,6 @@ import os
 import re
 import warnings
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -25,12 +24,15 @@ from rloo_kit.live.view import LiveView, PlainLines
 # Of the quickstart's first step.
 ROW = {
     "loss": 9.313225746154785e-09, "grad_norm": 0.16217748820781708, "learning_rate": 0.001,
-    "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/truncated": 0.0,
+    "num_tokens": 4261.0, "completions/mean_length": 27.578125, "completions/clipped_ratio": 0.0,
     "speed/generation_tokens_per_second": 1630.3704799725574, "signal/groups_without": 0.25,
-    "reward": 0.59375, "reward_std": 0.49501481652259827, "score/raw_group_std": 0.2540663480758667,
-    "rewards/accuracy/mean": 0.59375, "rewards/thinking/mean": 0.7, "kl": 0.0345,
-    "kl/token": 0.0345, "step_time": 2.244945555998129, "memory/peak_gib": 1.7049636840820312,
-    "speed/learning_tokens_per_second": 3668.116684405367, "epoch": 0.0078125,
+    "reward": 0.59375, "reward_std": 0.49501481652259827, "frac_reward_zero_std": 0.25,
+    "score/raw_group_std": 0.2540663480758667, "completions/truncated": 0.0,
+    "rewards/accuracy/mean": 0.59375, "rewards/accuracy/std": 0.49501481652259827,
+    "rewards/thinking/mean": 0.7, "rewards/thinking/std": 0.0,
+    "kl": 0.0345, "kl/token": 0.0345, "kl/sequence": 0.991, "objective/kl": 0.991,
+    "step_time": 2.244945555998129, "speed/learning_tokens_per_second": 3668.116684405367,
+    "memory/peak_gib": 1.7049636840820312, "epoch": 0.0078125,
 }  # fmt: skip
 SUMMARY = {"train_runtime": 94.9557, "train_steps_per_second": 0.421, "epoch": 0.3125}
 FURTHER_PASS = {"loss": 0.1, "grad_norm": 0.2, "epoch": 0.1}
@@ -58,10 +60,15 @@ def make_step(view, state, **changes):
 # --- which view -----------------------------------------------------------------------------------
 
 
-def test_environment_variable_chooses_the_view(monkeypatch):
-    for choice, view in {"plain": PlainLines, "off": LiveView, "auto": PlainLines}.items():
-        monkeypatch.setenv("RLOO_KIT_LIVE", choice)
-        assert type(select.live_progress()) is view
+@pytest.mark.parametrize(
+    ("choice", "view"), [("plain", PlainLines), ("off", LiveView), ("auto", PlainLines)]
+)
+def test_environment_variable_chooses_the_view(monkeypatch, choice, view):
+    monkeypatch.setenv("RLOO_KIT_LIVE", choice)
+    assert type(select.live_progress()) is view
+
+
+def test_a_view_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("RLOO_KIT_LIVE", "panel")
     with pytest.raises(ConfigError, match="'panel', must be one of auto, notebook, plain, off"):
         select.live_progress()
@@ -71,30 +78,34 @@ def test_environment_variable_chooses_the_view(monkeypatch):
 
 
 def test_pipe_gets_one_line_per_step_and_finding():
-    stream = io.StringIO()
-    view = PlainLines(stream)
-    state = start(view, max_steps=3)
-    for _ in range(3):
-        make_step(view, state)
-        view.on_findings(None, state, None, findings=[FINDING])
-    view.on_log(None, state, None, logs=SUMMARY)
-    view.on_train_end(None, state, None)
-    view.close()
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
+        view = PlainLines(stream)
+        state = start(view, max_steps=3)
+        for _ in range(3):
+            make_step(view, state)
+            view.on_findings(None, state, None, findings=[FINDING])
+        view.on_log(None, state, None, logs=SUMMARY)
+        view.on_train_end(None, state, None)
+        view.close()
+        stream.close()
+        text = lines.read()
     assert re.fullmatch(
         r"step 1/3  reward 0\.594  accuracy 0\.594  thinking 0\.700  kl 0\.0345  length 27\.6  "
         r"no signal 25%  \d+ tokens/s  0.0 s left\n"
         r"error: kl_explosion; set trainer\.beta=0\.1\n"
         r"(step [23]/3  .* left\n){2}",
-        stream.getvalue(),
+        text,
     )
 
 
-def test_odd_metrics_are_shown_as_none():
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
+def test_odd_metrics_are_shown_as_none(value):
     view = PlainLines(io.StringIO())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = start(view)
-        for value in (None, float("nan"), float("inf"), "high", [1.0]):
+        for _ in range(5):
             make_step(view, state, **dict.fromkeys(ROW, value))
         make_step(view, state)
         view.close()
@@ -103,12 +114,17 @@ def test_odd_metrics_are_shown_as_none():
 
 
 def test_broken_stream_ends_the_view_not_the_run():
-    view = PlainLines(Mock(**{"write.side_effect": BrokenPipeError}))
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w")
+    view = PlainLines(stream)
     state = start(view)
+    os.close(reading)
     with pytest.warns(RuntimeWarning, match="but the run continues: BrokenPipe"):
         make_step(view, state)
     make_step(view, state)  # and says nothing more
     view.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
 
 
 # --- what is known --------------------------------------------------------------------------------
@@ -116,7 +132,7 @@ def test_broken_stream_ends_the_view_not_the_run():
 
 def test_time_left_ignores_one_slow_step():
     progress = Progress(0, 10, now=0.0)
-    for step, now in enumerate((2.0, 4.0, 104.0, 106.0, 108.0), 1):
+    for step, now in ((1, 2.0), (2, 4.0), (3, 104.0), (4, 106.0), (5, 108.0)):
         progress.add(step, 10, ROW, now)
     assert progress.seconds_left == 5 * 2.0
     resumed = Progress(100, 110, now=0.0)
@@ -190,11 +206,13 @@ def test_notebook_shows_one_figure_updated_in_place(tmp_path):
     assert "<img" not in without[0].data["text/html"]
 
 
-def test_a_recorded_run_begins_with_its_first_step(monkeypatch):
-    monkeypatch.setattr(live, "find_in_run", lambda _: [])
+def test_a_recorded_run_begins_with_its_first_step():
     row = ROW | {"step": 1, "time": 100.0, "step_time": 4.0}
     rows = [row, row | {"step": 2, "time": 104.0}]
-    progress = live.progress_of(RunRecord(rows))
-    assert list(progress._paces) == [4.0, 4.0]
-    config = SimpleNamespace(trainer={"max_steps": -1})
-    assert live.progress_of(RunRecord(rows, config=config)).total == 2
+    record = RunRecord(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "find_in_run", lambda _: [])
+        progress = live.progress_of(record)
+        assert list(progress._paces) == [4.0, 4.0]
+        record = RunRecord(rows, config=SimpleNamespace(trainer={"max_steps": -1}))
+        assert live.progress_of(record).total == 2
