@@ -310,7 +310,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
             return datasets.load_dataset(name, config, split=split)
         saved = datasets.load_from_disk(name)
         if not isinstance(saved, datasets.DatasetDict):
-            saved = datasets.DatasetDict(train=saved)
+            saved = datasets.DatasetDict({"train": saved})
         return saved[split].with_format(None)
     except Exception as exc:
         # Hub, network, script and split errors have no common base

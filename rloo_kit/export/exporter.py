@@ -438,13 +438,13 @@ def _base_in_16_bit(
 
 def _record_of(trained: TrainedModel) -> RunRecord | None:
     """Return the record of the run up to the step that the adapter has; None without a run."""
-    if trained.run is None:
+    if trained.run is None or trained.adapter is None:
         return None
     record = read_run(trained.run)
     step = re.fullmatch(r"checkpoint-(\d+)", trained.adapter.resolve().name)
     if step is None:
         return record
-    before = {name: record.evaluation[name] for name in ("before",) if name in record.evaluation}
+    before = {"before": record.evaluation.get("before")}
     return replace(record, end={"steps": int(step[1])}, evaluation=before)
 
 
