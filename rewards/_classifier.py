@@ -15,7 +15,7 @@ from typing import Any
 
 from rloo_kit.errors import KitError, ModelError
 from rloo_kit.text.thoughts import completion_texts
-from rloo_kit.text.wording import content_text, first_line
+from rloo_kit.text.wording import content_text, encodable, first_line
 from rloo_kit.types import Completion, Model, Tokenizer
 
 from ._text import THINK_CLOSE, THINK_OPEN, completion_text, text_after_thought
@@ -376,10 +376,9 @@ def token_ids(
         text = _rendered(tokenizer, prompt, answer, keep_thought=keep_thought)
     else:
         text = "\n".join([*(content_text(turn.get("content")) for turn in prompt), answer])
-    text = text.encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses lone surrogates
     # A template writes the special tokens itself
     ids = tokenizer.encode(
-        text, add_special_tokens=not has_template, truncation=True, max_length=max_length
+        encodable(text), add_special_tokens=not has_template, truncation=True, max_length=max_length
     )
     # A model cannot read a row without a token: an empty completion of an empty prompt
     return ids or [tokenizer.pad_token_id]

@@ -636,8 +636,9 @@ def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None
     from rloo_kit.reward_lab.reward_model import train_reward_model
 
     given = read_overrides(settings)
-    for name in {"model", "output_dir"} & {name for name in given if options.get(name) is not None}:
-        raise ConfigError(f"{name} is given twice, also with --set: give it once")
+    for name, value in options.items():
+        if value is not None and name in given:
+            raise ConfigError(f"{name} is given twice, also with --set: give it once")
     options |= given
     for name in {"pairs", "say"} & set(options):
         raise ConfigError(f"--set {name!r} is not a setting of a reward model: leave it out")

@@ -78,6 +78,11 @@ def first_line(exc: BaseException) -> str:
     return printable(lines[0][:LONGEST_REASON]) if lines else type(exc).__name__
 
 
+def encodable(text: str) -> str:
+    """Return the text with a ``?`` for each lone surrogate, which a tokenizer refuses."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def printable(text: str) -> str:
     """Return the text on one line, with escapes for line breaks and unprintable characters."""
     if text.isprintable():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.text.wording import content_text, first_line, format_value
+from rloo_kit.text.wording import content_text, encodable, first_line, format_value
 
 # Methods of an environment that are not tools
 NOT_TOOLS = ("reset", "get_reward")
@@ -108,7 +108,7 @@ class Environments:
                 ) from exc
             prompt = row["prompt"]
             if seen is not None:
-                text = content_text(seen).encode("utf-8", "replace").decode()  # lone surrogates
+                text = encodable(content_text(seen))
                 last = {**prompt[-1], "content": prompt[-1]["content"] + text}
                 prompt = [*prompt[:-1], last]
             prompts.append(prompt)

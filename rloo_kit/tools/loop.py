@@ -23,7 +23,7 @@ from typing import Any
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.scoring.contract import OverdueError, within
-from rloo_kit.text.wording import first_line
+from rloo_kit.text.wording import encodable, first_line
 from rloo_kit.tools.environments import Environments, methods_of
 from rloo_kit.tools.numbers import MAX_RESULT
 from rloo_kit.tools.template import CallTemplate, Message, schemas_of
@@ -294,6 +294,6 @@ def _copied(drawn: Drawn) -> Drawn:
 
 def _short(result: object) -> str:
     """Return a tool's result as text, cut after ``MAX_RESULT`` characters."""
-    text = str(result).encode("utf-8", "replace").decode()  # a tokenizer refuses lone surrogates
+    text = encodable(str(result))
     left = len(text) - MAX_RESULT
     return text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} more characters)"
