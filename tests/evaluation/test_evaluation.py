@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -234,6 +236,23 @@ def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
         rk.evaluate_models([run, "no/such"], say=str)
     with pytest.raises(ModelError, match="'no/such'"):
         rk.evaluate_models("no/such", say=str)
+
+
+@pytest.mark.long
+def test_the_command_imports_the_libraries_in_their_order(tmp_path):
+    words = [
+        "eval",
+        "tiny-thinker",
+        "--num-prompts",
+        "2",
+        "--samples",
+        "0",
+        "--set",
+        "data.held_out=2",
+    ]
+    command = [sys.executable, "-m", "rloo_kit", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_run_without_adapter_says_so(tmp_path, run):
