@@ -103,6 +103,19 @@ def check_settings(args: Any, engine: str) -> None:
                 f"trainer.{name} is {format_value(getattr(args, name))}, but {ENGINES[engine]} "
                 f"ignores this setting: leave it out{by_other}"
             )
+    check_generation_kwargs(args, engine)
+
+
+def check_generation_kwargs(args: Any, engine: str) -> None:
+    """Check that an engine accepts the ``generation_kwargs``.
+
+    Args:
+        args: A ``LeaveOneOutConfig``.
+        engine: ``vllm``, ``server`` or ``transformers``.
+
+    Raises:
+        ConfigError: The engine does not accept a parameter or its value, or the kit sets it itself.
+    """
     others = args.generation_kwargs or {}
     for name in OWN_SETTINGS.keys() & others:
         raise ConfigError(

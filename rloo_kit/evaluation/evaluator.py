@@ -165,8 +165,9 @@ def evaluate(
         rewards: The rewards, as for ``load_rewards``, or its result.
         max_completion_length: Maximum number of tokens in a completion.
         temperature: Sampling temperature; 0 is greedy.
-        sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``.
-            Those left out have TRL's defaults.
+        sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``,
+            and ``others``, a dict of further arguments of the sampler (``generation_kwargs`` of a
+            run). Those left out have TRL's defaults.
         chat_template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
         batch_size: Number of completions that ``model.generate`` samples at a time. With
             environments, it is also the number of completions that are sampled and scored together.
@@ -281,7 +282,8 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     return {
         "max_completion_length": args.max_completion_length,
         "temperature": args.temperature,
-        "sampling": {n: value for n in names if (value := getattr(args, n)) is not None},
+        "sampling": {n: value for n in names if (value := getattr(args, n)) is not None}
+        | {"others": args.generation_kwargs or {}},
         "chat_template_kwargs": args.chat_template_kwargs,
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,
@@ -317,12 +319,16 @@ def make_completer(
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
-    of_samples: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "temperature": how.temperature,
         "top_p": how.top_p,
         "top_k": how.top_k,
         "min_p": how.min_p or None,
-    }
+        "repetition_penalty": how.repetition_penalty,
+    } | how.others
+    if how.temperature == 0:  # greedy
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            del settings[name]
     # these settings override the model's own generation_config
     of_piece = functools.partial(
         complete,
@@ -331,10 +337,9 @@ def make_completer(
         ends=how.stop_token_ids,
         thought=how.thought,
         max_new_tokens=how.max_tokens,
-        repetition_penalty=how.repetition_penalty,
         do_sample=how.temperature > 0,
         use_cache=True,
-        **(of_samples if how.temperature > 0 else {}),
+        **settings,
     )
 
     turns = itertools.count(seed)  # with tools, each turn of a conversation has its own seed

@@ -207,6 +207,11 @@ def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
 
     @contextlib.contextmanager
     def shown() -> Iterator[list[Any]]:
+        """Print the result that the body appends to the yielded list, or the error of the body.
+
+        Raises:
+            Exception: The error of the body.
+        """
         results: list[Any] = []
         try:
             yield results
@@ -229,6 +234,11 @@ def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
 
     @functools.wraps(tool)
     def call(**arguments: Any) -> Any:
+        """Call the tool.
+
+        Raises:
+            PermissionError: The user did not let the program run.
+        """
         with shown() as results:
             if tool is python and console.input(ASKED, markup=False).lower().strip() != "y":
                 raise PermissionError("the user did not run the program")

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from rloo_kit.config.engine_settings import ENGINES, check_settings, requested_engine
+from rloo_kit.config.engine_settings import (
+    ENGINES,
+    check_generation_kwargs,
+    check_settings,
+    requested_engine,
+)
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.trainer_settings import batch_plan
@@ -38,7 +43,7 @@ def start_engine(
         args: A ``LeaveOneOutConfig``.
         why_not: The caller's reason why vLLM cannot sample here; None if there is none.
         trains: True for a training, which rejects settings that have no effect on the engine. False
-            for an evaluation, which accepts them.
+            for an evaluation, which only rejects ``generation_kwargs`` of another engine.
 
     Returns:
         The engine, or None if transformers samples; and the choice, with the reason if a faster
@@ -48,20 +53,19 @@ def start_engine(
         GenerationError: The engine was requested by name and cannot be used, or does not start.
         ConfigError: Two settings contradict each other.
     """
+    check = check_settings if trains else check_generation_kwargs
     asked = requested_engine(args)
     why_not = why_not or _why_not_here(asked, model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if choice.engine == "vllm":
-        if trains:
-            check_settings(args, "vllm")
+        check(args, "vllm")
         try:
             return _in_process(model, args), choice
         except GenerationError as exc:
             if asked != "auto" or notes_of(model).vllm:
                 raise
             choice = Choice("transformers", str(exc))
-    if trains:
-        check_settings(args, choice.engine)
+    check(args, choice.engine)
     _check_vllm_table(model, choice)
     _put_to_sleep(model)
     return (_on_server(model, args) if choice.engine == "server" else None), choice

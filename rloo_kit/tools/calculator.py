@@ -11,6 +11,9 @@ def calculator(expression: str) -> str:
 
     Returns:
         The value: a whole number, or else a fraction such as "7/2".
+
+    Raises:
+        ValueError: The text is not such an expression.
     """
     found = evaluate_expression(expression)
     if found is None:

@@ -72,6 +72,9 @@ class Maze:
 
         Returns:
             The directions in which the new room has doors.
+
+        Raises:
+            ValueError: It is not one of the four directions.
         """
         step = DIRECTIONS.get(direction)
         if step is None:

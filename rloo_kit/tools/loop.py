@@ -232,6 +232,11 @@ class ToolLoop:
 
             @wraps(tool)
             async def wait(**arguments: Any) -> str:
+                """Call the tool.
+
+                Raises:
+                    RuntimeError: The tool raised an error, or ran longer than its time limit.
+                """
                 with self._watched(tool):
                     try:
                         return _short(await asyncio.wait_for(tool(**arguments), timeout))

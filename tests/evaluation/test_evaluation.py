@@ -441,6 +441,19 @@ def test_models_own_repetition_penalty_is_not_used(base):
     assert texts() == plain
 
 
+def test_generation_kwargs_of_the_run_apply_to_its_evaluation(run):
+    def lengths(others):
+        how = [f"trainer.generation_kwargs={{{others}}}"]
+        few = {"num_prompts": 2, "num_samples": 2, "output": run.parent / "here", "say": str}
+        rows = rk.evaluate_models([run], overrides=how, **few).rows
+        assert len(rows) == 4  # greedy and sampled, with and without the adapter
+        return [sample["tokens"] for row in rows for sample in row.evaluation.samples]
+
+    assert min(lengths("min_new_tokens: 40, top_k: 5")) >= 40
+    with pytest.raises(ConfigError, match="'min_tokens', which cannot be passed to generate"):
+        lengths("min_tokens: 40")  # the name of vLLM
+
+
 # --- judge ----------------------------------------------------------------------------------------
 
 
