@@ -176,7 +176,7 @@ def _in_best_precision(
         found[name] = mismatch(*measured) if on_cpu else call_in_child(mismatch, measured, say)
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
-    values = ", ".join(f"{name} {value:.5f}" for name, value in found.items())
+    values = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
     line = f"sampler and learner differ by (nats a token): {values}; trainer.{best}: true"
     return replace(config, trainer={**others, best: True}), line
 

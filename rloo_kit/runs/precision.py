@@ -77,6 +77,7 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
         args = job.args
         from datasets import Dataset
 
+        from rloo_kit.sampling.decoding import as_learned
         from rloo_kit.training.trainer import LeaveOneOutTrainer  # TRL, after Unsloth
 
         model, tokenizer = job.policy
@@ -90,7 +91,8 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
             assert log_probs is not None  # an engine reports them
         tokens = TokenRows(prompts, ids)
         numbers = [*range(len(prompts))]
-        learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.forward)  # (B, T)
+        with as_learned(trainer.model):
+            learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.forward)  # (B, T)
         return fmean(
             abs(of_sampler - of_learner)
             for row in zip(ids, log_probs, learnt.tolist(), strict=True)

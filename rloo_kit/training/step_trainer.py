@@ -34,6 +34,7 @@ from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step, all_rows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
 from rloo_kit.sampling.choice import thought_limit
+from rloo_kit.sampling.decoding import as_learned
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import format_value, text_of
@@ -375,7 +376,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
                 "sampling then begins before the step that chooses prompts: leave one of the two "
                 "out"
             )
-        loss = self.rloo.run(batches, self.state.global_step + 1)
+        with as_learned(self.model):
+            loss = self.rloo.run(batches, self.state.global_step + 1)
         steps = self.args.torch_empty_cache_steps
         if steps and self.state.global_step % steps == 0:
             clear_device_cache()

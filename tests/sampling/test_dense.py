@@ -1,4 +1,6 @@
-"""Sampling from one matrix per layer: the same policy, and layers that come back untouched."""
+"""Faster LoRA layers: the same policy, and layers that come back untouched."""
+
+import copy
 
 import pytest
 import torch
@@ -8,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 import rloo_kit as rk
 from rloo_kit.sampling import dense
 from rloo_kit.sampling.canary import NOISE_FACTOR, rounding
-from rloo_kit.sampling.dense import dense_layers
+from rloo_kit.sampling.decoding import as_learned
+from rloo_kit.sampling.dense import dense_layers, fused_layers
 
 IDS = torch.tensor([[20, 21, 22, 23, 24, 25]])
 
@@ -102,3 +105,66 @@ def test_where_memory_is_short_layers_stay(monkeypatch):
     model = adapted()
     with dense_layers(model):
         assert len(lora_layers(model)) == 6
+
+
+# --- while the model learns -----------------------------------------------------------------------
+
+
+def gradients(model):
+    """The adapters' gradients, in one vector, of the mean log-probability of some tokens."""
+    model.zero_grad()
+    ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)  # of dropout
+    scores = model(ids).logits[:, :-1].float().log_softmax(-1)
+    scores.gather(2, ids[:, 1:, None]).mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def in_bf16(**lora):
+    model = adapted(lora_alpha=12, **lora)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+@pytest.mark.parametrize("case", ["one", "two", "dropout", "checkpointing"])
+def test_fused_layers_are_as_exact_as_those_of_peft(case):
+    """Both round to bf16, so both are as far from the gradient in float32."""
+    model = in_bf16(lora_dropout=0.3 if case == "dropout" else 0.0)
+    if case == "two":
+        model.add_adapter("second", LoraConfig(r=8, lora_alpha=4, target_modules=["q_proj"]))
+        disturbed(model).base_model.set_adapter(["default", "second"])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    if case == "checkpointing":
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    model.train()
+    truth = gradients(copy.deepcopy(model).float())
+    plain = gradients(model)
+    with as_learned(model):
+        fused = gradients(model)
+        with model.disable_adapter(), torch.no_grad():
+            base = log_probs(model)
+    assert not torch.equal(fused, plain)
+    errors = [float((one - truth).norm() / truth.norm()) for one in (plain, fused)]
+    assert errors[1] < 1.5 * errors[0] < 0.1
+    with model.disable_adapter():
+        torch.testing.assert_close(log_probs(model), base, atol=0.05, rtol=0.05)
+    assert torch.equal(gradients(model), plain)  # PEFT's own again
+
+
+def test_in_float32_the_layers_of_peft_compute():
+    model = adapted()
+    expected = gradients(model)
+    with as_learned(model):
+        assert torch.equal(gradients(model), expected)
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_bias": True}])
+def test_other_kinds_of_adapters_are_not_fused(lora):
+    model = in_bf16(**lora)
+    expected = log_probs(model)
+    with fused_layers(model):
+        assert torch.equal(log_probs(model), expected)
