@@ -17,7 +17,6 @@ from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
     Choice,
     Engine,
-    PartialEngine,
     Sampling,
     ThoughtLimit,
     choose,
@@ -206,12 +205,8 @@ def check_partial(engine: Engine | None, model: Model) -> None:
     """
     from rloo_kit.sampling.decoding import can_grow
 
-    name = ""
-    if engine is None and not can_grow(model):
-        name = "this model's own sampling"
-    elif engine is not None and not isinstance(engine, PartialEngine):
-        name = engine.name
-    if name:
+    if not (can_grow(model) if engine is None else hasattr(engine, "grow")):
+        name = "this model's own sampling" if engine is None else engine.name
         raise ConfigError(
             f"trainer.partial_rollouts is on, but {name} cannot stop before all completions have "
             "ended: leave it out, or set trainer.generation to vllm"

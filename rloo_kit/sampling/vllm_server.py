@@ -44,13 +44,15 @@ class Needs:
     @property
     def command(self) -> str:
         """Shell command that starts a server with these requirements."""
-        words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "vllm", "serve", self.base]
-        words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(self.rank))]
-        words += ["--max-model-len", str(self.max_length)]
-        words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        command = (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {shlex.quote(self.base)} "
+            f"--enable-lora --max-lora-rank {reserved_rank(self.rank)} "
+            f"--max-model-len {self.max_length} --logprobs-mode processed_logprobs "
+            f"--generation-config vllm"
+        )
         if self.in_4bit and not any(mark in self.base.lower() for mark in PREQUANTIZED):
-            words += ["--quantization", "bitsandbytes"]
-        return shlex.join(words)
+            command += " --quantization bitsandbytes"
+        return command
 
     def is_other(self, card: dict[str, Any]) -> bool:
         """Return True if a server has another model than ``base``, judging by the names.
@@ -84,8 +86,9 @@ class VllmServer:
     """
 
     def __init__(self, args: Any, needs: Needs, adapter_dtype: "torch.dtype | None" = None) -> None:
-        address = args.vllm_server_base_url
-        address = address or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        address = (
+            args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        )
         self.url = address.rstrip("/").removesuffix("/v1")
         self.name = f"vLLM's server at {self.url}"
         self.sync_seconds = 0.0  # duration of the last sync
