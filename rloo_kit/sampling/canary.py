@@ -218,14 +218,14 @@ class Policies:
         Args:
             values: The values of the trained parameters, by name.
         """
-        own = {name: parameter.data for name, parameter in self.adapter.items()}
+        own = [(parameter, parameter.data) for parameter in self.adapter.values()]
         try:
             for name, parameter in self.adapter.items():
                 parameter.data = values[name].to(parameter.data)
             yield
         finally:
-            for name, parameter in self.adapter.items():
-                parameter.data = own[name]
+            for parameter, data in own:
+                parameter.data = data
 
     def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return copies of the adapter's values on the CPU, by name.

@@ -172,13 +172,11 @@ def draw_from(
 
 def why_no_hot_swap(model: Any) -> str | None:
     """Return the reason why vLLM cannot swap the adapters of this model, or None if it can."""
-    from peft import LoraConfig
-
     configs = getattr(model, "peft_config", {})
     if not configs:
         return "the model has no LoRA adapter"
     for config in configs.values():
-        if not isinstance(config, LoraConfig):
+        if config.peft_type != "LORA":
             return f"the adapter is of type {config.peft_type}, but vLLM supports only LoRA"
         if why_not := why_not_vllm_takes(vars(config)):
             return why_not

@@ -425,23 +425,8 @@ def write_dequantised(model: Model, dtype: torch.dtype, folder: Path) -> Path:
         dtype: The dtype of the written weights.
         folder: The folder, which must not exist.
     """
-    from bitsandbytes.functional import dequantize_4bit
-    from safetensors.torch import save_file
-
-    base = model.get_base_model()
-    tensors = {}
-    for name, parameter in base.named_parameters():  # a tied LM head is in it once
-        if "lora_" in name:
-            continue
-        state = getattr(parameter, "quant_state", None)
-        values = parameter.data if state is None else dequantize_4bit(parameter.data, state)
-        tensors[name.replace(".base_layer", "")] = values.to("cpu", dtype).contiguous()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(base.config)
-    vars(config).pop("quantization_config", None)
-    config.dtype = dtype
-    config.save_pretrained(folder)
+    base = copy.deepcopy(model).unload()
+    base.dequantize(dtype).to(dtype).save_pretrained(folder)  # not all weights are in 4 bit
     return folder
 
 
