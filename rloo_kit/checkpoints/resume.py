@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
@@ -95,12 +95,8 @@ class ResumableTrainer(Trainer):
     resumed_from: Checkpoint | None = None
     # state read from the checkpoint; None after the first step has begun
     state_read: dict[str, Any] | None = None
-    saved_at = 0  # step of the last checkpoint
     # True if TRL's training step is used; transformers then saves weights and optimizer
     by_trl = False
-    _snapshot: dict[str, Any] | None = None
-    _loop: TrainerState  # state of the training loop at the time of the snapshot
-    _facts: dict[str, Any]  # facts that identify the run (`facts_of`)
 
     def train(
         self,
@@ -126,7 +122,7 @@ class ResumableTrainer(Trainer):
                 SIGTERM.
         """
         self._snapshot = self.state_read = self.stop_reason = None
-        self.saved_at = 0
+        self.saved_at = 0  # step of the last checkpoint
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         saves = self.args.save_strategy != "no" and self.accelerator.is_main_process
         if self.resumed_from is None and saves:
@@ -168,7 +164,8 @@ class ResumableTrainer(Trainer):
     def stop_if_asked(self) -> bool:
         """End transformers' training loop if it must stop now.
 
-        It must stop after a signal, after ``max_hours``, or if a callback called ``stop``.
+        It must stop after a signal, after ``max_hours``, or if a callback called ``stop``. If one
+        process must stop, all of them stop after the same step.
 
         Returns:
             True if it must stop and the last step still has to be saved.
@@ -177,19 +174,15 @@ class ResumableTrainer(Trainer):
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} has passed: resume with --resume")
-        self._tell_other_processes()
-        if not self.stop_reason and self._signals.received is None:
-            return False
-        self.control.should_training_stop = True
-        return args.save_strategy != "no" and self.saved_at != self.state.global_step
-
-    def _tell_other_processes(self) -> None:
-        """Make all processes stop after the same step if one of them must stop."""
         everyone = gather_object([(self._signals.received or 0, bool(self.stop_reason))])
         signals, stops = zip(*everyone, strict=True)
         self._signals.received = self._signals.received or max(signals) or None
         if any(stops) and not self.stop_reason:
             self.stop_reason = "another process of this training was stopped"
+        if not self.stop_reason and self._signals.received is None:
+            return False
+        self.control.should_training_stop = True
+        return args.save_strategy != "no" and self.saved_at != self.state.global_step
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -200,7 +193,8 @@ class ResumableTrainer(Trainer):
         """
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
-        # A copy, because a later step may be in progress when the snapshot is written
+        # State of the training loop. A copy, because a later step may be in progress when the
+        # snapshot is written
         self._loop = copy.copy(self.state)
         self._loop.log_history = [*self.state.log_history]
         self._snapshot = {
@@ -233,15 +227,11 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
         else:
             self.store_flos()
-            self._note_best()
+            best = self.state.best_global_step
+            folder = Path(self.args.output_dir) / f"checkpoint-{best}"
+            if best and (best == self.state.global_step or folder.exists()):
+                self.state.best_model_checkpoint = str(folder)  # for `load_best_model_at_end`
         self._write_checkpoint(self.take_snapshot())
-
-    def _note_best(self) -> None:
-        """Store the path of the best step's checkpoint, for ``load_best_model_at_end``."""
-        best = self.state.best_global_step
-        folder = Path(self.args.output_dir) / f"checkpoint-{best}"
-        if best and (best == self.state.global_step or folder.exists()):
-            self.state.best_model_checkpoint = str(folder)
 
     def check_weights(self) -> None:
         """Check that the trained weights are finite.
@@ -282,7 +272,12 @@ class ResumableTrainer(Trainer):
                 seal_checkpoint(run / f"checkpoint-{step}", step, **about)
             else:
                 write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
-            self._remove_others(run, step)
+            # Checkpoints of later steps are from before the run was resumed at an earlier step
+            for later in list_steps(run):
+                if later > step:
+                    shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
+            best = self.state.best_global_step if self.args.load_best_model_at_end else None
+            prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=best)
         self.saved_at = step
 
     def _fill(self, folder: Path, snapshot: dict[str, Any]) -> None:
@@ -298,15 +293,6 @@ class ResumableTrainer(Trainer):
         write_tree(folder, snapshot | state)
         self._loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _remove_others(self, run: Path, step: int) -> None:
-        """Remove the checkpoints that need not be kept after the one of ``step`` was written."""
-        # Checkpoints of later steps are from before the run was resumed at an earlier step
-        for later in list_steps(run):
-            if later > step:
-                shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
-        prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=best)
-
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
         """Return the score of a checkpoint, which ``keep_best`` compares.
 
@@ -316,8 +302,7 @@ class ResumableTrainer(Trainer):
         if "held_out" in callbacks:
             return callbacks["held_out"]
         rows = self._loop.log_history[-SCORED_STEPS:]
-        rewards = finite_numbers(row.get("reward") for row in rows)
-        return mean_or_none(rewards)
+        return mean_or_none(finite_numbers(row.get("reward") for row in rows))
 
     # --- reading ---------------------------------------------------------------------------------
 
