@@ -535,14 +535,15 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
-    then = checkpoint.facts
+    then = {"step": "kit"} | checkpoint.facts  # an older checkpoint does not name its step
+    step = then["step"]
     for what, text in (
-        ("step", "the other trainer.step: set trainer.step and the number of processes"),
+        ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
         ("prompts", "other prompts: set data, and the content of the file that it names,"),
         ("rewards", "other rewards: set rewards"),
     ):
-        if ({"step": "kit"} | then).get(what) != now[what]:
+        if then.get(what) != now[what]:
             raise CheckpointError(
                 f"{name} was written with {text} back to what it was, or begin a new run"
             )

@@ -145,7 +145,7 @@ class VllmServer:
 
     def _load(self) -> None:
         body = {"lora_name": self._adapter, "lora_path": str(self._folder.root / "adapter")}
-        self._read(*self._ask("/v1/load_lora_adapter", body))
+        self._read(self._ask("/v1/load_lora_adapter", body)[0])
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Sample one completion of each prompt, each with its own seed (see ``Engine``).
