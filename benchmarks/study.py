@@ -36,7 +36,7 @@ from rloo_kit.config.run_file import find_run_file
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_prompts
-from rloo_kit.machine.lm_head import token_log_probs
+from rloo_kit.machine.lm_head import PlainTorchLogProb
 from rloo_kit.scoring.specs import load_rewards
 
 # Arm -> trainer, settings that differ
@@ -150,21 +150,23 @@ class Curve(TrainerCallback):
         engine = getattr(self.trainer, "engine", None)
         found = evaluate(*self.policy, self.held_out, load_rewards([judge]), **how, engine=engine)
         prompts = [prompt_ids(self.policy[1], row["prompt"], None) for row in self.held_out]
-        kl = drift(self.policy[0], prompts, drawn, 1 / self.args.temperature) if step else 0.0
+        kl = drift(self.policy[0], prompts, drawn, self.args.temperature) if step else 0.0
         score = found.rewards["judge"] or 0.0
         self.points.append((step, round(seconds, 2), round(score, 4), round(kl, 3)))
         self.scoring += time.perf_counter() - started
 
 
 @torch.no_grad()
-def drift(model: Any, prompts: list, completions: list, scale: float) -> float:
-    """Return the mean over completions of log pi - log pi_ref, logits times ``scale``."""
+def drift(model: Any, prompts: list, completions: list, temperature: float) -> float:
+    """Return the mean over completions of log pi - log pi_ref, logits over ``temperature``."""
 
     def log_prob(prompt: list[int], completion: list[int]) -> float:
         ids = torch.tensor([prompt + completion], device=model.device)
         hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
         head = model.get_output_embeddings().weight
-        return float(token_log_probs(hidden, head, None, ids[0, len(prompt) :], scale)[0].sum())
+        how = (temperature, 256, None, 1.0, ("log_probs",))
+        found = PlainTorchLogProb.apply(hidden, head, None, ids[0, len(prompt) :], *how)
+        return float(found[0].sum())
 
     was_training = model.training
     model.eval()

@@ -25,11 +25,13 @@ import json
 import shutil
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from accelerate.utils import gather_object
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
@@ -93,12 +95,8 @@ class ResumableTrainer(Trainer):
     resumed_from: Checkpoint | None = None
     # state read from the checkpoint; None after the first step has begun
     state_read: dict[str, Any] | None = None
-    saved_at = 0  # step of the last checkpoint
     # True if TRL's training step is used; transformers then saves weights and optimizer
     by_trl = False
-    _snapshot: dict[str, Any] | None = None
-    _loop: TrainerState  # state of the training loop at the time of the snapshot
-    _facts: dict[str, Any]  # facts that identify the run (`facts_of`)
 
     def train(
         self,
@@ -124,17 +122,14 @@ class ResumableTrainer(Trainer):
                 SIGTERM.
         """
         self._snapshot = self.state_read = self.stop_reason = None
-        self.saved_at = 0
+        self.saved_at = 0  # step of the last checkpoint
         self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
         saves = self.args.save_strategy != "no" and self.accelerator.is_main_process
         if self.resumed_from is None and saves:
             _set_aside(Path(self.args.output_dir))
         self._facts = facts_of(
-            self.args,
-            self.accelerator.unwrap_model(self.model),
-            self.train_dataset,
-            self.reward_func_names,
-        ) | {"step": "trl" if self.by_trl else "kit"}
+            self.args, self._policy, self.train_dataset, self.reward_func_names, by_trl=self.by_trl
+        )
         folder = None
         if self.resumed_from is not None:
             check_same_run(self.resumed_from, self._facts)
@@ -169,7 +164,8 @@ class ResumableTrainer(Trainer):
     def stop_if_asked(self) -> bool:
         """End transformers' training loop if it must stop now.
 
-        It must stop after a signal, after ``max_hours``, or if a callback called ``stop``.
+        It must stop after a signal, after ``max_hours``, or if a callback called ``stop``. If one
+        process must stop, all of them stop after the same step.
 
         Returns:
             True if it must stop and the last step still has to be saved.
@@ -178,22 +174,15 @@ class ResumableTrainer(Trainer):
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} has passed: resume with --resume")
-        self._tell_other_processes()
+        everyone = gather_object([(self._signals.received or 0, bool(self.stop_reason))])
+        signals, stops = zip(*everyone, strict=True)
+        self._signals.received = self._signals.received or max(signals) or None
+        if any(stops) and not self.stop_reason:
+            self.stop_reason = "another process of this training was stopped"
         if not self.stop_reason and self._signals.received is None:
             return False
         self.control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
-
-    def _tell_other_processes(self) -> None:
-        """Make all processes stop after the same step if one of them must stop."""
-        if self.accelerator.num_processes == 1:
-            return
-        mine = [self._signals.received or 0, bool(self.stop_reason)]
-        everyone: Any = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
-        signal, is_stopped = everyone.view(-1, 2).amax(0).tolist()
-        self._signals.received = self._signals.received or signal or None
-        if is_stopped and not self.stop_reason:
-            self.stop_reason = "another process of this training was stopped"
 
     # --- the snapshot of the last finished step --------------------------------------------------
 
@@ -204,7 +193,8 @@ class ResumableTrainer(Trainer):
         """
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
-        # A copy, because a later step may be in progress when the snapshot is written
+        # State of the training loop. A copy, because a later step may be in progress when the
+        # snapshot is written
         self._loop = copy.copy(self.state)
         self._loop.log_history = [*self.state.log_history]
         self._snapshot = {
@@ -237,15 +227,11 @@ class ResumableTrainer(Trainer):
             self.accelerator.wait_for_everyone()
         else:
             self.store_flos()
-            self._note_best()
+            best = self.state.best_global_step
+            folder = Path(self.args.output_dir) / f"checkpoint-{best}"
+            if best and (best == self.state.global_step or folder.exists()):
+                self.state.best_model_checkpoint = str(folder)  # for `load_best_model_at_end`
         self._write_checkpoint(self.take_snapshot())
-
-    def _note_best(self) -> None:
-        """Store the path of the best step's checkpoint, for ``load_best_model_at_end``."""
-        best = self.state.best_global_step
-        folder = Path(self.args.output_dir) / f"checkpoint-{best}"
-        if best and (best == self.state.global_step or folder.exists()):
-            self.state.best_model_checkpoint = str(folder)
 
     def check_weights(self) -> None:
         """Check that the trained weights are finite.
@@ -286,31 +272,26 @@ class ResumableTrainer(Trainer):
                 seal_checkpoint(run / f"checkpoint-{step}", step, **about)
             else:
                 write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
-            self._remove_others(run, step)
+            # Checkpoints of later steps are from before the run was resumed at an earlier step
+            for later in list_steps(run):
+                if later > step:
+                    shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
+            best = self.state.best_global_step if self.args.load_best_model_at_end else None
+            prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=best)
         self.saved_at = step
 
     def _fill(self, folder: Path, snapshot: dict[str, Any]) -> None:
         """Write the files of a checkpoint into a folder, if the kit's training step is used."""
         self.check_weights()
-        scaler = getattr(self.accelerator, "scaler", None)
+        scaler = self.accelerator.scaler
         state = {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        policy: Any = self.accelerator.unwrap_model(self.model)
-        write_weights(policy, folder)
+        write_weights(self._policy, folder)
         write_tree(folder, snapshot | state)
         self._loop.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-    def _remove_others(self, run: Path, step: int) -> None:
-        """Remove the checkpoints that need not be kept after the one of ``step`` was written."""
-        # Checkpoints of later steps are from before the run was resumed at an earlier step
-        for later in list_steps(run):
-            if later > step:
-                shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
-        best = (self.args.load_best_model_at_end and self.state.best_model_checkpoint) or ""
-        prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=Path(best).name)
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
         """Return the score of a checkpoint, which ``keep_best`` compares.
@@ -321,8 +302,7 @@ class ResumableTrainer(Trainer):
         if "held_out" in callbacks:
             return callbacks["held_out"]
         rows = self._loop.log_history[-SCORED_STEPS:]
-        rewards = finite_numbers(row.get("reward") for row in rows)
-        return mean_or_none(rewards)
+        return mean_or_none(finite_numbers(row.get("reward") for row in rows))
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -366,24 +346,22 @@ class ResumableTrainer(Trainer):
         if self.by_trl:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        assert self.resumed_from is not None
-        policy: Any = self.accelerator.unwrap_model(self.model)
-        read_weights(policy, self.resumed_from.folder)
+        read_weights(self._policy, Path(resume_from_checkpoint))
 
     def restore_checkpoint(self) -> None:
         """Load the state of the checkpoint, except for weights and random states.
 
         It is called before the first step, after ``on_train_begin`` of every other callback. If the
         training does not resume, it does nothing.
-
-        Raises:
-            CheckpointError: The state in the checkpoint belongs to another optimizer.
         """
         state = self.state_read
-        if state is None or self.resumed_from is None:
+        if state is None:
             return
         if not self.by_trl:
-            self._restore_optimizer(state, self.resumed_from.folder.name)
+            self.optimizer.load_state_dict(state.pop("optimizer"))
+            self._restore_schedule(state.pop("scheduler"))
+            if self.accelerator.scaler is not None and state["scaler"]:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
         # Intervals for logging and saving follow the present arguments, not the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
         self.notify("on_resume", held=state["callbacks"])
@@ -391,28 +369,6 @@ class ResumableTrainer(Trainer):
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-
-    def _restore_optimizer(self, state: dict[str, Any], name: str) -> None:
-        """Load the state of optimizer, learning rate schedule and gradient scaler.
-
-        Args:
-            state: State of the checkpoint; ``optimizer`` and ``scheduler`` are removed from it.
-            name: Name of the checkpoint, for the message.
-
-        Raises:
-            CheckpointError: The state belongs to another optimizer.
-        """
-        try:
-            self.optimizer.load_state_dict(state.pop("optimizer"))
-            self._restore_schedule(state.pop("scheduler"))
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise CheckpointError(
-                f"the optimizer state in {name} does not fit the optimizer of this run ({exc}): "
-                f"set trainer.optim back to its old value"
-            ) from exc
-        scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is not None and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
         """Run the steps of an epoch, unless all steps have been made already.
@@ -431,10 +387,9 @@ class ResumableTrainer(Trainer):
         """
         if self.by_trl:
             super()._load_rng_state(checkpoint)
-            self.state_read = None
         elif self.state_read is not None:
             set_random_states(self.state_read["random"])
-            self.state_read = None
+        self.state_read = None
 
     def _restore_schedule(self, kept: dict[str, Any]) -> None:
         """Restore the learning rate schedule.
@@ -484,26 +439,30 @@ class ResumableTrainer(Trainer):
             if method is not None:
                 method(self.args, self.state, self.control, **values)
 
+    @property
+    def _policy(self) -> Any:
+        """The model that is trained, without the wrappers of accelerate."""
+        return self.accelerator.unwrap_model(self.model)
+
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return a dict from the name of each trained parameter to the parameter."""
-        policy: Any = self.accelerator.unwrap_model(self.model)
-        return trained_parameters(policy)
+        return trained_parameters(self._policy)
 
 
+@dataclass
 class Boundary(TrainerCallback):
     """Callback that replaces the snapshot of a ``ResumableTrainer`` when the weights change."""
 
-    def __init__(self, trainer: ResumableTrainer) -> None:
-        self._trainer = trainer
+    trainer: ResumableTrainer
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Drop the snapshot, because the weights are about to change."""
-        self._trainer.invalidate_snapshot()
+        self.trainer.invalidate_snapshot()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Check the new weights, and take a snapshot of the state that belongs to them."""
-        self._trainer.check_weights()
-        self._trainer.take_snapshot()
+        self.trainer.check_weights()
+        self.trainer.take_snapshot()
 
 
 def _set_aside(run: Path) -> None:
@@ -523,30 +482,31 @@ def _set_aside(run: Path) -> None:
         )
 
 
+@dataclass
 class _Restore(TrainerCallback):
     """Callback that restores the state of a checkpoint.
 
     It must be the last callback, because it replaces the fresh state of the others.
     """
 
-    def __init__(self, trainer: ResumableTrainer) -> None:
-        self._trainer = trainer
+    trainer: ResumableTrainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore the checkpoint's state."""
-        self._trainer.restore_checkpoint()
+        self.trainer.restore_checkpoint()
 
 
 # --- which run -----------------------------------------------------------------------------------
 
 
 def facts_of(
-    args: TrainingArguments, model: Model, prompts: Any, rewards: list[str]
+    args: TrainingArguments, model: Model, prompts: Any, rewards: list[str], *, by_trl: bool = False
 ) -> dict[str, Any]:
     """Return facts that identify a run, so that a checkpoint of another run can be refused.
 
     They are the versions of packages, the number of threads, checksums of the frozen weights and of
-    the prompts, the names of the rewards, and the settings that matter for a resume.
+    the prompts, the names of the rewards, whose training step is used, and the settings that matter
+    for a resume.
     """
     settings = json.loads(json.dumps(args.to_dict(), default=str))
     settings["rows_per_step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -558,7 +518,8 @@ def facts_of(
         "threads": torch.get_num_threads(),
         "model": checksum_of_weights(model),
         "prompts": checksum_of_rows(prompts),
-        "rewards": list(rewards),
+        "rewards": rewards,
+        "step": "trl" if by_trl else "kit",
         "settings": {name: settings.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
     }
 
@@ -574,14 +535,10 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
-    then = checkpoint.facts
-    if (step := then.get("step", "kit")) != now.get("step", "kit"):
-        raise CheckpointError(
-            f"{name} was written with trainer.step {step}, but this run uses the other of the "
-            f"two (kit and trl): set trainer.step to {step} and start as many processes as before, "
-            "or begin a new run"
-        )
+    then = {"step": "kit"} | checkpoint.facts  # an older checkpoint does not name its step
+    step = then["step"]
     for what, text in (
+        ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
         ("prompts", "other prompts: set data, and the content of the file that it names,"),
         ("rewards", "other rewards: set rewards"),

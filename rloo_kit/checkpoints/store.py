@@ -55,8 +55,8 @@ def write_checkpoint(
     step: int,
     fill: Callable[[Path], None],
     *,
-    facts: dict[str, Any] | None = None,
-    score: float | None = None,
+    facts: dict[str, Any],
+    score: float | None,
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and return its folder.
 
@@ -99,9 +99,7 @@ def write_checkpoint(
     return final
 
 
-def seal_checkpoint(
-    folder: Path, step: int, *, facts: dict[str, Any] | None = None, score: float | None = None
-) -> None:
+def seal_checkpoint(folder: Path, step: int, *, facts: dict[str, Any], score: float | None) -> None:
     """Complete a checkpoint: write its manifest, and sync all files to the disk.
 
     Args:
@@ -120,7 +118,7 @@ def seal_checkpoint(
         "step": step,
         "time": time.time(),
         "score": float(score) if score is not None and math.isfinite(score) else None,
-        "facts": facts or {},
+        "facts": facts,
         "files": {
             path.relative_to(folder).as_posix(): {"sha256": _checksum_of_file(path)}
             for path in sorted(folder.rglob("*"))
@@ -173,7 +171,7 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
+def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: int | None = None) -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
     The checkpoint that was written last always stays. Broken checkpoints are not counted and stay
@@ -184,7 +182,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
             the later step counts as better.
-        spare: Name of a checkpoint that always stays, such as ``checkpoint-10``; "" for none.
+        spare: Step of a checkpoint that always stays; None for none.
     """
     found = {}
     for step in list_steps(run):
@@ -194,14 +192,11 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
     scored = sorted((found[s]["score"], s) for s in steps if found[s]["score"] is not None)
     best = [step for _, step in scored[::-1][:keep_best]]
     written_last = max(steps, key=lambda step: found[step]["time"], default=0)
-    for step in {*steps} - {*steps[::-1][:keep_last], *best, written_last}:
-        name = f"checkpoint-{step}"
-        if name == spare:
-            continue
+    for step in {*steps} - {*steps[::-1][:keep_last], *best, written_last, spare}:
         try:
-            _discard(run / name)
+            _discard(run / f"checkpoint-{step}")
         except OSError as exc:
-            warnings.warn(f"{name} cannot be removed: {exc}", stacklevel=2)
+            warnings.warn(f"checkpoint-{step} cannot be removed: {exc}", stacklevel=2)
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def _drop_caches(llm: Any) -> None:
     import torch
 
     torch._dynamo.reset()
-    engine = getattr(llm, "llm_engine", None)
-    for owner in (engine, getattr(getattr(engine, "engine_core", None), "engine_core", None), llm):
+    engine = llm.llm_engine
+    for owner in (engine, getattr(engine.engine_core, "engine_core", None), llm):
         if owner is not None:
             vars(owner).clear()

@@ -138,72 +138,58 @@ def detect_hardware() -> Hardware:
 
 
 def check_card() -> str | None:
-    """Return why the GPU of this machine cannot be used for training; imports torch.
+    """Return why the GPU of this machine cannot train, and the remedy; imports torch.
 
     None means that it can be used, or that the machine has no GPU.
     """
     import torch
 
-    card = None
-    capability = (0, 0)
-    driver = None
-    if torch.cuda.is_available():
-        card = torch.cuda.get_device_name()
-        capability = torch.cuda.get_device_capability()
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and shutil.which("nvidia-smi"):
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-        driver = (done.stdout.split() or [None])[0] if done.returncode == 0 else None
+    cuda = torch.version.cuda  # None if torch was built without CUDA
+    if not torch.cuda.is_available():
+        return _why_hidden(cuda)
+    if cuda is None:
+        return None
+    capability = torch.cuda.get_device_capability()
+    kernels = torch.cuda.get_arch_list()
+    built = [divmod(int(one[3:]), 10) for one in kernels if re.fullmatch(r"sm_\d+", one)]
+    if capability < (7, 5) or not any((capability[0], 0) <= one <= capability for one in built):
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability "
+            f"{capability[0]}.{capability[1]}; torch, vLLM and bitsandbytes have kernels for 7.5 "
+            f"(T4, RTX 20) to {max(built)[0]}.x: CUDA_VISIBLE_DEVICES chooses another card"
+        )
     missing = None
     if sys.platform == "linux":  # on Windows, Triton includes both
         if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
             missing = "C compiler: install gcc"
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
             missing = "Python.h: install python3-dev"
-    kernels = torch.cuda.get_arch_list()
-    return why_not_card(card, capability, driver, torch.version.cuda, kernels, missing)
+    return f"Triton compiles for the card and finds no {missing}" if missing else None
 
 
-def why_not_card(
-    card: str | None,
-    capability: tuple[int, int],
-    driver: str | None,
-    cuda: str | None,
-    kernels: list[str],
-    missing: str | None,
-) -> str | None:
-    """Return why a card cannot be used for training, and the remedy; None if it can be used.
+def _why_hidden(cuda: str | None) -> str | None:
+    """Return why torch does not see the card that nvidia-smi lists; None if it lists none.
 
     Args:
-        card: Name of the card; None if torch does not see a card.
-        capability: Compute capability of the card.
-        driver: Version of the driver if nvidia-smi sees a card but torch does not; else None.
         cuda: CUDA version that torch was built for; None if it was built without CUDA.
-        kernels: Architectures that torch was built for, such as ``sm_86``.
-        missing: What Triton needs and does not find, with the remedy, such as "Python.h: install
-            python3-dev"; None if nothing is missing.
     """
-    if card is None and driver is not None:
-        needed = 580 if cuda and cuda.startswith("13") else 525
-        why = "look at CUDA_VISIBLE_DEVICES"
-        if cuda is None:
-            why = "torch is built without CUDA: install its CUDA build"
-        elif int(driver.partition(".")[0]) < needed:
-            why = f"torch's CUDA {cuda} needs a newer one: update the driver to {needed} or later"
-        return (
-            f"torch does not see the card of the driver {driver}; {why} "
-            f"(CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
-        )
-    if card is None or cuda is None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
         return None
-    built = [divmod(int(one[3:]), 10) for one in kernels if re.fullmatch(r"sm_\d+", one)]
-    if capability < (7, 5) or not any((capability[0], 0) <= one <= capability for one in built):
-        return (
-            f"{card} has compute capability {capability[0]}.{capability[1]}; torch, vLLM and "
-            f"bitsandbytes have kernels for 7.5 (T4, RTX 20) to {max(built)[0]}.x: "
-            f"CUDA_VISIBLE_DEVICES chooses another card"
-        )
-    return f"Triton compiles for the card and finds no {missing}" if missing else None
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not done.stdout.strip():
+        return None
+    driver = done.stdout.split()[0]
+    needed = 580 if cuda and cuda.startswith("13") else 525
+    why = "look at CUDA_VISIBLE_DEVICES"
+    if cuda is None:
+        why = "torch is built without CUDA: install its CUDA build"
+    elif int(driver.partition(".")[0]) < needed:
+        why = f"torch's CUDA {cuda} needs a newer one: update the driver to {needed} or later"
+    return (
+        f"torch does not see the card of the driver {driver}; {why} "
+        f"(CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
+    )
 
 
 def installed_version(package: str) -> str | None:

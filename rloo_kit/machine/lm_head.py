@@ -16,65 +16,21 @@ from rloo_kit.machine.hardware import CHUNK_LOGITS
 CHUNK_TOKENS = 256
 
 
-def token_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    scale_before_cap: float = 1.0,
-    *,
-    with_top: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """Return the log-probability of each target token, and the entropy of its distribution.
+class PlainTorchLogProb:
+    """Replacement in plain torch for TRL's Triton function ``_ChunkedLogProbFunction``.
 
-    Args:
+    Args of ``apply``:
         hidden: ``(N, H)`` last hidden states, for N target tokens and a hidden size of H.
             ``hidden[n]`` predicts ``targets[n]``.
         weight: ``(V, H)`` weight of the LM head, for a vocabulary of V tokens.
         bias: ``(V,)`` bias of the LM head; None if it has no bias.
         targets: ``(N,)`` int64 token ids.
-        scale: Factor for the logits after the cap: 1 / temperature.
+        temperature: Divisor of the logits after the cap.
+        chunk_size: Not used: ``CHUNK_TOKENS`` and ``CHUNK_LOGITS`` limit the size of a chunk.
         softcap: Cap of the logits in Gemma's formula ``cap * tanh(logits / cap)``; None for no cap.
-        scale_before_cap: Factor for the logits before the cap, which some architectures use.
-        with_top: Also return if the target is the most likely token.
-
-    Returns:
-        ``(N,)`` log-probabilities and ``(N,)`` entropies, both float32 and in nats. With
-        ``with_top`` also ``(N,)`` bool, True if the target is the most likely token. Gradients
-        flow through the log-probabilities; the entropies are detached.
+        logit_scale: Factor for the logits before the cap, which some architectures use.
+        outputs: Names of the values to return.
     """
-
-    def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what ``token_log_probs`` returns, for a chunk of hidden states and targets."""
-        offset = None if bias is None else bias.to(part.dtype)
-        # (chunk, H) x (V, H) -> (chunk, V)
-        logits = linear(part, weight.to(part.dtype), offset).float() * scale_before_cap
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits * scale
-        log_normalizer = logits.logsumexp(dim=-1)
-        log_probs = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - log_normalizer
-        with torch.no_grad():
-            probs = (logits - log_normalizer.unsqueeze(-1)).exp()
-            entropies = log_normalizer - (probs * logits).sum(dim=-1)
-            tops = [logits.argmax(dim=-1) == wanted] if with_top else []
-        return log_probs, entropies, *tops
-
-    chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
-    found = []
-    # split() instead of slices, because the gradient of a slice is as large as the whole tensor
-    for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        if torch.is_grad_enabled():  # the backward pass computes the logits of the chunk again
-            found.append(checkpoint(score, *pair, use_reentrant=False))
-        else:
-            found.append(score(*pair))
-    return tuple(map(torch.cat, zip(*found, strict=True)))
-
-
-class PlainTorchLogProb:
-    """Replacement in plain torch for TRL's Triton function ``_ChunkedLogProbFunction``."""
 
     @staticmethod
     def apply(
@@ -90,8 +46,11 @@ class PlainTorchLogProb:
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the five values per token that TRL's ``_ChunkedLogProbFunction`` returns.
 
-        The arguments are those of TRL's function. A value that ``outputs`` does not name is None,
-        except for the log-probabilities, which are always returned.
+        Returns:
+            ``(N,)`` log-probabilities and ``(N,)`` entropies, both float32 and in nats; None twice;
+            and ``(N,)`` bool, True if the target is the most likely token. A value that ``outputs``
+            does not name is None, except for the log-probabilities. Gradients flow through the
+            log-probabilities; the entropies are detached.
 
         Raises:
             NotImplementedError: ``outputs`` names a value that only TRL's function can compute. No
@@ -102,8 +61,31 @@ class PlainTorchLogProb:
             raise NotImplementedError(
                 f"{sorted(unknown)} can be computed only by TRL's Triton kernel, which needs a GPU"
             )
-        how = (1 / temperature, softcap, logit_scale)
-        top = "is_top1" in outputs
-        found = token_log_probs(hidden, weight, bias, targets, *how, with_top=top)
-        entropy = found[1] if "entropy" in outputs else None
-        return found[0], entropy, None, None, found[2] if top else None
+
+        def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            """Return log-probabilities, entropies and what is likeliest, for a chunk of tokens."""
+            offset = None if bias is None else bias.to(part.dtype)
+            # (chunk, H) x (V, H) -> (chunk, V)
+            logits = linear(part, weight.to(part.dtype), offset).float() * logit_scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            logits = logits * (1 / temperature)
+            log_normalizer = logits.logsumexp(dim=-1)
+            log_probs = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - log_normalizer
+            with torch.no_grad():
+                probs = (logits - log_normalizer.unsqueeze(-1)).exp()
+                entropies = log_normalizer - (probs * logits).sum(dim=-1)
+                tops = [logits.argmax(dim=-1) == wanted] if "is_top1" in outputs else []
+            return log_probs, entropies, *tops
+
+        chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
+        found = []
+        # split() instead of slices, because the gradient of a slice is as large as the whole tensor
+        for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            if torch.is_grad_enabled():  # the backward pass computes the logits of the chunk again
+                found.append(checkpoint(score, *pair, use_reentrant=False))
+            else:
+                found.append(score(*pair))
+        log_probs, entropy, *top = map(torch.cat, zip(*found, strict=True))
+        is_top = top[0] if top else None
+        return log_probs, entropy if "entropy" in outputs else None, None, None, is_top

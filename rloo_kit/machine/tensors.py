@@ -36,17 +36,14 @@ def empty_model(model: Model) -> None:
     for module in model.modules():
         if not _is_released(module):
             module.register_forward_pre_hook(check_not_released)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is None:
-                continue
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for tensor in tensors:
             tensor.grad = None
+        for holder in (module, *tensors):
             for name in ("quant_state", "bnb_quant_state"):  # of bitsandbytes, of vLLM's plug-in
-                if getattr(tensor, name, None) is not None:
-                    setattr(tensor, name, None)
-            empty_tensors([tensor])
-        if getattr(module, "quant_state", None) is not None:
-            module.quant_state = None
-        empty_tensors(vars(module).values())
+                if getattr(holder, name, None) is not None:
+                    setattr(holder, name, None)
+        empty_tensors([*tensors, *vars(module).values()])
 
 
 def check_not_released(model: Any, *_: Any) -> None:

@@ -127,11 +127,8 @@ def position_between(
     delta = now - other
     if len(delta) >= 100:  # drop the largest: a few tokens that rounding flips must not decide
         kept = delta.abs().argsort()[: -max(3, len(delta) // 200)]
-        sampler = sampler[kept]
-        now = now[kept]
-        other = other[kept]
-        noise = noise[kept]
-        delta = delta[kept]
+        sampler, now, other, noise = (one[kept] for one in (sampler, now, other, noise))
+        delta = now - other
     size = float(delta.square().sum())
     if size == 0:
         return None
@@ -188,13 +185,10 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
-    layers = layers or [model.get_input_embeddings()]
-    hooks = [layer.register_forward_hook(disturb) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers or [model.get_input_embeddings()]:
+            hooks.enter_context(layer.register_forward_hook(disturb))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass
@@ -224,14 +218,14 @@ class Policies:
         Args:
             values: The values of the trained parameters, by name.
         """
-        own = {name: parameter.data for name, parameter in self.adapter.items()}
+        own = [(parameter, parameter.data) for parameter in self.adapter.values()]
         try:
             for name, parameter in self.adapter.items():
-                parameter.data = values[name].to(own[name].device, own[name].dtype)
+                parameter.data = values[name].to(parameter.data)
             yield
         finally:
-            for name, parameter in self.adapter.items():
-                parameter.data = own[name]
+            for parameter, data in own:
+                parameter.data = data
 
     def copy_adapter(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return copies of the adapter's values on the CPU, by name.
@@ -259,12 +253,10 @@ class Policies:
             if "lora_B" in name
         }
         here = self.log_probs(tokens)
-        shifted = self.copy_adapter()
+        own = shifted = self.copy_adapter()
         size = 0.02
         for _ in range(12):
-            shifted = self.copy_adapter()
-            for name, values in noise.items():
-                shifted[name] += (size * values).to(shifted[name].dtype)
+            shifted = own | {n: own[n] + (size * v).to(own[n].dtype) for n, v in noise.items()}
             with self.adapter_set_to(shifted):
                 there = self.log_probs(tokens)
             moved = float((there - here).abs().mean())
@@ -434,21 +426,20 @@ def _cut_probe(
     """Return the first tokens and log-probabilities of some completions, spread over the batch."""
     # multiples of the golden ratio are spread evenly for any number of rows
     order = sorted(range(len(tokens)), key=lambda row: (row * 0.6180339887) % 1)
-    rows: list[int] = []
-    completion_tokens = positions = 0
+    prompts = []
+    completions = []
+    positions = 0
     for row in order:
-        taken = min(len(tokens.completion_ids[row]), PROBE_TOKENS_PER_ROW)
-        width = len(tokens.prompt_ids[row]) + taken
-        if len(rows) >= PROBE_MIN_ROWS and positions + width > PROBE_POSITIONS:
+        prompt = tokens.prompt_ids[row]
+        ids = tokens.completion_ids[row][:PROBE_TOKENS_PER_ROW]
+        positions += len(prompt + ids)
+        if len(prompts) >= PROBE_MIN_ROWS and positions > PROBE_POSITIONS:
             break
-        rows.append(row)
-        completion_tokens += taken
-        positions += width
-        if completion_tokens >= PROBE_TOKENS:
+        prompts.append(prompt)
+        completions.append(ids)
+        if sum(map(len, completions)) >= PROBE_TOKENS:
             break
-    prompts = [tokens.prompt_ids[row] for row in rows]
-    completions = [tokens.completion_ids[row][:PROBE_TOKENS_PER_ROW] for row in rows]
-    return TokenRows(prompts, completions), [log_probs[row] for row in rows]
+    return TokenRows(prompts, completions), [log_probs[row] for row in order[: len(prompts)]]
 
 
 def _flat(log_probs: list[list[float]], tokens: TokenRows, device: torch.device) -> torch.Tensor:

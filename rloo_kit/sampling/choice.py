@@ -14,7 +14,7 @@ from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
-from rloo_kit.models.adapters import adapter_in, base_of
+from rloo_kit.models.adapters import base_name
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.loading import find_model
 from rloo_kit.models.notes import notes_of
@@ -22,7 +22,6 @@ from rloo_kit.models.shared_engine import EngineSettings
 from rloo_kit.sampling.engine import (
     Choice,
     Engine,
-    PartialEngine,
     Sampling,
     ThoughtLimit,
     choose,
@@ -114,9 +113,11 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
 def _put_to_sleep(model: Model) -> None:
     """Free the memory of the vLLM engine that Unsloth loaded with a model, because it is unused."""
     llm = getattr(model, "vllm_engine", None)
-    if llm is None or not llm.llm_engine.vllm_config.model_config.enable_sleep_mode:
-        return
-    if not llm.llm_engine.is_sleeping():
+    if (
+        llm is not None
+        and llm.llm_engine.vllm_config.model_config.enable_sleep_mode
+        and not llm.llm_engine.is_sleeping()
+    ):
         llm.sleep(level=1)
 
 
@@ -164,9 +165,7 @@ def _check_server(args: Any, run: RunConfig) -> None:
     """Raise GenerationError if the vLLM server of a run cannot be reached or does not suit it."""
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
-    name = find_model(run.model.name)
-    if adapter := adapter_in(name):
-        name = find_model(base_of(adapter))
+    name = find_model(base_name(run.model.name))
     length = args.vllm_max_model_length or run.model.max_seq_length
     VllmServer(args, Needs(name, length, run.lora.r, run.model.load_in_4bit)).close()
 
@@ -210,12 +209,8 @@ def check_partial(engine: Engine | None, model: Model) -> None:
     """
     from rloo_kit.sampling.decoding import can_grow
 
-    name = ""
-    if engine is None and not can_grow(model):
-        name = "this model's own sampling"
-    elif engine is not None and not isinstance(engine, PartialEngine):
-        name = engine.name
-    if name:
+    if not (can_grow(model) if engine is None else hasattr(engine, "grow")):
+        name = "this model's own sampling" if engine is None else engine.name
         raise ConfigError(
             f"trainer.partial_rollouts is on, but {name} cannot stop before all completions have "
             "ended: leave it out, or set trainer.generation to vllm"

@@ -5,11 +5,10 @@ Shapes: B completions, F reward functions.
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,8 +122,10 @@ class Completer:
         """
         with_tools = {}
         if self.tool_loop is not None:
-            with_tools["prompts"] = completions.prompts  # with the observations of environments
-            with_tools["completion_turns"] = completions.tokens.turns
+            with_tools = {
+                "prompts": completions.prompts,  # with the observations of environments
+                "completion_turns": completions.tokens.turns,
+            }
             if self.tool_loop.environments is not None:
                 with_tools["environments"] = self.tool_loop.environments.current
         columns = reward_columns(
@@ -134,33 +135,18 @@ class Completer:
             **self.for_rewards(),
             **with_tools,
         )
-        started = {
-            place: asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
-            for place, function in enumerate(self.functions())
-            if self.loop is not None and isinstance(function, AsyncCheckedReward)
-        }
-        return Pending(bool(started), functools.partial(self._finish, columns, started))
-
-    def _finish(
-        self, columns: dict[str, Any], started: dict[int, Future[Any]]
-    ) -> list[list[Score]]:
-        """Call the rewards that have not been started, and wait for those that have.
-
-        Args:
-            columns: Arguments of the reward functions.
-            started: Async rewards that run already, by the index of the reward.
-
-        Returns:
-            F lists of B scores.
-        """
-        return [
-            started[place].result()
-            if place in started
-            else self._logits(function, self.tokenizers[place], columns)
-            if isinstance(function, torch.nn.Module)
-            else call_reward(function, columns)
-            for place, function in enumerate(self.functions())
-        ]
+        waits: list[Callable[[], list[Score]]] = []  # one for each of the F rewards
+        in_background = False
+        for place, function in enumerate(self.functions()):
+            if self.loop is not None and isinstance(function, AsyncCheckedReward):
+                started = asyncio.run_coroutine_threadsafe(function(**columns), self.loop)
+                waits.append(started.result)
+                in_background = True
+            elif isinstance(function, torch.nn.Module):
+                waits.append(partial(self._logits, function, self.tokenizers[place], columns))
+            else:
+                waits.append(partial(call_reward, function, columns))
+        return Pending(in_background, lambda: [wait() for wait in waits])
 
     def _logits(
         self, model: torch.nn.Module, tokenizer: Any, columns: dict[str, Any]

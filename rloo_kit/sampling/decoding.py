@@ -12,17 +12,12 @@ completion tokens.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -67,8 +62,16 @@ def complete(
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
     if thought is not None:
-        width = max(map(len, prompt_ids))
-        how["stopping_criteria"] = StoppingCriteriaList([_LongThought(width, thought)])
+        end = max(map(len, prompt_ids)) + thought.tokens
+
+        def too_long(all_ids: torch.Tensor, scores: object, **_: Any) -> torch.Tensor:
+            """Return an ``(L,)`` bool mask of the rows to end, given the ``(L, W + t)`` ids."""
+            is_open = [False] * len(all_ids)
+            if all_ids.shape[1] == end:
+                is_open = list(map(thought.marks.is_open, all_ids.tolist()))
+            return torch.tensor(is_open, device=all_ids.device)
+
+        how["stopping_criteria"] = StoppingCriteriaList([too_long])
     method = None if _decodes_itself(model) else sample_rows
     drawn = _generate(model, prompt_ids, pad_token_id, custom_generate=method, **how)
     if thought is not None:
@@ -105,7 +108,8 @@ def grow(
     Raises:
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
-    growth = _Growth(begun, thought, max_tokens, temperature, model.device)
+    lengths = torch.tensor([len(ids) for ids in begun.completion_ids], device=model.device)
+    growth = _Growth(begun, thought, max_tokens, temperature, lengths, torch.zeros_like(lengths))
     method = partial(sample_rows, growth=growth)
     drawn = _generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
     return growth.cut(drawn)
@@ -138,8 +142,8 @@ def _generate(
 def as_sampled(model: Any) -> Iterator[None]:
     """Speed up sampling during a ``with`` block.
 
-    LoRA layers are merged if memory allows. On a CPU, attention does not copy keys and values for
-    each query head. If Unsloth has replaced the model's forward pass, nothing changes.
+    LoRA layers are merged if memory allows, and attention is faster on a CPU. If Unsloth has
+    replaced the model's forward pass, nothing changes.
     """
     if _decodes_itself(model):
         yield
@@ -202,51 +206,21 @@ def fast_attention(device: torch.device) -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = before
 
 
-class _LongThought(StoppingCriteria):
-    """Stopping criterion that ends rows whose thought is still open at the limit."""
-
-    def __init__(self, width: int, limit: ThoughtLimit) -> None:
-        self.width = width + limit.tokens
-        self.limit = limit
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: Any) -> Any:
-        """Return an ``(L,)`` bool mask of the rows to end, given the ``(L, W + t)`` ids so far."""
-        is_open = [False] * len(input_ids)
-        if input_ids.shape[1] == self.width:
-            is_open = list(map(self.limit.marks.is_open, input_ids.tolist()))
-        return torch.tensor(is_open, device=input_ids.device)
-
-
+@dataclass
 class _Growth:
     """State of ``sample_rows`` when it continues unfinished completions.
 
     It records lengths and log-probabilities of new tokens, and decides when to stop.
-
-    Args:
-        begun: B completions to continue.
-        thought: Limit that ends a completion whose thought is too long; None for no limit.
-        max_tokens: Maximum tokens of a whole completion.
-        temperature: The temperature at which log-probabilities are computed.
-        device: The model's device.
     """
 
-    def __init__(
-        self,
-        begun: Begun,
-        thought: ThoughtLimit | None,
-        max_tokens: int,
-        temperature: float,
-        device: torch.device,
-    ) -> None:
-        self._begun = begun
-        self._thought = thought
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        lengths = [len(ids) for ids in begun.completion_ids]
-        self._lengths = torch.tensor(lengths, device=device)  # (B,) tokens of each completion
-        self._new = torch.zeros_like(self._lengths)  # (B,) how many of these tokens are new
-        self._columns: list[torch.Tensor] = []  # (B,) log-probabilities of each step
-        self._ended: set[int] = set()
+    begun: Begun  # B completions to continue
+    thought: ThoughtLimit | None  # ends a completion whose thought is too long; None for no limit
+    max_tokens: int  # maximum tokens of a whole completion
+    temperature: float  # the temperature at which log-probabilities are computed
+    lengths: torch.Tensor  # (B,) tokens of each completion, updated by `note`
+    new: torch.Tensor  # (B,) how many of these tokens are new, updated by `note`
+    columns: list[torch.Tensor] = field(default_factory=list)  # (B,) log-probabilities of each step
+    ended: set[int] = field(default_factory=set)
 
     def note(
         self, live: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, grows: torch.Tensor
@@ -265,20 +239,16 @@ class _Growth:
         Returns:
             ``(L,)`` bool, True for rows at the limit of length or of the thought.
         """
-        scaled = logits / self._temperature
+        scaled = logits / self.temperature
         drawn = scaled.gather(1, ids[:, -1:]).squeeze(1) - scaled.logsumexp(1)  # (L,)
-        column = torch.zeros_like(self._new, dtype=drawn.dtype)
-        column[live] = drawn
-        self._columns.append(column)
-        self._new[live] += grows
-        self._lengths[live] += grows
-        lengths = self._lengths[live]
-        at_limit = lengths >= self._max_tokens
-        if self._thought is not None:
-            for place in (grows & (lengths == self._thought.tokens)).nonzero().flatten().tolist():
-                new = ids[place, -int(self._new[live[place]]) :].tolist()
-                is_over = self._begun.is_thought_over(int(live[place]), new, self._thought)
-                at_limit[place] |= is_over
+        self.columns.append(drawn.new_zeros(len(self.new)).index_copy(0, live, drawn))
+        self.new[live] += grows
+        self.lengths[live] += grows
+        lengths = self.lengths[live]
+        at_limit = lengths >= self.max_tokens
+        if self.thought is not None:
+            for place in (grows & (lengths == self.thought.tokens)).nonzero().flatten().tolist():
+                at_limit[place] |= self.thought.marks.is_open(ids[place].tolist())
         return at_limit
 
     def is_enough(self, rows: torch.Tensor) -> bool:
@@ -286,8 +256,8 @@ class _Growth:
 
         ``rows`` has the numbers of the rows that have ended.
         """
-        self._ended.update(rows.tolist())
-        return self._begun.is_enough(self._ended)
+        self.ended.update(rows.tolist())
+        return self.begun.is_enough(self.ended)
 
     def cut(self, drawn: list[list[int]]) -> Generations:
         """Return the new tokens of all B completions, and their log-probabilities.
@@ -295,8 +265,8 @@ class _Growth:
         Args:
             drawn: For each completion its new ids, with padding at the end, which is removed.
         """
-        counts = self._new.tolist()
-        log_probs = torch.stack(self._columns, 1).tolist()  # (B, C)
+        counts = self.new.tolist()
+        log_probs = torch.stack(self.columns, 1).tolist()  # (B, C)
         return Generations(
             [ids[:count] for ids, count in zip(drawn, counts, strict=True)],
             [values[:count] for values, count in zip(log_probs, counts, strict=True)],
@@ -309,10 +279,19 @@ def can_grow(model: Model) -> bool:
     It works if rows that have ended can be dropped from the model's cache while others continue,
     and if Unsloth has not replaced the model's forward pass.
     """
+    return _lets_rows_leave(_new_cache(model))
+
+
+def _new_cache(model: Model) -> DynamicCache | None:
+    """Return an empty cache of keys and values for a model.
+
+    It is None if the model has none or other states too, or if Unsloth has replaced its forward
+    pass.
+    """
     base = _base(model)
     if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
-        return False
-    return _lets_rows_leave(DynamicCache(config=base.config.get_text_config()))
+        return None
+    return DynamicCache(config=base.config.get_text_config())
 
 
 def _base(model: Model) -> Any:
@@ -327,11 +306,8 @@ def _decodes_itself(model: Model) -> bool:
 
 def continues_prompts(model: Model) -> bool:
     """Return True if completions can continue from the cache of one pass over a shared prompt."""
-    base = _base(model)
-    if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
-        return False
-    layers = DynamicCache(config=base.config.get_text_config()).layers
-    return all(type(layer) is DynamicLayer for layer in layers)
+    cache = _new_cache(model)
+    return cache is not None and {*map(type, cache.layers)} == {DynamicLayer}
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
@@ -364,8 +340,7 @@ class GrowingLayer(DynamicLayer):
         start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
         # After a selection of rows the keys are a copy, and the spare columns belong to old rows
-        is_own = spare is not None and spare.data_ptr() == old.data_ptr()
-        if spare is None or not is_own or spare.shape[-2] < end:
+        if spare is None or spare.data_ptr() != old.data_ptr() or spare.shape[-2] < end:
             num_rows, num_heads, _, size = new.shape
             spare = new.new_empty(num_rows, num_heads, end + max(GROWTH, end // 4), size)
             if start:
@@ -377,13 +352,9 @@ class GrowingLayer(DynamicLayer):
 
 def _lets_rows_leave(cache: object) -> bool:
     """Return True if rows can be dropped from this cache."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return (
-        isinstance(cache, Cache)
-        and not cache.offloading
-        and bool(cache.layers)
-        and all(type(layer) in plain for layer in cache.layers)
-    )
+    if not isinstance(cache, Cache) or cache.offloading or not cache.layers:
+        return False
+    return {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def sample_rows(
@@ -421,7 +392,6 @@ def sample_rows(
             model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
         )
     cache.layers = [GrowingLayer() if type(one) is DynamicLayer else one for one in cache.layers]
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("synced_gpus", "streamer")}
     logits, kwargs = _shared_prefill(model, input_ids, generation_config, kwargs)
     pad = int(generation_config.pad_token_id or 0)
     all_ids = input_ids.new_full((num_rows, stopping_criteria.max_length), pad)
@@ -492,12 +462,12 @@ def _shared_prefill(
     Returns:
         ``(B, vocabulary)`` logits, and the model's arguments for the next step with all B rows.
     """
-    differs = (input_ids[1:] != input_ids[:-1]) | (
-        kwargs["attention_mask"][1:] != kwargs["attention_mask"][:-1]
-    )
-    is_new = torch.cat([differs.new_ones(1), differs.any(1)])  # (B,)
-    first, place = is_new.nonzero().flatten(), is_new.cumsum(0) - 1  # (U,), (B,)
-    kwargs = _select(kwargs, first, len(is_new))
+    rows = torch.cat([input_ids, kwargs["attention_mask"]], 1)  # (B, 2 * W)
+    _, place, counts = torch.unique_consecutive(
+        rows, dim=0, return_inverse=True, return_counts=True
+    )  # (B,), (U,)
+    first = counts.cumsum(0) - counts  # (U,) the first row of each prompt
+    kwargs = _select(kwargs, first, len(rows))
     outputs = model._prefill(input_ids[first], generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
     return outputs.logits[:, -1].float()[place], _select(kwargs, place, len(first))
@@ -582,14 +552,14 @@ class Pieces:
         """
         found: list[Found] = []
 
-        def size() -> int:
-            return min(at_most, len(rows) - len(found), self.size or at_most)
+        def next_rows() -> Sequence[Row]:
+            return rows[len(found) :][: min(at_most, self.size or at_most)]
 
         def attempt() -> None:
-            while size():
-                found.extend(call(rows[len(found) : len(found) + size()]))
+            while piece := next_rows():
+                found.extend(call(piece))
 
-        retry_smaller(attempt, lambda exc: self.halve(exc, size()))
+        retry_smaller(attempt, lambda exc: self.halve(exc, len(next_rows())))
         return found
 
     def halve(self, exc: Exception, tried: int) -> None:

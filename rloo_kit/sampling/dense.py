@@ -85,8 +85,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     base = layer.get_base_layer()
     if not isinstance(base, torch.nn.Linear) or any(layer.lora_bias.values()):
         return False
-    is_offloaded = hasattr(base, "_hf_hook") or base.weight.is_meta
-    return not is_offloaded
+    return not (hasattr(base, "_hf_hook") or base.weight.is_meta)  # these are offloaded
 
 
 @torch.no_grad()
@@ -96,9 +95,7 @@ def _dense(layer: Any, dtype: torch.dtype) -> torch.nn.Linear:
     for name in [] if layer.disable_adapters else layer.active_adapters:
         if name in layer.lora_A:
             weight = weight + layer.get_delta_weight(name)
-    dense = torch.nn.Linear(1, 1, bias=False, device="meta")
-    dense.in_features = layer.in_features
-    dense.out_features = layer.out_features
+    dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     dense.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
     dense.bias = base.bias
     return dense

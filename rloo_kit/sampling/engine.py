@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.errors import GenerationError
@@ -100,10 +100,6 @@ class Begun:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [prompt + completion for prompt, completion in pairs]
 
-    def is_thought_over(self, row: int, new: list[int], thought: ThoughtLimit) -> bool:
-        """Return True if a row's thought exceeds the limit after the tokens ``new`` are added."""
-        return thought.exceeds(self.prompt_ids[row], self.completion_ids[row] + new)
-
 
 @dataclass(frozen=True)
 class Generations:
@@ -115,7 +111,11 @@ class Generations:
 
 
 class Engine(Protocol):
-    """Interface of an engine that samples from the policy."""
+    """Interface of an engine that samples from the policy.
+
+    An engine that can stop sampling early, and continue completions later, also has a method
+    ``grow`` (see ``VllmEngine``).
+    """
 
     name: str  # name for messages, such as "vLLM in this process"
     sync_seconds: float  # duration of the last sync
@@ -136,19 +136,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Shut the engine down and free its memory and files; a second call does nothing."""
-
-
-@runtime_checkable
-class PartialEngine(Engine, Protocol):
-    """Interface of an engine that can stop sampling early, and continue completions later."""
-
-    def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
-        """Continue B completions until all have ended or ``begun.is_enough`` returns True.
-
-        Returns:
-            The new tokens of each completion, and their log-probabilities.
-        """
-        ...
 
 
 def draw_from(
@@ -185,13 +172,11 @@ def draw_from(
 
 def why_no_hot_swap(model: Any) -> str | None:
     """Return the reason why vLLM cannot swap the adapters of this model, or None if it can."""
-    from peft import LoraConfig
-
     configs = getattr(model, "peft_config", {})
     if not configs:
         return "the model has no LoRA adapter"
     for config in configs.values():
-        if not isinstance(config, LoraConfig):
+        if config.peft_type != "LORA":
             return f"the adapter is of type {config.peft_type}, but vLLM supports only LoRA"
         if why_not := why_not_vllm_takes(vars(config)):
             return why_not

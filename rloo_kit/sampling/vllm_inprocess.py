@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -248,37 +247,24 @@ class VllmEngine:
             MemoryRanOutError: The GPU has no memory left to wake vLLM.
             BaseException: Any error or interrupt of vLLM; its requests are aborted first.
         """
-        from vllm import SamplingParams
-
-        self._wake()
-        parameters = [
-            SamplingParams(**sampling.as_vllm(), seed=(seed + row) % 2**31, detokenize=False)
-            for row in range(len(prompt_ids))
-        ]
-        try:
+        with self._requests():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": ids} for ids in prompt_ids],
-                parameters,
+                [_parameters(sampling, seed + row) for row in range(len(prompt_ids))],
                 lora_request=self._request,
                 use_tqdm=False,
             )
-        except BaseException:  # after Ctrl-C the next call must not get these requests
-            engine = self._llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise
-        completions = [output.outputs[0] for output in outputs]
-        ids = [list(completion.token_ids) for completion in completions]
-        log_probs = [
-            [place[token].logprob for token, place in zip(tokens, done.logprobs, strict=True)]
-            for tokens, done in zip(ids, completions, strict=True)
-        ]
-        return Generations(ids, log_probs)
+        drawn = [_drawn(output) for output in outputs]
+        return Generations([ids for ids, _ in drawn], [log_probs for _, log_probs in drawn])
 
     def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
-        """Continue completions until enough have ended (see ``PartialEngine``).
+        """Continue B completions until all have ended or ``begun.is_enough`` returns True.
 
         Each row becomes a new request, whose prompt is the row's prompt and its completion so far.
         As soon as enough have ended, the other requests are aborted.
+
+        Returns:
+            The new tokens of each completion, and their log-probabilities.
 
         Raises:
             GenerationError: Unsloth merges the adapter into the base to sample, which works only
@@ -286,7 +272,6 @@ class VllmEngine:
             MemoryRanOutError: The GPU has no memory left to wake vLLM.
             BaseException: Any error or interrupt of vLLM; its requests are aborted first.
         """
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if self._request is not None and not _is_lora_request(self._request):
@@ -294,36 +279,55 @@ class VllmEngine:
                 "Unsloth merges the adapter into a 16-bit base while vLLM samples, so sampling "
                 "cannot stop early: leave trainer.partial_rollouts out, or set model.load_in_4bit"
             )
-        self._wake()
         engine = self._llm.llm_engine
-        prompts = begun.all_ids
-        found = [_Grown(len(ids)) for ids in begun.completion_ids]
         limit = sampling.thought
+        prompts = begun.all_ids
+        lengths = [len(ids) for ids in begun.completion_ids]
+        found = Generations([[] for _ in lengths], [[] for _ in lengths])
         ended: set[int] = set()
-        try:
-            for row, one in enumerate(found):
-                parameters = SamplingParams(
-                    **sampling.as_vllm() | {"max_tokens": sampling.max_tokens - one.begun},
-                    seed=(seed + row) % 2**31,
-                    detokenize=False,
+        with self._requests():
+            for row, length in enumerate(lengths):
+                parameters = _parameters(
+                    sampling,
+                    seed + row,
+                    max_tokens=sampling.max_tokens - length,
                     output_kind=RequestOutputKind.DELTA,
                 )
                 prompt = {"prompt_token_ids": prompts[row]}
                 engine.add_request(str(row), prompt, parameters, lora_request=self._request)
-            while len(ended) < len(found) and not begun.is_enough(ended):
+            while len(ended) < len(lengths) and not begun.is_enough(ended):
                 for output in engine.step():
                     row = int(output.request_id)
-                    one = found[row]
-                    reaches = one.add(output.outputs[0], limit and limit.tokens)
-                    if limit and reaches and begun.is_thought_over(row, one.ids, limit):
-                        one.cut(limit.tokens)
+                    new_ids, new_log_probs = _drawn(output)
+                    ids = found.completion_ids[row]
+                    ids += new_ids
+                    found.log_probs[row] += new_log_probs
+                    # number of new tokens at which a thought that is still open is cut
+                    room = limit.tokens - lengths[row] if limit else 0
+                    reaches_limit = len(ids) - len(new_ids) < room <= len(ids)
+                    if limit and reaches_limit and limit.marks.is_open(prompts[row] + ids[:room]):
+                        del ids[room:], found.log_probs[row][room:]
                         engine.abort_request([output.request_id])
                         ended.add(row)
                     elif output.finished:
                         ended.add(row)
-        finally:  # the next call must not get these requests
+        return found
+
+    @contextlib.contextmanager
+    def _requests(self) -> Iterator[None]:
+        """Wake vLLM; at the end of a ``with`` block abort the requests that are left.
+
+        Without this, the next call would get the requests of a call that Ctrl-C has ended.
+
+        Raises:
+            MemoryRanOutError: The GPU has no memory left to wake vLLM.
+        """
+        self._wake()
+        engine = self._llm.llm_engine
+        try:
+            yield
+        finally:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        return Generations([one.ids for one in found], [one.log_probs for one in found])
 
     def sleep(self) -> None:
         """Free GPU memory: discard the KV cache and move the weights to main memory (level 1).
@@ -360,35 +364,25 @@ class VllmEngine:
         self._folder.close()
 
 
-@dataclass
-class _Grown:
-    """The new tokens of a completion that is being continued."""
+def _parameters(sampling: Sampling, seed: int, **others: Any) -> Any:
+    """Return vLLM's ``SamplingParams`` for one completion.
 
-    begun: int  # number of tokens that the completion had before
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    Args:
+        sampling: The settings.
+        seed: Seed of the completion.
+        **others: Further arguments of ``SamplingParams``.
+    """
+    from vllm import SamplingParams
 
-    def add(self, output: Any, limit: int | None) -> bool:
-        """Add the tokens of an output of vLLM.
+    return SamplingParams(**sampling.as_vllm() | others, seed=seed % 2**31, detokenize=False)
 
-        Args:
-            output: The output, with the tokens that are new since the last one.
-            limit: A number of tokens of the whole completion, or None.
 
-        Returns:
-            True if the completion reaches ``limit`` with these tokens; False if ``limit`` is None.
-        """
-        before = self.begun + len(self.ids)
-        ids = list(output.token_ids)
-        self.ids += ids
-        places = zip(ids, output.logprobs or (), strict=True)
-        self.log_probs += [place[token].logprob for token, place in places]
-        return limit is not None and before < limit <= before + len(ids)
-
-    def cut(self, tokens: int) -> None:
-        """Truncate the whole completion, including its earlier tokens, to ``tokens`` tokens."""
-        del self.ids[tokens - self.begun :]
-        del self.log_probs[tokens - self.begun :]
+def _drawn(output: Any) -> tuple[list[int], list[float]]:
+    """Return the token ids and log-probabilities in an output of vLLM for one request."""
+    (completion,) = output.outputs
+    ids = list(completion.token_ids)
+    places = zip(ids, completion.logprobs or (), strict=True)
+    return ids, [place[token].logprob for token, place in places]
 
 
 @contextlib.contextmanager
@@ -431,29 +425,9 @@ def write_dequantised(model: Model, dtype: torch.dtype, folder: Path) -> Path:
         dtype: The dtype of the written weights.
         folder: The folder, which must not exist.
     """
-    from safetensors.torch import save_file
-
-    base = model.get_base_model()
-    tensors = {}
-    for name, parameter in base.named_parameters():  # a tied LM head is in it once
-        if "lora_" in name:
-            continue
-        values = _dequantised(parameter).to("cpu", dtype)
-        tensors[name.replace(".base_layer", "")] = values.contiguous()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = copy.deepcopy(base.config)
-    vars(config).pop("quantization_config", None)
-    config.dtype = dtype
-    config.save_pretrained(folder)
+    base = copy.deepcopy(model).unload()
+    base.dequantize(dtype).to(dtype).save_pretrained(folder)  # not all weights are in 4 bit
     return folder
-
-
-def _dequantised(parameter: torch.Tensor) -> torch.Tensor:
-    from bitsandbytes.functional import dequantize_4bit
-
-    state = getattr(parameter, "quant_state", None)
-    return parameter.data if state is None else dequantize_4bit(parameter.data, state)
 
 
 def is_4bit(model: Model) -> bool:

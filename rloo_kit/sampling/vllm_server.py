@@ -44,13 +44,15 @@ class Needs:
     @property
     def command(self) -> str:
         """Shell command that starts a server with these requirements."""
-        words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "vllm", "serve", self.base]
-        words += ["--enable-lora", "--max-lora-rank", str(reserved_rank(self.rank))]
-        words += ["--max-model-len", str(self.max_length)]
-        words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        command = (
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve {shlex.quote(self.base)} "
+            f"--enable-lora --max-lora-rank {reserved_rank(self.rank)} "
+            f"--max-model-len {self.max_length} --logprobs-mode processed_logprobs "
+            f"--generation-config vllm"
+        )
         if self.in_4bit and not any(mark in self.base.lower() for mark in PREQUANTIZED):
-            words += ["--quantization", "bitsandbytes"]
-        return shlex.join(words)
+            command += " --quantization bitsandbytes"
+        return command
 
     def is_other(self, card: dict[str, Any]) -> bool:
         """Return True if a server has another model than ``base``, judging by the names.
@@ -84,8 +86,9 @@ class VllmServer:
     """
 
     def __init__(self, args: Any, needs: Needs, adapter_dtype: "torch.dtype | None" = None) -> None:
-        address = args.vllm_server_base_url
-        address = address or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        address = (
+            args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        )
         self.url = address.rstrip("/").removesuffix("/v1")
         self.name = f"vLLM's server at {self.url}"
         self.sync_seconds = 0.0  # duration of the last sync
@@ -142,8 +145,7 @@ class VllmServer:
 
     def _load(self) -> None:
         body = {"lora_name": self._adapter, "lora_path": str(self._folder.root / "adapter")}
-        (answer,) = self._ask("/v1/load_lora_adapter", body)
-        self._read(answer)
+        self._read(self._ask("/v1/load_lora_adapter", body)[0])
 
     def generate(self, prompt_ids: list[list[int]], sampling: Sampling, seed: int) -> Generations:
         """Sample one completion of each prompt, each with its own seed (see ``Engine``).
@@ -178,22 +180,22 @@ class VllmServer:
             path: The path on the server.
             *bodies: For each request the JSON body of a POST; None sends a GET.
         """
+
+        async def ask_all() -> list[httpx.Response]:
+            async with httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"},
+                timeout=httpx.Timeout(None, connect=5.0),
+                limits=httpx.Limits(max_connections=MAX_SEQUENCES),
+                verify=self.url.startswith("https:"),  # reading the certificates takes a while
+                trust_env=False,  # no proxy
+            ) as client:
+                asked = [self._request(client, f"{self.url}{path}", body) for body in bodies]
+                return await asyncio.gather(*asked)
+
         # in another thread, because a notebook's thread already runs an event loop; Ctrl-C cancels
         # the requests
         with start_blocking_portal() as portal:
-            return portal.call(self._ask_all, path, bodies)
-
-    async def _ask_all(self, path: str, bodies: tuple[dict[str, Any] | None, ...]) -> Any:
-        client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"},
-            timeout=httpx.Timeout(None, connect=5.0),
-            limits=httpx.Limits(max_connections=MAX_SEQUENCES),
-            verify=self.url.startswith("https:"),  # reading the certificates takes a while
-            trust_env=False,  # no proxy
-        )
-        async with client:
-            asked = [self._request(client, f"{self.url}{path}", body) for body in bodies]
-            return await asyncio.gather(*asked)
+            return portal.call(ask_all)
 
     async def _request(
         self, client: httpx.AsyncClient, url: str, body: dict[str, Any] | None
@@ -212,10 +214,13 @@ class VllmServer:
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
                 is_down = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
                 if not is_down or time.monotonic() >= deadline:
-                    reason = f"{self.name} cannot be reached ({first_line(exc)})"
-                    raise GenerationError(f"{reason}: look at its log, or {self._remedy}") from exc
-            wait = f"waiting up to {self._patience:g} s for {self.name}: {self._remedy}"
-            warnings.warn(wait, UserWarning, stacklevel=2)
+                    raise GenerationError(
+                        f"{self.name} cannot be reached ({first_line(exc)}): look at its log, or "
+                        f"{self._remedy}"
+                    ) from exc
+            warnings.warn(
+                f"waiting up to {self._patience:g} s for {self.name}: {self._remedy}", stacklevel=2
+            )
             await asyncio.sleep(1)
 
     def _read(self, answer: httpx.Response, read: Callable[[Any], Any] | None = None) -> Any:

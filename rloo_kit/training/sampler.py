@@ -28,7 +28,6 @@ from rloo_kit.sampling.engine import (
     Begun,
     Engine,
     Generations,
-    PartialEngine,
     Sampling,
     ThoughtLimit,
     draw_from,
@@ -111,10 +110,9 @@ class Sampler:
             StalePolicyError: The engine did not sample from the current policy.
             Exception: Memory ran out; ``is_out_of_memory`` recognises the error.
         """
-        engine = self.engine
+        engine: Any = self.engine  # it has the method `grow`: `check_partial` rejects others
         if engine is None:
             return self._grow_here(begun)
-        assert isinstance(engine, PartialEngine)  # `check_partial` has rejected other engines
         return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
 
     def _draw_by(

@@ -100,7 +100,7 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 10)
     write_checkpoint(
-        tmp_path, 10, lambda folder: (folder / "new").write_bytes(b"2"), facts={"n": 2}
+        tmp_path, 10, lambda folder: (folder / "new").write_bytes(b"2"), facts={"n": 2}, score=None
     )
     assert find_checkpoint(tmp_path).facts == {"n": 2}
     assert not (tmp_path / "checkpoint-10" / "empty").exists()
@@ -190,7 +190,7 @@ def test_another_exception_passes_and_leaves_nothing(tmp_path, fault):
 
     for step in (20, 30):
         with pytest.raises(fault):
-            write_checkpoint(tmp_path, step, fail)
+            write_checkpoint(tmp_path, step, fail, facts={}, score=None)
     assert contents(tmp_path) == before
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
 
@@ -207,7 +207,7 @@ def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, number, cal
     if call != "fill":
         monkeypatch.setattr(os, call, refuse)
     with pytest.raises(DiskError, match="free some space or make the folder writable") as caught:
-        write_checkpoint(tmp_path, 30, refuse if call == "fill" else fill)
+        write_checkpoint(tmp_path, 30, refuse if call == "fill" else fill, facts={}, score=None)
     assert os.strerror(number) in str(caught.value)
     assert contents(tmp_path) == before
     assert hidden(tmp_path) == []
@@ -241,7 +241,7 @@ def write(step, generation):
         for name in ("a", "deep/b"):
             (folder / name).write_bytes(bytes([generation]) * 100)
             count()
-    return store.write_checkpoint(run, step, fill, facts={"generation": generation})
+    return store.write_checkpoint(run, step, fill, facts={"generation": generation}, score=None)
 
 def act():
     if scenario == "pruned":

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
     import torch
 
-    from rloo_kit.machine.lm_head import token_log_probs
+    from rloo_kit.machine.lm_head import PlainTorchLogProb
 
     tokens, hidden_size, vocabulary = (6000, 64, 20_000) if device == "cuda" else (600, 64, 2000)
     generator = torch.Generator().manual_seed(0)
@@ -19,7 +19,8 @@ def test_log_probs_by_chunks_are_those_of_all_logits(device, record_property):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    log_probs, entropies = token_log_probs(hidden, weight, None, targets, scale=0.5)
+    how = (2.0, 256, None, 1.0, ("log_probs", "entropy"))  # a temperature of 2
+    log_probs, entropies, *_ = PlainTorchLogProb.apply(hidden, weight, None, targets, *how)
     log_probs.sum().backward()
     if device == "cuda":
         extra = torch.cuda.max_memory_allocated() - before

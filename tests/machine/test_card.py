@@ -2,15 +2,18 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rloo_kit.cli import main
-from rloo_kit.machine.hardware import detect_hardware, why_not_card, why_not_together
+from rloo_kit.machine.hardware import check_card, detect_hardware, why_not_together
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = " ".join((ROOT / "docs/how-to/install.md").read_text(encoding="utf-8").split())
@@ -18,21 +21,50 @@ KERNELS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]  # of torch 2
 WORKS = {
     "card": "NVIDIA GeForce RTX 3060",
     "capability": (8, 6),
-    "driver": None,
+    "driver": "580.65",
     "cuda": "13.0",
     "kernels": KERNELS,
-    "missing": None,
+    "installed": ["gcc", "Python.h"],
 }
-HIDDEN = {"card": None, "capability": (0, 0), "driver": "550.54.14"}
+HIDDEN = {"card": None, "driver": "550.54.14"}
+
+
+@pytest.fixture
+def why_not(monkeypatch, tmp_path):
+    """Return a function that checks the card of a machine on which some of ``WORKS`` differs."""
+
+    def check(**changes):
+        facts = WORKS | changes
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: facts["card"] is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: facts["card"])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: facts["capability"])
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: facts["kernels"])
+        monkeypatch.setattr(torch.version, "cuda", facts["cuda"])
+        for name in ("CC", "CUDA_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+        programs = [*facts["installed"], *(["nvidia-smi"] if facts["driver"] else [])]
+        monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+        said = f"{facts['driver']}\n"
+        answer = subprocess.CompletedProcess([], 0, stdout=said)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        if "Python.h" in facts["installed"]:
+            (folder / "Python.h").touch()
+        monkeypatch.setattr(sysconfig, "get_path", lambda *_: folder)
+        monkeypatch.setattr(sys, "platform", "linux")
+        return check_card()
+
+    return check
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (12, 1)])
-def test_a_card_with_kernels_is_taken(capability):
-    assert why_not_card(**WORKS | {"capability": capability}) is None
+def test_a_card_with_kernels_is_taken(capability, why_not):
+    assert why_not(capability=capability) is None
 
 
-def test_no_card_and_no_driver_is_a_cpu():
-    assert why_not_card(**WORKS | HIDDEN | {"driver": None, "missing": "gcc"}) is None
+def test_no_card_and_no_driver_is_a_cpu(why_not):
+    assert why_not(card=None, driver=None, installed=[]) is None
 
 
 REFUSED = [
@@ -46,19 +78,19 @@ REFUSED = [
         "kernels for 7.5 (T4, RTX 20) to 12.x",
     ),
     ({"capability": (13, 0)}, "has compute capability 13.0"),
-    ({"missing": "C compiler: install gcc"}, "finds no C compiler: install gcc"),
-    ({"missing": "Python.h: install python3-dev"}, "finds no Python.h: install python3-dev"),
+    ({"installed": ["Python.h"]}, "finds no C compiler: install gcc"),
+    ({"installed": ["clang"]}, "finds no Python.h: install python3-dev"),
 ]
 
 
 @pytest.mark.parametrize(("facts", "says"), REFUSED)
-def test_what_to_change_is_said(facts, says):
-    assert says in why_not_card(**WORKS | facts)
+def test_what_to_change_is_said(facts, says, why_not):
+    assert says in why_not(**facts)
 
 
-def test_the_install_page_says_the_same():
+def test_the_install_page_says_the_same(why_not):
     for facts, _ in (REFUSED[0], REFUSED[2], *REFUSED[-2:]):
-        assert why_not_card(**WORKS | facts) in INSTALL
+        assert why_not(**facts) in INSTALL
     assert "torch, vLLM and bitsandbytes have kernels for 7.5 (T4, RTX 20) to 12.x" in INSTALL
     assert why_not_together("0.26.0", "2.11.0+cu128") in INSTALL
 

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl.trainer import utils as trl_utils
 
-from rloo_kit.machine.lm_head import CHUNK_TOKENS, PlainTorchLogProb, token_log_probs
+from rloo_kit.machine.lm_head import CHUNK_TOKENS, PlainTorchLogProb
 from rloo_kit.training.trl_step import route_trl_lm_head
 
 HIDDEN = 12
@@ -40,6 +40,10 @@ def from_logits(logits, targets):
     return spread.log_prob(targets), spread.entropy().detach()
 
 
+def apply(inputs, targets, *, softcap=None, logit_scale=1.0, temperature=1.0, outputs=("entropy",)):
+    return PlainTorchLogProb.apply(*inputs, targets, temperature, 64, softcap, logit_scale, outputs)
+
+
 def assert_close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -51,17 +55,18 @@ def gradients(log_probs, inputs):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "bias", "scale", "softcap"),
+    ("num_tokens", "bias", "temperature", "softcap"),
     [
         (1, False, 1.0, None),
-        (CHUNK_TOKENS, True, 1 / 0.7, None),
-        (2 * CHUNK_TOKENS + 37, True, 1 / 0.7, 3.0),
+        (CHUNK_TOKENS, True, 0.7, None),
+        (2 * CHUNK_TOKENS + 37, True, 0.7, 3.0),
     ],
 )
-def test_values_and_gradients_are_those_of_full_logits(num_tokens, bias, scale, softcap):
+def test_values_and_gradients_are_those_of_full_logits(num_tokens, bias, temperature, softcap):
     *inputs, targets = make_case(num_tokens, bias=bias)
-    log_probs, entropy = token_log_probs(*inputs, targets, scale, softcap)
-    logits = full_logits(*inputs, softcap=softcap, temperature=1 / scale)
+    options = {"softcap": softcap, "temperature": temperature}
+    log_probs, entropy, *_ = apply(inputs, targets, **options)
+    logits = full_logits(*inputs, **options)
     expected, expected_entropy = from_logits(logits, targets)
     assert_close(log_probs, expected)
     assert_close(entropy, expected_entropy)
@@ -76,7 +81,7 @@ def test_half_precision_gives_float32_near_the_exact_result(num_tokens):
     expected, _ = from_logits(full_logits(hidden, weight, None), targets)
     for may_learn in (True, False):
         with torch.set_grad_enabled(may_learn):
-            log_probs, entropy = token_log_probs(hidden.bfloat16(), weight, None, targets)
+            log_probs, entropy, *_ = apply((hidden.bfloat16(), weight, None), targets)
         assert log_probs.dtype == entropy.dtype == torch.float32
         torch.testing.assert_close(log_probs, expected, rtol=0.02, atol=0.05)
 
@@ -87,7 +92,7 @@ def peak_bytes(num_tokens, vocabulary):
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     targets = torch.randint(vocabulary, (num_tokens,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        token_log_probs(hidden, weight, None, targets)[0].sum().backward()
+        apply((hidden, weight, None), targets)[0].sum().backward()
     events = watched.profiler.kineto_results.events()
     events = [event for event in events if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
@@ -103,10 +108,6 @@ def test_peak_memory_is_bounded_by_one_chunk():
 
 
 # --- what TRL calls -------------------------------------------------------------------------------
-
-
-def apply(inputs, targets, *, softcap=None, logit_scale=1.0, temperature=1.0, outputs=("entropy",)):
-    return PlainTorchLogProb.apply(*inputs, targets, temperature, 64, softcap, logit_scale, outputs)
 
 
 def test_apply_scales_caps_and_divides_by_the_temperature():

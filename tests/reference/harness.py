@@ -137,10 +137,11 @@ class RoughEngine:
                 new.append(int(token))
                 found.log_probs[row].append(float(log_probs[token]))
                 limit = sampling.thought
+                whole = begun.completion_ids[row] + new
                 if (
                     new[-1] in sampling.stop_token_ids
-                    or len(begun.completion_ids[row] + new) == sampling.max_tokens
-                    or (limit and begun.is_thought_over(row, new, limit))
+                    or len(whole) == sampling.max_tokens
+                    or (limit and limit.exceeds(begun.prompt_ids[row], whole))
                 ):
                     ended.add(row)
         return found

@@ -218,7 +218,10 @@ def test_without_unsloth_the_better_precision_is_written_and_a_warm_up_trains():
     assert all(0 < value < 0.01 for value in found.values())
     assert said[3] == min(found, key=found.get)
     made = rk.read_run_file("run-calibrated.yaml")
-    assert {name: made.trainer.get(name) for name in found} == {**dict.fromkeys(found), said[3]: True}
+    assert {name: made.trainer.get(name) for name in found} == {
+        **dict.fromkeys(found),
+        said[3]: True,
+    }
     written = {path.name for path in Path("made").iterdir()}
     assert {"adapter_model.safetensors", "tokenizer.json"} <= written
 
