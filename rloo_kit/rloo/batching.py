@@ -71,20 +71,18 @@ class SharedExtent:
     longest_prompt: int = 0
     prompts: set[int] = field(default_factory=set)
 
-    def add(self, row: int) -> None:
-        """Add the row with number ``row`` to the micro-batch."""
+    def add(self, row: int) -> int:
+        """Add the row with number ``row`` to the micro-batch.
+
+        Returns:
+            The number of positions of all rows and their distinct prompts, including padding. The
+            last token of a prompt is counted in each of its rows, not in the prompt.
+        """
         tokens = self.tokens
         self.num_rows += 1
         self.longest_completion = max(self.longest_completion, len(tokens.completion_ids[row]))
         self.longest_prompt = max(self.longest_prompt, len(tokens.prompt_ids[row]))
         self.prompts.add(tokens.prompt_numbers[row])
-
-    @property
-    def positions(self) -> int:
-        """Number of positions of the rows and the distinct prompts, including padding.
-
-        The last token of a prompt is counted in each of its rows, not in the prompt.
-        """
         rows = self.num_rows * (self.longest_completion + 1)
         return rows + len(self.prompts) * (self.longest_prompt - 1)
 
@@ -108,12 +106,15 @@ class TokenRows:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
+    @cached_property
+    def mask(self) -> list[list[bool]]:
+        """``is_sampled``, or True for each completion token if all tokens were sampled."""
+        return self.is_sampled or [[True] * len(ids) for ids in self.completion_ids]
+
     @property
     def sampled_ids(self) -> list[list[int]]:
         """Ids of the sampled tokens of each completion, without tokens that came from tools."""
-        if self.is_sampled is None:
-            return self.completion_ids
-        pairs = zip(self.completion_ids, self.is_sampled, strict=True)
+        pairs = zip(self.completion_ids, self.mask, strict=True)
         return [list(compress(*pair)) for pair in pairs]
 
     @cached_property
@@ -130,7 +131,7 @@ class TokenRows:
                 for sampled, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
                 if sampled
             ]
-            for ids, mask in zip(self.completion_ids, self.is_sampled, strict=True)
+            for ids, mask in zip(self.completion_ids, self.mask, strict=True)
         ]
 
     def num_tokens(self, rows: Sequence[int]) -> int:
@@ -150,11 +151,9 @@ class TokenRows:
             rows: Numbers of the rows of the micro-batch.
             overhead: Cost of the separate pass over the prompts, in positions.
         """
-        extent = SharedExtent(self)
-        for row in rows:
-            extent.add(row)
+        shared = max(map(SharedExtent(self).add, rows))  # grows with each row
         apart = len(rows) * max(self.lengths[row] for row in rows)
-        return extent.positions + overhead < apart
+        return shared + overhead < apart
 
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
@@ -180,8 +179,7 @@ class TokenRows:
             for start in range(end - 1, -1, -1):
                 positions = (end - start) * longest
                 if share:
-                    extent.add(order[start])
-                    positions = min(positions, extent.positions + overhead)
+                    positions = min(positions, extent.add(order[start]) + overhead)
                 if positions > budget and options:
                     break
                 options.append((cost[start] + positions + overhead, start))
@@ -247,18 +245,15 @@ class TokenRows:
         completions = [self.completion_ids[row] for row in rows]
         pairs = list(zip(prompts, completions, strict=True))
         labels = [[IGNORED] * len(prompt) + completion for prompt, completion in pairs]
-        ids = _padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
+        ids = padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
+        mask = padded([self.mask[row] for row in rows], dtype=torch.bool)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-        length = torch.tensor([len(completion) for completion in completions]).unsqueeze(1)
-        columns = torch.arange(int(length.max()))
-        mask = columns < length
-        if self.is_sampled is not None:
-            mask &= _padded([[*map(int, self.is_sampled[row])] for row in rows], 0).bool()
+        places = begin + torch.arange(mask.size(1))
         return MicroBatch(
-            rows=torch.tensor(list(rows), dtype=torch.long, device=device),
+            rows=torch.tensor(rows, dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=_padded(labels, IGNORED, multiple_of).to(device),
-            places=(begin + columns).clamp(max=ids.size(1) - 1).to(device),
+            labels=padded(labels, IGNORED, multiple_of).to(device),
+            places=places.clamp(max=ids.size(1) - 1).to(device),
             completion_mask=mask.to(device),
             num_tokens=sum(map(len, labels)) + (0 if shared is None else int(shared.lengths.sum())),
             shared=shared,
@@ -271,18 +266,23 @@ class TokenRows:
         place = {number: place for place, number in enumerate(heads)}
         of_row = [place[self.prompt_numbers[row]] for row in rows]
         return SharedPrompts(
-            _padded([*heads.values()], pad_token_id).to(device),
+            padded([*heads.values()], pad_token_id).to(device),
             torch.tensor([len(head) for head in heads.values()], device=device),
             torch.tensor(of_row, device=device),
         )
 
 
-def _padded(rows: list[list[int]], value: int, multiple_of: int | None = None) -> torch.Tensor:
-    """Return lists of ids as an int64 tensor ``(N, W)``, padded with ``value`` on the right.
+def padded(
+    rows: Sequence[Sequence[float]],
+    value: int = 0,
+    multiple_of: int | None = None,
+    dtype: torch.dtype = torch.long,
+) -> torch.Tensor:
+    """Return lists of numbers as a tensor ``(N, W)``, padded with ``value`` on the right.
 
     W is the length of the longest list, rounded up to a multiple of ``multiple_of``.
     """
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=value)
-    missing = -padded.size(1) % (multiple_of or 1)
-    return torch.nn.functional.pad(padded, (0, missing), value=value)
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    found = pad_sequence(tensors, batch_first=True, padding_value=value)
+    missing = -found.size(1) % (multiple_of or 1)
+    return torch.nn.functional.pad(found, (0, missing), value=value)

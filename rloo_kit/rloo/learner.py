@@ -77,14 +77,9 @@ class Learner:
     pad_to_multiple_of: int | None = None
     # Returns True if several completions can now share one pass over their prompt
     may_share: Callable[[], bool] = lambda: False
-    tally: Tally = field(default_factory=Tally)  # counts of the optimizer step in progress
+    # counts of the optimizer step in progress; `Step.run` begins new ones
+    tally: Tally = field(default_factory=Tally)
     _warned: bool = False
-
-    def take_tally(self) -> Tally:
-        """Return the counts of the optimizer step, and start new counts for the next step."""
-        tally = self.tally
-        self.tally = Tally()
-        return tally
 
     def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
         """Compute the old log-probabilities of some rows in a separate pass without gradient.

@@ -88,9 +88,9 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
     """
     sampled = rollout.sampled
     size = rollout.num_generations
-    rewards = rollout.scores.clone()
+    rewards = rollout.scores
     if not is_token_level(rollout.shaping):
-        rewards -= rollout.shaping.beta * rollout.kl
+        rewards = rewards - rollout.shaping.beta * rollout.kl
     columns = {
         "score": rollout.scores,
         "kl": rollout.kl,
@@ -184,7 +184,7 @@ def _numbers(values: torch.Tensor) -> list[float | None]:
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
-NO_ROWS = torch.zeros(0)
+NO_ROWS = torch.zeros(3, 0)
 
 
 @dataclass
@@ -208,10 +208,8 @@ class Tally:
     correction: float = 0.0
     squared_correction: float = 0.0
     capped: int = 0
-    # `(trained,)` each, as in `Surrogate`
-    ratios: torch.Tensor = NO_ROWS
-    clipped_low: torch.Tensor = NO_ROWS
-    clipped_high: torch.Tensor = NO_ROWS
+    # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
+    of_rows: torch.Tensor = NO_ROWS
 
     def count_tokens(
         self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
@@ -231,9 +229,8 @@ class Tally:
 
     def count_objective(self, objective: Surrogate) -> None:
         """Add the probability ratio and the clipped fractions of each row of a micro-batch."""
-        self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
-        self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
-        self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
+        new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
+        self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
 
     def count_correction(self, factors: torch.Tensor, cap: float) -> None:
         """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
@@ -255,13 +252,8 @@ class Tally:
         """
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
-        ratios = self.ratios
-        low = self.clipped_low
-        high = self.clipped_high
-        if not len(ratios):
-            ratios = torch.ones(1)
-            low = torch.zeros(1)
-            high = torch.zeros(1)
+        none = torch.tensor([[1.0], [0.0], [0.0]])  # as if one row was trained that was not clipped
+        ratios, low, high = self.of_rows if self.of_rows.numel() else none
         clipped = float((low + high).sum()) / rows
         found = {
             "entropy": self.entropy / tokens,

@@ -7,11 +7,10 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from rloo_kit.rloo.advantages import (
     BASELINES,
@@ -19,7 +18,7 @@ from rloo_kit.rloo.advantages import (
     leave_one_out_baselines,
     normalised_sum,
 )
-from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.batching import TokenRows, padded
 from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl_to_go, token_kl
 
 
@@ -55,11 +54,6 @@ class Completions:
     # For each completion token, how many batches ago it was sampled; None if all tokens were
     # sampled for this batch
     token_ages: list[list[int]] | None = None
-
-    def unmasked_rows(self, shaping: Shaping) -> list[int]:
-        """Return the numbers of the rows that ``mask_truncated_completions`` does not mask."""
-        masks = shaping.mask_truncated_completions
-        return [row for row, ended in enumerate(self.ended) if ended or not masks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,32 +111,24 @@ class ScoredBatch(Completions):
             groups[old] = num_groups + new
         rows = [group * size + place for group in groups for place in range(size)]
 
-        def pick(mine: list[Any], others: list[Any]) -> list[Any]:
+        def picked(mine: Any, others: Any) -> Any:
+            """Return a column of the new batch; None if one of the two batches lacks it."""
+            if mine is None or others is None:
+                return None
+            if isinstance(mine, torch.Tensor):
+                return torch.cat([mine, others])[rows]
             both = mine + others
             return [both[row] for row in rows]
 
-        known = self.sampler_log_probs
-        more = other.sampler_log_probs
-        ages = self.token_ages
-        if ages is not None:
-            now = [[0] * len(ids) for ids in other.tokens.completion_ids]
-            ages = pick(ages, other.token_ages or now)
-        return replace(
-            self,
-            prompts=pick(self.prompts, other.prompts),
-            completions=pick(self.completions, other.completions),
-            tokens=TokenRows(
-                pick(self.tokens.prompt_ids, other.tokens.prompt_ids),
-                pick(self.tokens.completion_ids, other.tokens.completion_ids),
-                self.tokens.is_sampled
-                and pick(self.tokens.is_sampled, other.tokens.is_sampled or []),
-            ),
-            ended=pick(self.ended, other.ended),
-            rewards=torch.cat([self.rewards, other.rewards])[rows],
-            scores=torch.cat([self.scores, other.scores])[rows],
-            sampler_log_probs=None if known is None or more is None else pick(known, more),
-            token_ages=ages,
-        )
+        names = ("prompts", "completions", "ended", "sampler_log_probs", "rewards", "scores")
+        columns = {name: picked(getattr(self, name), getattr(other, name)) for name in names}
+        tokens = [
+            picked(getattr(self.tokens, field.name), getattr(other.tokens, field.name))
+            for field in fields(TokenRows)
+        ]
+        now = [[0] * len(ids) for ids in other.tokens.completion_ids]
+        ages = picked(self.token_ages, other.token_ages or now)
+        return replace(self, **columns, tokens=TokenRows(*tokens), token_ages=ages)
 
 
 @dataclass(frozen=True)
@@ -202,19 +188,15 @@ class Rollout:
             scores = normalise(scores, moments)
         elif shaping.normalize_reward:
             scores = normalise(scores)
-        lengths = torch.tensor([len(ids) for ids in sampled.tokens.completion_ids], device=device)
-        places = torch.arange(int(lengths.max()), device=device)  # (T,)
-        mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
-        if sampled.tokens.is_sampled is not None:
-            mask &= _padded(sampled.tokens.is_sampled, device).bool()
-        empty = torch.zeros(mask.shape, device=device)
+        mask = padded(sampled.tokens.mask, dtype=torch.bool).to(device) & ~masked.unsqueeze(1)
+        empty = torch.zeros(mask.shape, device=device)  # (B, T)
         sampler_log_probs = from_earlier = None
         old = empty
         if sampled.sampler_log_probs is not None:
-            sampler_log_probs = _padded(sampled.sampler_log_probs, device)  # (B, T)
-        if sampler_log_probs is not None and sampled.token_ages and not shaping.rollout_correction:
-            from_earlier = _padded(sampled.token_ages, device) > 0  # (B, T)
-            old = sampler_log_probs * from_earlier
+            sampler_log_probs = padded(sampled.sampler_log_probs, dtype=torch.float32).to(device)
+            if sampled.token_ages and not shaping.rollout_correction:
+                from_earlier = padded(sampled.token_ages).to(device) > 0
+                old = sampler_log_probs * from_earlier
         rollout = cls(
             sampled=sampled,
             num_generations=num_generations,
@@ -236,20 +218,17 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields as nested dicts, lists and tensors, for a checkpoint."""
-        tokens = self.sampled.tokens
-        ids = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-        sampled = vars(self.sampled) | {"tokens": ids}
-        return vars(self) | {"sampled": sampled, "shaping": asdict(self.shaping)}
+        return _fields_of(self)
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> Self:
         """Return the rollout that ``state_dict`` saved, with its tensors on ``device``."""
+        from accelerate.utils import send_to_device
+
+        state = send_to_device(state, device)
         sampled = state["sampled"] | {"tokens": TokenRows(**state["sampled"]["tokens"])}
-        parts = {
-            "sampled": ScoredBatch(**_on_device(sampled, device)),
-            "shaping": Shaping(**state["shaping"]),
-        }
-        return cls(**_on_device(state | parts, device))
+        parts = {"sampled": ScoredBatch(**sampled), "shaping": Shaping(**state["shaping"])}
+        return cls(**state | parts)
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
@@ -317,14 +296,14 @@ class Rollout:
         """
         return replace(self, reference_log_probs=log_probs)
 
-    def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:
+    def with_old(self, rows: torch.Tensor | list[int] | slice, log_probs: torch.Tensor) -> Self:
         """Return the rollout with the old log-probabilities of some rows added.
 
         Tokens that an earlier policy sampled keep the log-probabilities that the engine reported
         when it sampled them, unless ``rollout_correction`` is set.
 
         Args:
-            rows: ``(N,)`` row numbers.
+            rows: ``(N,)`` row numbers, or a slice.
             log_probs: ``(N, C)`` log-probabilities, under the policy that sampled, of the first C
                 completion tokens of each row.
         """
@@ -386,12 +365,11 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
         rollout: The rollout.
         first_step: Numbers of the rows that the first optimizer step on this rollout trains.
     """
-    rows = rollout.learnable_rows
-    if not rollout.shaping.beta:
-        return [row for row in rows if row not in first_step]
+    shaping = rollout.shaping
     # normalised advantages of one group depend on the KL of the others
-    alone = len(first_step) == len(rollout) and not rollout.shaping.normalize_advantages
-    return [] if alone else rows
+    in_parts = len(first_step) < len(rollout) or shaping.normalize_advantages
+    needs_all = shaping.beta and in_parts
+    return [row for row in rollout.learnable_rows if needs_all or row not in first_step]
 
 
 def is_token_level(shaping: Shaping) -> bool:
@@ -402,10 +380,8 @@ def is_token_level(shaping: Shaping) -> bool:
     return shaping.token_level_kl and shaping.beta != 0
 
 
-def _padded(rows: list[list[Any]], device: torch.device) -> torch.Tensor:
-    """Return B lists of numbers as a ``(B, T)`` tensor, padded with 0 on the right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
-
-
-def _on_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+def _fields_of(value: Any) -> Any:
+    """Return a dataclass, and each dataclass in its fields, as a dict; other values as they are."""
+    if not is_dataclass(value):
+        return value
+    return {field.name: _fields_of(getattr(value, field.name)) for field in fields(value)}

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,29 +41,15 @@ from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, ro
 
 # A row of the training set, with `prompt`; it is repeated G times, once per completion
 Row = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Pending(Generic[Result]):
+class Pending:
     """Handle of rewards whose computation has been started; ``result`` waits for them."""
 
     # True if async rewards already run in the background; other rewards run when `result` is called
     in_background: bool
-    result: Callable[[], Result]  # waits for all rewards and returns them
-
-
-class Log(Protocol):
-    """Receiver of a step's metrics."""
-
-    def note(self, name: str, value: float) -> None:
-        """Record one value of the metric ``name``; the log averages the recorded values."""
-
-    def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Log a new rollout whose advantages are final; ``number`` is the optimizer step."""
-
-    def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Log a step's counts and duration, and the number of steps skipped so far."""
+    result: Callable[[], Any]  # waits for all rewards and returns them
 
 
 def all_rows(rows: list[Row]) -> list[Row]:
@@ -83,14 +69,14 @@ class Step:
 
     # the parts
     sample: Callable[[list[Row]], Completions]  # samples one completion of each row
-    score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
+    score: Callable[[list[Row], Completions], Pending]  # whose result is a `ScoredBatch`
     # returns `(B, T)` log-probabilities of the given rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
     # Returns the same learner each time. The first call creates it and sets its token budget from
     # the memory that is free at that moment
     learner: Callable[[], Learner]
     guard: StepGuard
-    log: Log
+    log: Any  # the receiver of metrics, such as `training.step_log.StepLog`
     shaping: Shaping
     num_generations: int
     num_slices: int = 1
@@ -127,6 +113,7 @@ class Step:
         """
         started = time.perf_counter()
         learner = self.learner()
+        learner.tally = Tally()
         rollouts: list[Rollout] = []  # mostly one
         counts: list[torch.Tensor] = []  # (B,) of each rollout: how often the step uses a row
         num_rows = 0
@@ -142,7 +129,7 @@ class Step:
             if learned.on_policy:  # trained for the first time, its advantages are final
                 self.log.note_rollout(learned, number)
             self.rollout = replace(learned, on_policy=False)
-        tally = learner.take_tally()
+        tally = learner.tally
         if not self.guard.check(tally.loss, learner.parameters, number):
             self.log.note("grad_norm", math.nan)  # the guard dropped the gradients: no norm of 0
         self.log.note_step(tally, time.perf_counter() - started, self.guard.skipped)
@@ -199,7 +186,9 @@ class Step:
         reference = None
         if self.reference is not None and self.overlap and scoring.in_background:
             # without scores these include rows that will learn nothing
-            reference = self.reference(completions.tokens, completions.unmasked_rows(self.shaping))
+            masks = self.shaping.mask_truncated_completions
+            unmasked = [row for row, ended in enumerate(completions.ended) if ended or not masks]
+            reference = self.reference(completions.tokens, unmasked)
         batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
         if self.reference is not None:
@@ -227,7 +216,6 @@ class Step:
         """Load a state that ``state_dict`` returned; ``num_slices`` may have changed since then."""
         self.moments = RunningMoments(**state["moments"])
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
-        self.rollout = None
         self.waiting = []
         if batch := state["batch"]:
             self.rollout = Rollout.from_state_dict(batch["rollout"], self.learner().device)

@@ -284,7 +284,6 @@ class WorstCase:
                 model.gradient_checkpointing_disable()
             for parameter in self.learner.parameters:
                 parameter.grad = None
-            self.learner.take_tally()
             set_random_states(states)
 
 

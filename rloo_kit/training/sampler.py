@@ -4,13 +4,13 @@ Shapes: B completions, F reward functions.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
@@ -89,12 +89,12 @@ class Sampler:
         if not self.args.partial_rollouts:
             return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
 
-        def whole(prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
-            drawn = self._grow_here(Begun(list(prompts), [[] for _ in prompts]))
-            return list(zip(drawn.completion_ids, drawn.log_probs, strict=True))
+        def whole(prompts: Sequence[list[int]]) -> list[Any]:
+            drawn = self._grow_here(Begun([*prompts], [[] for _ in prompts]))
+            return [*zip(drawn.completion_ids, drawn.log_probs, strict=True)]
 
-        found = self.pieces.run(whole, prompt_ids, len(prompt_ids))
-        return [ids for ids, _ in found], [known for _, known in found]
+        ids, log_probs = zip(*self.pieces.run(whole, prompt_ids, len(prompt_ids)), strict=True)
+        return [*ids], [*log_probs]
 
     def grow(self, begun: Begun) -> Generations:
         """Continue unfinished completions until enough of them have ended.
@@ -267,7 +267,7 @@ class Sampler:
 
         def log_probs(batch: MicroBatch) -> torch.Tensor:
             with self.policy.no_grad():
-                return self.policy.run(batch, entropies=False).log_probs
+                return self.policy.run(batch).log_probs
 
         dtype = torch.bfloat16 if self.args.bf16 else model.dtype
         policies = Policies(log_probs, model, self.pad_token_id, dtype)
@@ -295,7 +295,6 @@ class TrainingCompleter(Completer):
     log: StepLog
     rewards: list[LoadedReward]  # the F rewards, with names and weights
     weights: torch.Tensor  # (F,) current weights of the rewards
-    progress: Callable[[], float]  # returns the finished fraction of the training
     device: torch.device
 
     def sample(self, rows: Sequence[Row]) -> Completions:
@@ -307,7 +306,7 @@ class TrainingCompleter(Completer):
             self.log.note("tools/seconds", self.tool_loop.seconds)
         return completions
 
-    def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
+    def score(self, rows: Sequence[Row], completions: Completions) -> Pending:
         """Start to compute the rewards of completions, and return a handle of the scored batch.
 
         Async rewards run in the background. Call the handle's ``result`` to run the other rewards,
@@ -320,9 +319,9 @@ class TrainingCompleter(Completer):
         self, wait: Callable[[], list[list[Score]]], completions: Completions
     ) -> ScoredBatch:
         begun = time.perf_counter()
-        columns = [[math.nan if one is None else one for one in scores] for scores in wait()]
-        rewards = torch.tensor(columns, dtype=torch.float32, device=self.device).T  # (B, F)
-        follow_schedules(self.weights, self.rewards, self.progress(), self.log)
+        columns = np.array(wait(), dtype=np.float32)  # (F, B), NaN for None
+        rewards = torch.tensor(columns, device=self.device).T  # (B, F)
+        follow_schedules(self.weights, self.rewards, self.log)
         weights = self.weights.to(self.device)  # (F,)
         scores = weighted_sum(rewards, weights)  # (B,)
         self.log.elsewhere += time.perf_counter() - begun
@@ -331,17 +330,16 @@ class TrainingCompleter(Completer):
         )
 
 
-def follow_schedules(
-    weights: torch.Tensor, rewards: Sequence[LoadedReward], progress: float, log: StepLog
-) -> None:
+def follow_schedules(weights: torch.Tensor, rewards: Sequence[LoadedReward], log: StepLog) -> None:
     """Update and log the weights of the rewards whose weight has a schedule.
 
     Args:
         weights: ``(F,)`` weights of the rewards, changed in place.
         rewards: The F rewards.
-        progress: Finished fraction of the training, in [0, 1].
-        log: Records the new weights.
+        log: Records the new weights, and knows the state of the training.
     """
+    state = log.state()
+    progress = state.global_step / max(1, state.max_steps)  # finished fraction, in [0, 1]
     for place, reward in enumerate(rewards):
         if isinstance(reward.weight, WeightSchedule):
             weights[place] = weight = reward.weight_at(progress)

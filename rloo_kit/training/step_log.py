@@ -190,5 +190,4 @@ class StepLog:
         self.episodes, self.loss_sum = state["episodes"], state["loss_sum"]
         self.first_started = time.perf_counter() - state["seconds"]
         self.groups_of_step = state["groups_of_step"]
-        self.metrics.clear()
-        self.metrics.update(state["metrics"])
+        self.metrics = defaultdict(list, state["metrics"])

@@ -37,6 +37,7 @@ from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import format_value, text_of
+from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
@@ -154,7 +155,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
             log=self.step_log,
             rewards=rewards,
             weights=self.reward_weights,
-            progress=lambda: self.state.global_step / max(1, self.state.max_steps),
             device=self.accelerator.device,
         )
 
@@ -177,7 +177,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _make_in_flight(self) -> InFlight:
         args = self.args
         batch = batch_plan(vars(args))
-        size = batch.num_generations
         thought = self.sampler.thought
 
         def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
@@ -205,8 +204,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
             has_ended=has_ended,
             order=order,
             dataset=lambda: self.train_dataset,
-            num_generations=size,
-            num_groups=batch.in_flight // size,
+            num_generations=batch.num_generations,
+            num_groups=batch.in_flight // batch.num_generations,
             max_age=args.max_rollout_age,
             num_wanted=num_wanted,
             pieces=self.sampler.pieces,
@@ -226,10 +225,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.engine is not None:
             self.engine.sleep()  # frees its memory, so that the budget can use it
         level = args.rollout_correction
-        cap = args.rollout_correction_cap
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
         return Learner(
-            forward=self.policy.forward,
+            forward=lambda batch: self.policy.run(batch),
             backward=self.accelerator.backward,
             no_grad=self.policy.no_grad,
             with_grad=self.compute_loss_context_manager,
@@ -240,7 +238,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
             loss=LOSSES[args.loss],
-            correction=(level, cap) if level else None,
+            correction=(level, args.rollout_correction_cap) if level else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
             may_share=self.policy.may_share,
         )
@@ -256,10 +254,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return [] if self.tool_loop is None else self.tool_loop.tools
 
     @property
+    def pool(self) -> Environments | None:
+        """The pool of environments; None if there are none."""
+        return self.tool_loop and self.tool_loop.environments
+
+    @property
     def environments(self) -> list[Any] | None:
         """The environments of the newest batch, one for each completion; None if there are none."""
-        own = None if self.tool_loop is None else self.tool_loop.environments
-        return None if own is None else own.current
+        return self.pool and self.pool.current
 
     @property
     def engine(self) -> Engine | None:
@@ -283,24 +285,18 @@ class StepTrainer(ResumableTrainer, TrlStep):
             save_adapter(self.accelerator.unwrap_model(self.model), tokenizer, folder, state)
         self.accelerator.wait_for_everyone()
 
-    def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
+    def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> None:
         """Make the dry run if the settings ask for it, and report its result.
 
         Args:
             say: Called with one line that describes the result.
             **how: Arguments of ``WorstCase.run``.
 
-        Returns:
-            The result; None if there was no dry run.
-
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if self.by_trl or not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
-            return None
-        found = self.dry_run(**how)
-        say(str(found))
-        return found
+        if not self.by_trl and self._worst_case().is_wanted(how.get("max_prompt_tokens")):
+            say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
         """Run one learning step in the worst case, and return the memory and time that it needed.
@@ -316,6 +312,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return found
 
     def _worst_case(self) -> WorstCase:
+        def new_optimizer() -> Any:
+            optimizer = self.create_optimizer()
+            self.optimizer = None  # the training makes its own
+            return optimizer
+
         return WorstCase(
             args=self.args,
             model=self.model,
@@ -323,14 +324,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
             learner=self.learner,
             tokenizer=self.tokenizer,
             dataset=self.train_dataset,
-            make_optimizer=self._new_optimizer if self.optimizer is None else None,
+            make_optimizer=new_optimizer if self.optimizer is None else None,
         )
-
-    def _new_optimizer(self) -> Any:
-        """Return a new optimizer without storing it in the trainer."""
-        optimizer = self.create_optimizer()
-        self.optimizer = None
-        return optimizer
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: object, multimodal_fields: object
@@ -361,8 +356,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
-            self.optimizer.train()
+        self.optimizer.train()  # of schedule-free optimizers; accelerate's wrapper has it always
         self.collected.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)

@@ -119,12 +119,12 @@ def memory_errors(what: str, remedy: str) -> Iterator[None]:
         raise MemoryRanOutError(f"out of memory while training {what}: {remedy}") from exc
 
 
+@dataclasses.dataclass(eq=False)
 class _Lines(TrainerCallback):
     """Callback that reports the loss and some metrics every few steps, in one line."""
 
-    def __init__(self, say: Callable[[str], None], shown: Sequence[str]) -> None:
-        self.say = say
-        self.shown = shown
+    say: Callable[[str], None]
+    shown: Sequence[str]
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
         self,

@@ -46,6 +46,7 @@ from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
+from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_choice import (
@@ -56,7 +57,7 @@ from rloo_kit.training.step_choice import (
     set_router_loss,
 )
 from rloo_kit.training.step_trainer import StepTrainer
-from rloo_kit.training.tools import make_tool_loop, with_prompts
+from rloo_kit.training.tools import EnvironmentFactory, make_tool_loop, with_prompts
 from rloo_kit.types import Model, Tokenizer
 
 # Older names of the trainer's arguments
@@ -115,7 +116,7 @@ class LeaveOneOutTrainer(StepTrainer):
         callbacks: list[Any] | None = None,
         engine: Engine | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None = None,
+        environment_factory: EnvironmentFactory | None = None,
         **others: Any,
     ) -> None:
         parts = {
@@ -128,21 +129,21 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
+        model = parts["model"]
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others.pop("ref_policy", None), parts["model"], args)
+        reference = _own_reference(others.pop("ref_policy", None), model, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        model, tokenizer = parts["model"], parts["processing_class"]
-        follow_model(args, model, tokenizer, others.get("peft_config"))
+        follow_model(args, model, parts["processing_class"], others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
-        specs = _with_environments(parts.pop("reward_funcs"), self.tool_loop, args)
+        specs = _with_environments(parts.pop("reward_funcs"), self.pool, args)
         rewards = _load_weighted(specs, args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        drop_old_reference(parts["model"])
-        adapter = adapter_values(parts["model"])
-        with precision_as_asked(args), without_engine(parts["model"]):
+        drop_old_reference(model)
+        adapter = adapter_values(model)
+        with precision_as_asked(args), without_engine(model):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -152,7 +153,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 callbacks=[
                     Boundary(self),
                     *(callbacks or []),
-                    *self._views(args, parts["model"]),
+                    *self._views(args, model),
                 ],
                 **parts,
                 **others,
@@ -192,20 +193,22 @@ class LeaveOneOutTrainer(StepTrainer):
                 "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
-        is_name = isinstance(model, str)  # TRL loads it later, with these arguments
-        name = model if is_name else model.config.name_or_path
-        revision = (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main"
-        trust = args.trust_remote_code
+        how = {
+            "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+            "trust_remote_code": args.trust_remote_code,
+        }
+        limits = [args.vllm_max_model_length]
+        if isinstance(model, str):  # TRL loads it later, with these arguments
+            config = AutoConfig.from_pretrained(model, **how)
+        else:
+            config = model.config
+            limits.append(notes_of(model).max_seq_length)
         if parts["processing_class"] is None:
             parts["processing_class"] = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=trust, padding_side="left"
+                config.name_or_path, padding_side="left", **how
             )
-        limits = [args.vllm_max_model_length, None if is_name else notes_of(model).max_seq_length]
-        config = getattr(model, "config", None)
-        if is_name:
-            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
-        limits += [getattr(config, "max_position_embeddings", None)]
-        longest = min((limit for limit in limits if limit), default=sys.maxsize)
+        limits.append(getattr(config, "max_position_embeddings", None))
+        longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
         if loop is not None and loop.environments is not None:
             loop.environments.check_names(parts["train_dataset"])
@@ -280,8 +283,8 @@ class LeaveOneOutTrainer(StepTrainer):
             if model is not None:
                 release_model(model)
         self._release_rewards()
-        if self.tool_loop is not None and self.tool_loop.environments is not None:
-            self.tool_loop.environments.release()
+        if self.pool is not None:
+            self.pool.release()
         if self.engine is not None:
             self.engine.close()
         if self.optimizer is not None:
@@ -348,7 +351,6 @@ class LeaveOneOutTrainer(StepTrainer):
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
-            self.rloo.rollout = None
             self.rloo.waiting = []
             if self.in_flight is not None:
                 self.in_flight.restart()
@@ -366,24 +368,24 @@ class LeaveOneOutTrainer(StepTrainer):
         if self.by_trl:
             return super().state_dict() | {"trainer": self.step_log.state_dict()}
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
-        parts = self.rloo.state_dict() | self.dynamic_sampling.state_dict()
-        parts |= self.step_log.state_dict()
+        for part in (self.rloo, self.dynamic_sampling, self.step_log):
+            passes |= part.state_dict()
         if self.in_flight is not None:
-            parts["in_flight"] = self.in_flight.state_dict()
-        return super().state_dict() | {"trainer": passes | parts}
+            passes["in_flight"] = self.in_flight.state_dict()
+        return super().state_dict() | {"trainer": passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         held = state["trainer"]
-        self.step_log.load_state_dict(held)
         if self.by_trl:
+            self.step_log.load_state_dict(held)
             return
         if not self.args.tokens_per_micro_batch:
             self.learner.budget = held["budget"]
         self.sampler.pieces.size = held["at_once"]
-        self.rloo.load_state_dict(held)
-        self.dynamic_sampling.load_state_dict(held)
+        for part in (self.rloo, self.dynamic_sampling, self.step_log):
+            part.load_state_dict(held)
         if self.in_flight is not None:
             self.in_flight.load_state_dict(held["in_flight"])
 
@@ -399,42 +401,37 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     )
 
 
-def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOutConfig) -> Any:
+def _with_environments(specs: Any, pool: Environments | None, args: LeaveOneOutConfig) -> list[Any]:
     """Add the rewards of environments that have ``get_reward``, with weight 1.
 
     Returns:
         The rewards in ``specs`` and those of the environments.
-
-    Raises:
-        ConfigError: There is no reward at all.
     """
-    if tool_loop is None or tool_loop.environments is None:
-        return specs
     listed = [*specs] if isinstance(specs, list | tuple) else [specs]
+    if pool is None:
+        return listed
     names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them already
-    own = tool_loop.environments.rewards
-    more = [one for one in own if one.__name__ not in names]
-    if not listed + more:
-        raise ConfigError(
-            "there is no reward: pass reward_funcs, or add a method get_reward to the environment"
-        )
+    own = pool.rewards
     if args.reward_weights is not None:
         args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
-    return listed + more
+    return listed + [one for one in own if one.__name__ not in names]
 
 
-def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:
+def _load_weighted(
+    specs: list[Any], args: LeaveOneOutConfig, tokenizer: Tokenizer
+) -> list[LoadedReward]:
     """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
 
     Raises:
         ConfigError: There is no reward, or weights are given both with the rewards and in ``args``.
     """
-    listed = specs if isinstance(specs, list | tuple) else [specs]
     rewards = load_rewards(
-        listed, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
+        specs, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
     )
     if not rewards:
-        raise ConfigError("there is no reward: give reward_funcs at least one")
+        raise ConfigError(
+            "there is no reward: give reward_funcs at least one, or an environment its get_reward"
+        )
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):
@@ -451,21 +448,22 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
         DataError: The training set has too few rows. Or it is a stream, but a setting needs random
             access to its rows.
     """
-    has_rows = hasattr(dataset, "__len__")
-    if has_rows and not len(dataset):
+    if not hasattr(dataset, "__len__"):
+        for name in ("dynamic_sampling", "partial_rollouts"):
+            if getattr(args, name):
+                raise DataError(
+                    f"train_dataset is a stream, and {name} needs random access: load it without "
+                    "streaming"
+                )
+        return
+    if not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
     num = args.generation_batch_size // args.num_generations
-    if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
+    if len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
             f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more "
             f"prompts, or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
-    for name in ("dynamic_sampling", "partial_rollouts"):
-        if not has_rows and getattr(args, name):
-            raise DataError(
-                f"train_dataset is a stream, and {name} needs random access: load it without "
-                "streaming"
-            )
 
 
 def check_columns(name: str, dataset: Any) -> None:

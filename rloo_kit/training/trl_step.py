@@ -36,21 +36,6 @@ REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
 
 
-def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
-    """Wrap a method so that each call appends its result and its duration to ``returned``.
-
-    The duration is in seconds.
-    """
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        started = time.perf_counter()
-        output = method(*args, **keywords)
-        returned.append((output, time.perf_counter() - started))
-        return output
-
-    return call
-
-
 def with_images(rows: list[Any]) -> list[Any]:
     """Return the prompts of rows, with the rows' images put into the messages as TRL does."""
     images = [
@@ -105,8 +90,7 @@ class TrlStep(RLOOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not (self.step_choice.by_trl and self.model.training):
             return super()._generate_and_score_completions(inputs)
-        progress = self.state.global_step / max(1, self.state.max_steps)
-        follow_schedules(self.reward_weights, self.loaded_rewards, progress, self.step_log)
+        follow_schedules(self.reward_weights, self.loaded_rewards, self.step_log)
         with self._kept(GENERATE, REWARD, PASS) as returned:
             output = super()._generate_and_score_completions(inputs)
         if returned[GENERATE] and returned[REWARD]:  # a subclass may not call these methods
@@ -124,8 +108,18 @@ class TrlStep(RLOOTrainer):
             For each name, a list to which each call adds its result and its seconds.
         """
         returned: dict[str, list[Any]] = {name: [] for name in names}
-        for name in names:
-            setattr(self, name, _keeping(getattr(self, name), returned[name]))
+
+        def keeping(method: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
+            def call(*args: Any, **keywords: Any) -> Any:
+                started = time.perf_counter()
+                output = method(*args, **keywords)
+                found.append((output, time.perf_counter() - started))
+                return output
+
+            return call
+
+        for name, found in returned.items():
+            setattr(self, name, keeping(getattr(self, name), found))
         try:
             yield returned
         finally:
@@ -157,7 +151,7 @@ class TrlStep(RLOOTrainer):
             width = rollout.completion_mask.size(1)
             passes = (self._gathered(output[0]) for output, _ in returned[PASS][:2])
             old, reference = (log_probs[:, :width] for log_probs in passes)
-            rollout = rollout.with_old(list(range(len(rollout))), old).with_reference(reference)
+            rollout = rollout.with_old(slice(None), old).with_reference(reference)
             rollout = rollout.with_advantages()
         without = ~batch.has_signal(rollout.shaping, self.num_generations)
         self.step_log.note("signal/groups_without", without.float().mean().item())
@@ -181,8 +175,8 @@ class TrlStep(RLOOTrainer):
         """
         world = self.accelerator.num_processes
         index = self.accelerator.process_index
-        most = -(-len(rows) // world)  # rows per process
-        mine = [rows[min(place * world + index, len(rows) - 1)] for place in range(most)]
+        # equally many rows on each process: the last one is repeated
+        mine = [*rows, *rows[-1:] * (-len(rows) % world)][index::world]
         size = self.args.per_device_train_batch_size
         was_training = self.model.training
         generations = self.num_generations_eval
@@ -192,16 +186,18 @@ class TrlStep(RLOOTrainer):
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 parts = [
-                    self._generate(with_images(mine[at : at + size])) for at in range(0, most, size)
+                    self._generate(with_images(mine[at : at + size]))
+                    for at in range(0, len(mine), size)
                 ]
         finally:
             self.num_generations_eval = generations
             self.model.train(was_training)
             self._metrics["eval"].clear()
-        columns = (gather_object([*chain(*one)]) for one in zip(*parts, strict=True))
-        # gathered rows are ordered by process, and each process sampled every `world`-th row
-        order = [place % world * most + place // world for place in range(len(rows))]
-        prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
+        columns = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
+        # a column has one list for each process, which sampled every `world`-th row
+        prompt_ids, ids, completions = (
+            [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
+        )
         return Completions(
             prompts=with_images(rows),
             completions=completions,
