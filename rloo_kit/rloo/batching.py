@@ -19,6 +19,8 @@ from operator import itemgetter
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from rloo_kit.types import TokenIds, Turns
+
 # Label of a position whose log-probability is not computed
 IGNORED = -100
 
@@ -91,8 +93,8 @@ class SharedExtent:
 class TokenRows:
     """The token ids of B completions and their prompts, unpadded."""
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
     # For each completion token, True if the policy sampled it and False if it came from a tool;
     # None if all tokens were sampled
     is_sampled: list[list[bool]] | None = None
@@ -112,13 +114,13 @@ class TokenRows:
         return self.is_sampled or [[True] * len(ids) for ids in self.completion_ids]
 
     @property
-    def sampled_ids(self) -> list[list[int]]:
+    def sampled_ids(self) -> TokenIds:
         """Ids of the sampled tokens of each completion, without tokens that came from tools."""
         pairs = zip(self.completion_ids, self.mask, strict=True)
         return [list(compress(*pair)) for pair in pairs]
 
     @cached_property
-    def turns(self) -> list[list[list[int]]]:
+    def turns(self) -> Turns:
         """Ids of the sampled tokens of each completion, as one list for each turn.
 
         A turn ends where tokens of a tool begin.

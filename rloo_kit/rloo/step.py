@@ -114,17 +114,16 @@ class Step:
         started = time.perf_counter()
         learner = self.learner()
         learner.tally = Tally()
-        rollouts: list[Rollout] = []  # mostly one
-        counts: list[torch.Tensor] = []  # (B,) of each rollout: how often the step uses a row
+        # rollouts, mostly one; and (B,) counts of how often the step uses each of its rows
+        used: list[tuple[Rollout, torch.Tensor]] = []
         num_rows = 0
         for place, batch in enumerate(batches):
             rollout, rows = self.next_slice(batch, number, slices_left=len(batches) - place)
-            if not rollouts or rollout is not rollouts[-1]:
-                rollouts.append(rollout)
-                counts.append(torch.zeros(len(rollout), device=learner.device))
-            counts[-1][rows] += 1
+            if not used or rollout is not used[-1][0]:
+                used.append((rollout, torch.zeros(len(rollout), device=learner.device)))
+            used[-1][1][rows] += 1
             num_rows += len(rows)
-        for rollout, count in zip(rollouts, counts, strict=True):
+        for rollout, count in used:
             learned = learner.learn(rollout, weights=count * (1 / num_rows))  # forward, backward
             if learned.on_policy:  # trained for the first time, its advantages are final
                 self.log.note_rollout(learned, number)

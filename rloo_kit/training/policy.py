@@ -88,7 +88,6 @@ class Policy:
             ``(B, T)`` float32, with T the length of the longest completion; 0 in the rows that are
             not computed, on tokens that came from tools, and after the end of a completion.
         """
-
         forward = functools.partial(self.run, model=self.ref_model)
         place = contextlib.nullcontext()
         if self.ref_model is None:

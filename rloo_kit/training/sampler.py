@@ -38,7 +38,7 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, without_checkpointing
 from rloo_kit.training.step_log import StepLog
-from rloo_kit.types import Score
+from rloo_kit.types import Score, TokenIds
 
 # Advice in the error message if a single completion does not fit into memory
 SAMPLING_REMEDY = (
@@ -61,15 +61,15 @@ class Sampler:
     engine: Engine | None  # None if the model itself samples
     generation_config: Any  # transformers' settings of sampling, used if the model itself samples
     generation_kwargs: dict[str, Any]  # the same settings as a dict
-    trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # samples by continuous batching
+    trl_generate: Callable[[Any, Any, Any], TokenIds]  # samples by continuous batching
     canary: Canary | None = None  # checks that the engine samples from the current policy
     is_synced: bool = False  # True if the engine has the current weights
     # draws inside `turns`, which are checked after the engine has freed its memory; None outside of
     # `turns`, where each draw is checked at once
-    unchecked: list[tuple[list[list[int]], Generations]] | None = None
+    unchecked: list[tuple[TokenIds, Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
-    def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    def draw(self, prompt_ids: TokenIds) -> tuple[TokenIds, list[list[float]] | None]:
         """Sample one completion of each prompt.
 
         Returns:
@@ -120,7 +120,7 @@ class Sampler:
     def _draw_by(
         self,
         engine: Engine,
-        prompt_ids: list[list[int]],
+        prompt_ids: TokenIds,
         draw: Callable[[Sampling, int], Generations],
     ) -> Generations:
         """Call ``draw`` after syncing the weights, and check that the engine used them.
@@ -171,7 +171,7 @@ class Sampler:
         for pair in drawn:
             self._check(engine, *pair)
 
-    def _check(self, engine: Engine, prompt_ids: list[list[int]], drawn: Generations) -> None:
+    def _check(self, engine: Engine, prompt_ids: TokenIds, drawn: Generations) -> None:
         """Check that the engine sampled from the current policy.
 
         Nothing is checked without a canary, or if the model is not in training mode.
@@ -188,7 +188,7 @@ class Sampler:
             known = [drawn.log_probs[row] for row in rows]
             self.log.note_all(self.canary.check(tokens, known, engine.name))
 
-    def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+    def generate(self, prompt_ids: Sequence[list[int]]) -> TokenIds:
         """Sample one completion of each prompt with the model itself; return the token ids."""
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
@@ -238,7 +238,7 @@ class Sampler:
             finally:  # Unsloth ends in training mode, or after an error in evaluation mode
                 self.model.train(training)
 
-    def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
+    def _sync(self, engine: Engine, prompt_ids: TokenIds) -> None:
         """Send the weights to the engine if they have changed.
 
         Before the first batch of a training, also test that the engine receives them, if the

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from rloo_kit.training.policy import Policy
 from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Say, TokenIds, Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
@@ -90,10 +90,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
         self.in_flight = self._make_in_flight() if args.partial_rollouts else None
+
+        def reference(tokens: TokenRows, rows: list[int]) -> torch.Tensor:
+            return self.policy.reference_log_probs(self.learner, tokens, rows)
+
         self.rloo = Step(
             sample=self.completer.sample,
             score=self.completer.score,
-            reference=self._reference_log_probs if args.beta else None,
+            reference=reference if args.beta else None,
             learner=lambda: self.learner,
             guard=StepGuard(args.max_skipped_steps, self.accelerator.scaler),
             log=self.step_log,
@@ -211,9 +215,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
             pieces=self.sampler.pieces,
         )
 
-    def _reference_log_probs(self, tokens: TokenRows, rows: list[int]) -> torch.Tensor:
-        return self.policy.reference_log_probs(self.learner, tokens, rows)
-
     @functools.cached_property
     def learner(self) -> Learner:
         """The learner.
@@ -285,33 +286,33 @@ class StepTrainer(ResumableTrainer, TrlStep):
             save_adapter(self.accelerator.unwrap_model(self.model), tokenizer, folder, state)
         self.accelerator.wait_for_everyone()
 
-    def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> None:
+    def dry_run_if_wanted(self, say: Say, **how: Any) -> None:
         """Make the dry run if the settings ask for it, and report its result.
 
         Args:
             say: Called with one line that describes the result.
-            **how: Arguments of ``WorstCase.run``.
+            **how: The fields ``max_prompt_tokens`` and ``remedy`` of ``WorstCase``.
 
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if not self.by_trl and self._worst_case().is_wanted(how.get("max_prompt_tokens")):
+        if not self.by_trl and self._worst_case(**how).is_wanted():
             say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
         """Run one learning step in the worst case, and return the memory and time that it needed.
 
         Args:
-            **how: Arguments of ``WorstCase.run``.
+            **how: The fields ``max_prompt_tokens`` and ``remedy`` of ``WorstCase``.
 
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        found = self._worst_case().run(**how)
+        found = self._worst_case(**how).run()
         self.dry_run_done = True
         return found
 
-    def _worst_case(self) -> WorstCase:
+    def _worst_case(self, **how: Any) -> WorstCase:
         def new_optimizer() -> Any:
             optimizer = self.create_optimizer()
             self.optimizer = None  # the training makes its own
@@ -325,11 +326,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
             tokenizer=self.tokenizer,
             dataset=self.train_dataset,
             make_optimizer=new_optimizer if self.optimizer is None else None,
+            **how,
         )
 
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: object, multimodal_fields: object
-    ) -> list[list[int]]:
+        self, prompt_ids: TokenIds, images: object, multimodal_fields: object
+    ) -> TokenIds:
         """Sample completions when TRL's code asks for them, as in its evaluation.
 
         If TRL's step trains, this calls TRL's method. Otherwise the kit's sampler samples.

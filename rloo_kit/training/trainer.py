@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -138,8 +138,9 @@ class LeaveOneOutTrainer(StepTrainer):
         follow_model(args, model, parts["processing_class"], others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
-        specs = _with_environments(parts.pop("reward_funcs"), self.pool, args)
-        rewards = _load_weighted(specs, args, parts["processing_class"])
+        rewards = _load_weighted(
+            parts.pop("reward_funcs"), self.pool, args, parts["processing_class"]
+        )
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
         drop_old_reference(model)
         adapter = adapter_values(model)
@@ -167,7 +168,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.remove_callback(callback)
         self._make_parts(rewards, engine)
         if not self.by_trl:
-            self._start_sampler(engine, asked)
+            self._start_sampler(asked)
         add_to_session(self)
 
     def _make_tool_loop(
@@ -194,7 +195,7 @@ class LeaveOneOutTrainer(StepTrainer):
             )
         model = parts["model"]
         how = {
-            "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+            "revision": dict(args.model_init_kwargs or {}).get("revision") or "main",
             "trust_remote_code": args.trust_remote_code,
         }
         limits = [args.vllm_max_model_length]
@@ -210,13 +211,13 @@ class LeaveOneOutTrainer(StepTrainer):
         limits.append(getattr(config, "max_position_embeddings", None))
         longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
-        if loop is not None and loop.environments is not None:
+        if loop and loop.environments:
             loop.environments.check_names(parts["train_dataset"])
         return loop
 
-    def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
+    def _start_sampler(self, asked: LeaveOneOutConfig) -> None:
         """Start the engine that the settings ask for, unless the caller passed an engine."""
-        if engine is None:
+        if self.engine is None:
             self.sampler.engine, choice = start_engine(self.model, asked)
             if choice.reason and not asked.use_cpu:
                 warnings.warn(f"vLLM is not used: {choice.reason}", UserWarning, stacklevel=3)
@@ -283,9 +284,9 @@ class LeaveOneOutTrainer(StepTrainer):
             if model is not None:
                 release_model(model)
         self._release_rewards()
-        if self.pool is not None:
+        if self.pool:
             self.pool.release()
-        if self.engine is not None:
+        if self.engine:
             self.engine.close()
         if self.optimizer is not None:
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -352,7 +353,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.collected = []
             self.sampler.is_synced = False
             self.rloo.waiting = []
-            if self.in_flight is not None:
+            if self.in_flight:
                 self.in_flight.restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
@@ -370,7 +371,7 @@ class LeaveOneOutTrainer(StepTrainer):
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
         for part in (self.rloo, self.dynamic_sampling, self.step_log):
             passes |= part.state_dict()
-        if self.in_flight is not None:
+        if self.in_flight:
             passes["in_flight"] = self.in_flight.state_dict()
         return super().state_dict() | {"trainer": passes}
 
@@ -386,7 +387,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self.sampler.pieces.size = held["at_once"]
         for part in (self.rloo, self.dynamic_sampling, self.step_log):
             part.load_state_dict(held)
-        if self.in_flight is not None:
+        if self.in_flight:
             self.in_flight.load_state_dict(held["in_flight"])
 
 
@@ -401,32 +402,24 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     )
 
 
-def _with_environments(specs: Any, pool: Environments | None, args: LeaveOneOutConfig) -> list[Any]:
-    """Add the rewards of environments that have ``get_reward``, with weight 1.
-
-    Returns:
-        The rewards in ``specs`` and those of the environments.
-    """
-    listed = [*specs] if isinstance(specs, list | tuple) else [specs]
-    if pool is None:
-        return listed
-    names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them already
-    own = pool.rewards
-    if args.reward_weights is not None:
-        args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
-    return listed + [one for one in own if one.__name__ not in names]
-
-
 def _load_weighted(
-    specs: list[Any], args: LeaveOneOutConfig, tokenizer: Tokenizer
+    specs: Any, pool: Environments | None, args: LeaveOneOutConfig, tokenizer: Tokenizer
 ) -> list[LoadedReward]:
     """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
+
+    The rewards of environments that have ``get_reward`` are added, with weight 1.
 
     Raises:
         ConfigError: There is no reward, or weights are given both with the rewards and in ``args``.
     """
+    listed = [*specs] if isinstance(specs, list | tuple) else [specs]
+    if pool:
+        names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them
+        listed += [one for one in pool.rewards if one.__name__ not in names]
+        if args.reward_weights is not None:
+            args.reward_weights = [*args.reward_weights, *[1.0] * len(pool.rewards)]
     rewards = load_rewards(
-        specs, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
+        listed, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
     )
     if not rewards:
         raise ConfigError(

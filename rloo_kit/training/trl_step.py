@@ -28,7 +28,7 @@ from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.sampler import follow_schedules
 from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Model, TokenIds, Tokenizer
 
 # TRL's methods that sample completions, compute rewards, and run the policy and the reference
 GENERATE = "_generate"
@@ -205,7 +205,7 @@ class TrlStep(RLOOTrainer):
             ended=self._ended(ids),
         )
 
-    def _ended(self, completion_ids: list[list[int]]) -> list[bool]:
+    def _ended(self, completion_ids: TokenIds) -> list[bool]:
         ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
         return [ids[-1] in ends for ids in completion_ids]
 
