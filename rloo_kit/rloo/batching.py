@@ -59,7 +59,7 @@ class MicroBatch:
     @property
     def num_positions(self) -> int:
         """Number of positions that the forward passes compute, including padding."""
-        prompts = 0 if self.shared is None else self.shared.input_ids.numel()
+        prompts = self.shared.input_ids.numel() if self.shared else 0
         return self.input_ids.numel() + prompts
 
 
@@ -257,7 +257,7 @@ class TokenRows:
             labels=padded(labels, IGNORED, multiple_of).to(device),
             places=places.clamp(max=ids.size(1) - 1).to(device),
             completion_mask=mask.to(device),
-            num_tokens=sum(map(len, labels)) + (0 if shared is None else int(shared.lengths.sum())),
+            num_tokens=sum(map(len, labels)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
         )
 

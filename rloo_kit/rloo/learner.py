@@ -231,7 +231,7 @@ class Learner:
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights = weights[rows]
         token_weights = None
-        if self.correction is not None and rollout.sampler_log_probs is not None:
+        if self.correction and rollout.sampler_log_probs is not None:
             sampler = rollout.sampler_log_probs[rows, :width]
             level, cap = self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)

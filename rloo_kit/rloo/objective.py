@@ -54,7 +54,7 @@ def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> to
         values: A float tensor of any shape.
         moments: The mean and standard deviation to use; None computes them from ``values``.
     """
-    if moments is not None:
+    if moments:
         return (values - moments.mean) / (moments.std + EPSILON)
     known = values[~values.isnan()]
     if not known.numel() or known.min() == known.max():

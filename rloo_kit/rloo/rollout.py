@@ -183,7 +183,7 @@ class Rollout:
         """
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping, num_generations)
-        if shaping.normalize_reward == "moving" and moments is not None:
+        if shaping.normalize_reward == "moving" and moments:
             moments.update(scores)
             scores = normalise(scores, moments)
         elif shaping.normalize_reward:

@@ -154,7 +154,7 @@ class Step:
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
             rollout = self.learner().with_old(rollout, needs_pass)
-            if needs_pass and self.reference is not None:  # a pass of all rows: the KL is known
+            if needs_pass and self.reference:  # a pass of all rows: the KL is known
                 rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
@@ -177,20 +177,20 @@ class Step:
         """
         check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
-        if self.in_flight is None:
-            completions = self.sample(rows)
-        else:  # other rows: those of the groups that are complete first
+        if self.in_flight:  # other rows: those of the groups that are complete first
             rows, completions = self.in_flight(len(rows))
+        else:
+            completions = self.sample(rows)
         scoring = self.score(rows, completions)
         reference = None
-        if self.reference is not None and self.overlap and scoring.in_background:
+        if self.reference and self.overlap and scoring.in_background:
             # without scores these include rows that will learn nothing
             masks = self.shaping.mask_truncated_completions
             unmasked = [row for row, ended in enumerate(completions.ended) if ended or not masks]
             reference = self.reference(completions.tokens, unmasked)
         batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
-        if self.reference is not None:
+        if self.reference:
             if reference is None:
                 reference = self.reference(batch.tokens, rollout.learnable_rows)
             rollout = rollout.with_reference(reference)
@@ -203,7 +203,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs to resume the run."""
         batch = None
-        if self.waiting and self.rollout is not None:
+        if self.waiting and self.rollout:
             batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
         return {
             "batch": batch,

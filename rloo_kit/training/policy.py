@@ -45,7 +45,7 @@ class Policy:
         with self.accelerator.autocast():
             # No attention mask is needed, because rows are padded on the right only. (Unsloth's
             # kernels may drop a mask in training; left-padded rows would then attend to padding.)
-            after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch.labels)
+            after = _run_prompts(model, batch.shared, batch.labels) if batch.shared else {}
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
             )

@@ -58,10 +58,10 @@ class Sampler:
     pad_token_id: int
     eos_token_ids: list[int]
     thought: ThoughtLimit | None  # None if the length of thoughts is not limited
-    engine: Engine | None  # None if the model itself samples
     generation_config: Any  # transformers' settings of sampling, used if the model itself samples
     generation_kwargs: dict[str, Any]  # the same settings as a dict
     trl_generate: Callable[[Any, Any, Any], TokenIds]  # samples by continuous batching
+    engine: Engine | None = None  # None if the model itself samples
     canary: Canary | None = None  # checks that the engine samples from the current policy
     is_synced: bool = False  # True if the engine has the current weights
     # draws inside `turns`, which are checked after the engine has freed its memory; None outside of
@@ -81,7 +81,7 @@ class Sampler:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         engine = self.engine
-        if engine is not None:
+        if engine:
             drawn = self._draw_by(
                 engine, prompt_ids, lambda how, seed: draw_from(engine, prompt_ids, how, seed)
             )
@@ -179,22 +179,21 @@ class Sampler:
         Raises:
             StalePolicyError: It did not.
         """
-        if self.canary is not None and self.model.training:
+        if self.canary and self.model.training:
+            rows = zip(prompt_ids, drawn.completion_ids, drawn.log_probs, strict=True)
             # a row that waited for a free slot of the engine may have no new token
-            rows = [row for row, ids in enumerate(drawn.completion_ids) if ids]
-            tokens = TokenRows(
-                [prompt_ids[row] for row in rows], [drawn.completion_ids[row] for row in rows]
-            )
-            known = [drawn.log_probs[row] for row in rows]
-            self.log.note_all(self.canary.check(tokens, known, engine.name))
+            prompts, ids, known = zip(*(row for row in rows if row[1]), strict=True)
+            tokens = TokenRows([*prompts], [*ids])
+            self.log.note_all(self.canary.check(tokens, [*known], engine.name))
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> TokenIds:
         """Sample one completion of each prompt with the model itself; return the token ids."""
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
-            cut = self.thought.cut if self.thought else lambda _, ids: ids
-            return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+            if self.thought:
+                drawn = map(self.thought.cut, prompt_ids, drawn)
+            return [*drawn]
         with self._samples(), self._unwrapped() as model, torch.no_grad():
             return complete(
                 model,
@@ -259,7 +258,7 @@ class Sampler:
             self.canary = canary
         self.is_synced = True
         self.log.note("sampling/sync_seconds", engine.sync_seconds)
-        if self.canary is not None:
+        if self.canary:
             self.canary.sent(engine.adapter_dtype)
 
     def _make_canary(self) -> Canary:
@@ -302,7 +301,7 @@ class TrainingCompleter(Completer):
         started = time.perf_counter()
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
-        if self.tool_loop is not None:
+        if self.tool_loop:
             self.log.note("tools/seconds", self.tool_loop.seconds)
         return completions
 

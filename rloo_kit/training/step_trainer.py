@@ -55,18 +55,15 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
-    def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
+    def _make_parts(self, rewards: list[LoadedReward]) -> None:
         """Create the log and, unless TRL's step trains, all parts of the kit's step.
 
-        Args:
-            rewards: The loaded rewards.
-            engine: The engine that samples; None if the model itself samples or the engine is
-                started later.
+        The engine of ``sampler`` is set later, after it has started.
         """
         route_trl_lm_head()
         args = self.args
         longest = notes_of(self.model).max_seq_length  # Unsloth would cut longer prompts
-        if longest is not None and hasattr(self.train_dataset, "__len__"):
+        if longest and hasattr(self.train_dataset, "__len__"):
             check_lengths(self.train_dataset, self.tokenizer, args, longest)
         self.loaded_rewards = rewards
         self.dry_run_done = False
@@ -84,7 +81,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
-        self.sampler = self._make_sampler(engine)
+        self.sampler = self._make_sampler()
         self.completer = self._make_completer(rewards)
         self.dynamic_sampling = DynamicSampling(
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
@@ -162,7 +159,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             device=self.accelerator.device,
         )
 
-    def _make_sampler(self, engine: Engine | None) -> Sampler:
+    def _make_sampler(self) -> Sampler:
         return Sampler(
             model=self.model,
             accelerator=self.accelerator,
@@ -172,7 +169,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_ids=self.eos_token_ids,
             thought=thought_limit(self.tokenizer, self.args.thinking_budget),
-            engine=engine,
             generation_config=self.generation_config,
             generation_kwargs=self.generation_kwargs,
             trl_generate=super()._generate_single_turn,
@@ -187,7 +183,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             if not ids:  # it is still waiting for a free slot of the engine
                 return False
             is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
-            return is_over or (thought is not None and thought.exceeds(prompt_ids, ids))
+            return is_over or bool(thought and thought.exceeds(prompt_ids, ids))
 
         def order() -> Iterator[int]:
             each_once = RepeatSampler(
@@ -223,7 +219,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         then.
         """
         args = self.args
-        if self.engine is not None:
+        if self.engine:
             self.engine.sleep()  # frees its memory, so that the budget can use it
         level = args.rollout_correction
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
@@ -252,7 +248,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     @property
     def tools(self) -> list[Any]:
         """All tools of the training, including those of environments, as in TRL's GRPO trainer."""
-        return [] if self.tool_loop is None else self.tool_loop.tools
+        return self.tool_loop.tools if self.tool_loop else []
 
     @property
     def pool(self) -> Environments | None:
@@ -268,10 +264,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def engine(self) -> Engine | None:
         """The engine that samples; None if the model itself or TRL's step samples."""
         return None if self.by_trl else self.sampler.engine
-
-    @engine.setter
-    def engine(self, engine: Engine | None) -> None:
-        self.sampler.engine = engine
 
     def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
         """Write the trained adapter to a folder, with ``models.save_adapter``.
@@ -365,7 +357,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         batches = self.collected
         self.collected = []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
-        if self.in_flight is not None and self.rloo.which_prompts is not all_rows:
+        if self.in_flight and self.rloo.which_prompts is not all_rows:
             raise ConfigError(
                 "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, because "
                 "sampling then begins before the step that chooses prompts: leave one of the two "

@@ -166,9 +166,9 @@ class LeaveOneOutTrainer(StepTrainer):
         self._choose_reference(reference, starts_at_base(adapter))
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit has its own view
             self.remove_callback(callback)
-        self._make_parts(rewards, engine)
+        self._make_parts(rewards)
         if not self.by_trl:
-            self._start_sampler(asked)
+            self._start_sampler(engine, asked)
         add_to_session(self)
 
     def _make_tool_loop(
@@ -215,14 +215,15 @@ class LeaveOneOutTrainer(StepTrainer):
             loop.environments.check_names(parts["train_dataset"])
         return loop
 
-    def _start_sampler(self, asked: LeaveOneOutConfig) -> None:
+    def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
         """Start the engine that the settings ask for, unless the caller passed an engine."""
-        if self.engine is None:
-            self.sampler.engine, choice = start_engine(self.model, asked)
+        if engine is None:
+            engine, choice = start_engine(self.model, asked)
             if choice.reason and not asked.use_cpu:
                 warnings.warn(f"vLLM is not used: {choice.reason}", UserWarning, stacklevel=3)
+        self.sampler.engine = engine
         if asked.partial_rollouts:
-            check_partial(self.engine, self.model)
+            check_partial(engine, self.model)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
