@@ -143,7 +143,7 @@ class TokenRows:
     @cached_property
     def prompt_numbers(self) -> list[int]:
         """For each row, a number that identifies its prompt; equal prompts have the same number."""
-        numbers: dict[tuple[int, ...], int] = {}
+        numbers = {}
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
@@ -209,7 +209,7 @@ class TokenRows:
             a list of the groups that do not fit into the budget even alone.
         """
         sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
-        bundles: list[list[int]] = []
+        bundles = []
         room = 0
         for tokens, rows in sized:
             if tokens > budget:

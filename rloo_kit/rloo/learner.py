@@ -111,7 +111,7 @@ class Learner:
         longest = max(map(len, tokens.completion_ids))
         found = torch.zeros(len(tokens), longest, device=self.device)  # (B, T)
         left = set(rows)
-        piece: list[int] = []
+        piece = []
 
         def attempt() -> None:
             nonlocal piece
@@ -146,7 +146,7 @@ class Learner:
         self.tally.rows += len(in_step)
         self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
         self.tally.trained += len(left)
-        pieces: list[list[int]] = []
+        pieces = []
 
         def attempt() -> None:
             nonlocal rollout, pieces
@@ -193,7 +193,7 @@ class Learner:
             The rollout with the old log-probabilities and advantages of these rows.
         """
         counted = replace(self.tally)
-        graphs: list[tuple[MicroBatch, PassOutput]] = []
+        graphs = []
         try:
             with stashed_gradients(self.parameters):
                 for piece in pieces:
@@ -246,8 +246,8 @@ class Learner:
         self.backward(loss)
         self._count_positions(batch)
         self.tally.loss += float(loss.detach())
-        self.tally.count_objective(objective)
-        self.tally.count_tokens(mask, output.log_probs.detach() - old, output.entropies)
+        moved = output.log_probs.detach() - old
+        self.tally.count_actions(objective, mask, moved, output.entropies)
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

@@ -211,14 +211,19 @@ class Tally:
     # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
     of_rows: torch.Tensor = NO_ROWS
 
-    def count_tokens(
-        self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
+    def count_actions(
+        self,
+        objective: Surrogate,
+        mask: torch.Tensor,
+        moved: torch.Tensor,
+        entropies: torch.Tensor | None,
     ) -> None:
-        """Add the number of completion tokens, and sums of squared log-ratios and of entropies.
+        """Add the ratios and the clipped fractions of the N rows of a micro-batch, and token sums.
 
         Args:
-            mask: ``(N, C)`` for N rows, with C the length of the longest completion; True on
-                completion tokens.
+            objective: The losses of the rows.
+            mask: ``(N, C)``, with C the length of the longest completion; True on completion
+                tokens.
             moved: ``(N, C)`` log-ratios: the log-probability of each token minus the old one.
             entropies: ``(N, C)`` entropies at each token; None if they were not computed.
         """
@@ -226,9 +231,6 @@ class Tally:
         self.squared_log_ratio += float((moved.square() * mask).sum())
         if entropies is not None:
             self.entropy += float((entropies * mask).sum())
-
-    def count_objective(self, objective: Surrogate) -> None:
-        """Add the probability ratio and the clipped fractions of each row of a micro-batch."""
         new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
         self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
 

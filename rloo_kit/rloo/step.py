@@ -115,7 +115,7 @@ class Step:
         learner = self.learner()
         learner.tally = Tally()
         # rollouts, mostly one; and (B,) counts of how often the step uses each of its rows
-        used: list[tuple[Rollout, torch.Tensor]] = []
+        used = []
         num_rows = 0
         for place, batch in enumerate(batches):
             rollout, rows = self.next_slice(batch, number, slices_left=len(batches) - place)

@@ -215,8 +215,8 @@ class WorstCase:
         prompt = max(1, width - self.args.max_completion_length)
         scores = torch.arange(rows, device=self.learner.device).remainder(2.0)  # (B,)
         scored = ScoredBatch(
-            prompts=[""] * rows,
-            completions=[""] * rows,
+            prompts=[],
+            completions=[],
             tokens=TokenRows([row[:prompt]] * rows, [row[prompt:]] * rows),
             ended=[True] * rows,
             rewards=scores.unsqueeze(1),

@@ -102,7 +102,7 @@ class InFlight:
     def _sample(self, num: int) -> list[Group]:
         """Sample until ``num`` groups can be taken as the next batch; return these groups."""
         self._begin(num)
-        rows: list[tuple[Group, PartialCompletion]] = []
+        rows = []
 
         def attempt() -> None:
             nonlocal rows

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -121,7 +121,7 @@ class LeaveOneOutTrainer(StepTrainer):
     ) -> None:
         parts = {
             "model": model,
-            "reward_funcs": [] if reward_funcs is None and environment_factory else reward_funcs,
+            "reward_funcs": reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "processing_class": processing_class,
@@ -129,22 +129,21 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        model = parts["model"]
+        policy: Any = parts["model"]
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others.pop("ref_policy", None), model, args)
+        reference = _own_reference(others.pop("ref_policy", None), policy, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        follow_model(args, model, parts["processing_class"], others.get("peft_config"))
+        follow_model(args, policy, parts["processing_class"], others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
-        rewards = _load_weighted(
-            parts.pop("reward_funcs"), self.pool, args, parts["processing_class"]
-        )
+        specs = parts.pop("reward_funcs") or []
+        rewards = _load_weighted(specs, self.pool, args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        drop_old_reference(model)
-        adapter = adapter_values(model)
-        with precision_as_asked(args), without_engine(model):
+        drop_old_reference(policy)
+        adapter = adapter_values(policy)
+        with precision_as_asked(args), without_engine(policy):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -154,7 +153,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 callbacks=[
                     Boundary(self),
                     *(callbacks or []),
-                    *self._views(args, model),
+                    *self._views(args, policy),
                 ],
                 **parts,
                 **others,
@@ -195,7 +194,7 @@ class LeaveOneOutTrainer(StepTrainer):
             )
         model = parts["model"]
         how = {
-            "revision": dict(args.model_init_kwargs or {}).get("revision") or "main",
+            "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
             "trust_remote_code": args.trust_remote_code,
         }
         limits = [args.vllm_max_model_length]
@@ -487,7 +486,8 @@ def _translate_parts(
     Args:
         parts: Arguments under their current names; renamed arguments are added.
         others: Other arguments; those under older names are removed.
-        has_environments: True if there are environments, which make ``train_dataset`` optional.
+        has_environments: True if there are environments, which make ``reward_funcs`` and
+            ``train_dataset`` optional.
 
     Raises:
         ConfigError: A required argument is missing, one is unknown, or one is given under both
@@ -508,11 +508,10 @@ def _translate_parts(
         known |= inspect.signature(base.__init__).parameters.keys()
     for name in others.keys() - known:
         raise ConfigError(f"unknown argument {name!r}{suggest(name, known)}")
-    needed = ["model", "reward_funcs", *(["train_dataset"] if not has_environments else [])]
-    missing = [name for name in needed if parts[name] is None]
+    needed = ["model"] if has_environments else ["model", "reward_funcs", "train_dataset"]
+    missing = [f"`{name}` is required" for name in needed if parts[name] is None]  # TRL's words
     if missing:
-        required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
-        raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
+        raise ConfigError(f"{', '.join(missing)}: give it to LeaveOneOutTrainer")
     check_not_released(parts["model"])
     evaluated = others.get("eval_dataset")
     for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:

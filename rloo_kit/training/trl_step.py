@@ -7,10 +7,11 @@ Shapes: B completions on this process, T the longest one, F reward functions.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -34,6 +35,14 @@ from rloo_kit.types import Model, TokenIds, Tokenizer
 GENERATE = "_generate"
 REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
+
+
+def _keep(found: list[Any], method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call a method, and append its result and its duration in seconds to ``found``."""
+    started = time.perf_counter()
+    output = method(*args, **keywords)
+    found.append((output, time.perf_counter() - started))
+    return output
 
 
 def with_images(rows: list[Any]) -> list[Any]:
@@ -107,19 +116,9 @@ class TrlStep(RLOOTrainer):
         Yields:
             For each name, a list to which each call adds its result and its seconds.
         """
-        returned: dict[str, list[Any]] = {name: [] for name in names}
-
-        def keeping(method: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
-            def call(*args: Any, **keywords: Any) -> Any:
-                started = time.perf_counter()
-                output = method(*args, **keywords)
-                found.append((output, time.perf_counter() - started))
-                return output
-
-            return call
-
+        returned = {name: [] for name in names}
         for name, found in returned.items():
-            setattr(self, name, keeping(getattr(self, name), found))
+            setattr(self, name, functools.partial(_keep, found, getattr(self, name)))
         try:
             yield returned
         finally:
@@ -147,10 +146,12 @@ class TrlStep(RLOOTrainer):
             weights=weights,
         )
         rollout = Rollout.scored(batch, self.num_generations, self.args.shaping)
-        if self.beta and len(returned[PASS]) == 2:
+        passes = returned[PASS]
+        if self.beta and len(passes) == 2:
             width = rollout.completion_mask.size(1)
-            passes = (self._gathered(output[0]) for output, _ in returned[PASS][:2])
-            old, reference = (log_probs[:, :width] for log_probs in passes)
+            # (own B, T) on each process, padded to the longest row of all processes
+            padded: Any = self.accelerator.pad_across_processes([of[0] for of, _ in passes], dim=1)
+            old, reference = (one[:, :width] for one in self.accelerator.gather(padded))
             rollout = rollout.with_old(slice(None), old).with_reference(reference)
             rollout = rollout.with_advantages()
         without = ~batch.has_signal(rollout.shaping, self.num_generations)
@@ -193,8 +194,8 @@ class TrlStep(RLOOTrainer):
             self.num_generations_eval = generations
             self.model.train(was_training)
             self._metrics["eval"].clear()
-        columns = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
         # a column has one list for each process, which sampled every `world`-th row
+        columns: Any = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
         prompt_ids, ids, completions = (
             [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
         )
@@ -208,14 +209,6 @@ class TrlStep(RLOOTrainer):
     def _ended(self, completion_ids: TokenIds) -> list[bool]:
         ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
         return [ids[-1] in ends for ids in completion_ids]
-
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the ``(B, T)`` values of all processes, concatenated in the processes' order.
-
-        Rows are first padded to the longest one of all processes.
-        """
-        padded: Any = self.accelerator.pad_across_processes(values, dim=1)
-        return cast(torch.Tensor, self.accelerator.gather(padded))
 
 
 def route_trl_lm_head() -> bool:
