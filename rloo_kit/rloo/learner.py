@@ -193,7 +193,7 @@ class Learner:
             The rollout with the old log-probabilities and advantages of these rows.
         """
         counted = replace(self.tally)
-        graphs = []
+        graphs: list[tuple[MicroBatch, PassOutput]] = []
         try:
             with stashed_gradients(self.parameters):
                 for piece in pieces:

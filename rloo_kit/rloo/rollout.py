@@ -225,10 +225,10 @@ class Rollout:
         """Return the rollout that ``state_dict`` saved, with its tensors on ``device``."""
         from accelerate.utils import send_to_device
 
-        state = send_to_device(state, device)
-        sampled = state["sampled"] | {"tokens": TokenRows(**state["sampled"]["tokens"])}
-        parts = {"sampled": ScoredBatch(**sampled), "shaping": Shaping(**state["shaping"])}
-        return cls(**state | parts)
+        moved: Any = send_to_device(state, device)
+        sampled = moved["sampled"] | {"tokens": TokenRows(**moved["sampled"]["tokens"])}
+        parts = {"sampled": ScoredBatch(**sampled), "shaping": Shaping(**moved["shaping"])}
+        return cls(**moved | parts)
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)

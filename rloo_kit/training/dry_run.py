@@ -190,7 +190,7 @@ class WorstCase:
                     if args.beta:
                         self.policy.reference_log_probs(learner, tokens, numbers)
                     else:
-                        learner.log_probs(tokens, numbers, self.policy.forward)
+                        learner.log_probs(tokens, numbers, self.policy.run)
             # a step that uses several rollouts learns from one at a time
             for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)

@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -195,9 +195,9 @@ class TrlStep(RLOOTrainer):
             self.model.train(was_training)
             self._metrics["eval"].clear()
         # a column has one list for each process, which sampled every `world`-th row
-        columns: Any = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
+        columns = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
         prompt_ids, ids, completions = (
-            [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
+            [*chain(*zip(*cast(Any, column), strict=True))][: len(rows)] for column in columns
         )
         return Completions(
             prompts=with_images(rows),
