@@ -17,6 +17,7 @@ from itertools import compress, groupby
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rloo_kit.types import TokenIds, Turns
@@ -32,9 +33,9 @@ class SharedPrompts:
     The model runs each of them once. The last token of a prompt is in the rows that continue it.
     """
 
-    input_ids: torch.Tensor  # (U, S) int64, padded on the right
-    lengths: torch.Tensor  # (U,) int64, without padding
-    of_row: torch.Tensor  # (N,) int64: for each row, the index of its prompt
+    input_ids: Tensor  # (U, S) int64, padded on the right
+    lengths: Tensor  # (U,) int64, without padding
+    of_row: Tensor  # (N,) int64: for each row, the index of its prompt
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class MicroBatch:
     only the last token of its prompt.
     """
 
-    rows: torch.Tensor  # (N,) int64: indices of the rows in the generation batch
-    input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
-    labels: torch.Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
+    rows: Tensor  # (N,) int64: indices of the rows in the generation batch
+    input_ids: Tensor  # (N, W) int64: prompt, completion, padding
+    labels: Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
     # `(N, C)` int64: the column of each completion token in `input_ids`; arbitrary after the last
     # token of a row
-    places: torch.Tensor
-    completion_mask: torch.Tensor  # (N, C) bool, True on sampled completion tokens
+    places: Tensor
+    completion_mask: Tensor  # (N, C) bool, True on sampled completion tokens
     num_tokens: int  # number of tokens without padding, including shared prompts
     shared: SharedPrompts | None = None
 
@@ -279,7 +280,7 @@ def padded(
     value: int = 0,
     multiple_of: int | None = None,
     dtype: torch.dtype = torch.long,
-) -> torch.Tensor:
+) -> Tensor:
     """Return lists of numbers as a tensor ``(N, W)``, padded with ``value`` on the right.
 
     W is the length of the longest list, rounded up to a multiple of ``multiple_of``.

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
@@ -26,15 +27,15 @@ from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
 class PassOutput:
     """The result of a forward pass over a micro-batch."""
 
-    log_probs: torch.Tensor  # (N, C) float32 log-probabilities of the completion tokens
-    entropies: torch.Tensor | None = None  # (N, C) float32, detached; None if not computed
+    log_probs: Tensor  # (N, C) float32 log-probabilities of the completion tokens
+    entropies: Tensor | None = None  # (N, C) float32, detached; None if not computed
 
 
 Forward = Callable[[MicroBatch], PassOutput]
 
 
 @contextlib.contextmanager
-def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def stashed_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Clear the gradients for a ``with`` block, and add the earlier gradients back at its end.
 
     Raises:
@@ -60,11 +61,11 @@ class Learner:
     """Runner of forward and backward passes; it halves its token budget when memory runs out."""
 
     forward: Forward  # runs the policy on a micro-batch
-    backward: Callable[[torch.Tensor], None]  # runs the backward pass of a scalar loss
+    backward: Callable[[Tensor], None]  # runs the backward pass of a scalar loss
     no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
     # around passes with gradient
     with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    parameters: list[torch.Tensor]  # the trained parameters
+    parameters: list[Tensor]  # the trained parameters
     budget: int  # maximum positions of a training micro-batch
     overhead: int  # fixed cost of one more pass, in positions
     pad_token_id: int
@@ -93,7 +94,7 @@ class Learner:
         self.tally.old_rows += len(rows)
         return rollout.with_old(rows, found[rows])
 
-    def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
+    def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> Tensor:
         """Compute the log-probabilities of the completion tokens of some rows, without gradient.
 
         Args:
@@ -126,7 +127,7 @@ class Learner:
         retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, [piece]))
         return found
 
-    def learn(self, rollout: Rollout, weights: torch.Tensor) -> Rollout:
+    def learn(self, rollout: Rollout, weights: Tensor) -> Rollout:
         """Train rows of a rollout: add the gradient of their losses to the parameters' ``grad``.
 
         Args:
@@ -185,7 +186,7 @@ class Learner:
         return rollout, plan + [self._cut(tokens, bundle) for bundle in bundles]
 
     def _learn_together(
-        self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
+        self, rollout: Rollout, pieces: list[list[int]], weights: Tensor
     ) -> Rollout:
         """Run micro-batches forward, compute the advantages of their groups, then run backward.
 
@@ -214,7 +215,7 @@ class Learner:
         return rollout
 
     def _backward(
-        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
+        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: Tensor
     ) -> None:
         """Compute the loss of a micro-batch, run the backward pass, and add to the step's counts.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
 from rloo_kit.rloo.objective import Surrogate
@@ -36,16 +37,17 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     spread, raw_spread, paid_spread = (
         nanstd(one.view(-1, size), dim=1) for one in (scores, raw, rewards)
     )
+    mean = _mean(raw)
     found = {
-        "reward": _mean(raw),
+        "reward": mean,
         "reward_std": float(nanstd(raw)),
         "frac_reward_zero_std": _mean((paid_spread < 1e-8).float()),
-        "score/raw": _mean(raw),
+        "score/raw": mean,
         "score/shaped": _mean(scores),
         "score/after_kl": _mean(rewards),
         "score/group_std": _mean(spread),
         "score/raw_group_std": _mean(raw_spread),
-        "objective/scores": _mean(raw),
+        "objective/scores": mean,
         "val/num_eos_tokens": float(ended.sum()),
         "completions/truncated": 1.0 - float(ended.mean()),
     }
@@ -173,11 +175,11 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _mean(values: torch.Tensor) -> float:
+def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def _numbers(values: torch.Tensor) -> list[float | None]:
+def _numbers(values: Tensor) -> list[float | None]:
     return [None if value != value else value for value in values.tolist()]
 
 
@@ -209,14 +211,14 @@ class Tally:
     squared_correction: float = 0.0
     capped: int = 0
     # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
-    of_rows: torch.Tensor = NO_ROWS
+    of_rows: Tensor = NO_ROWS
 
     def count_actions(
         self,
         objective: Surrogate,
-        mask: torch.Tensor,
-        moved: torch.Tensor,
-        entropies: torch.Tensor | None,
+        mask: Tensor,
+        moved: Tensor,
+        entropies: Tensor | None,
     ) -> None:
         """Add the ratios and the clipped fractions of the N rows of a micro-batch, and token sums.
 
@@ -234,7 +236,7 @@ class Tally:
         new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
         self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
 
-    def count_correction(self, factors: torch.Tensor, cap: float) -> None:
+    def count_correction(self, factors: Tensor, cap: float) -> None:
         """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
 
         Args:
@@ -278,12 +280,10 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
-        weights = (len(ratios), float(ratios.sum()), float(ratios.square().sum()))
+        number, total, squares = len(ratios), float(ratios.sum()), float(ratios.square().sum())
         if self.corrections:
-            weights = (self.corrections, self.correction, self.squared_correction)
-        number, total, squares = weights
+            number, total, squares = self.corrections, self.correction, self.squared_correction
+            found["sampling/correction_mean"] = total / number
+            found["sampling/correction_capped"] = self.capped / number
         found["effective_sample_size"] = total**2 / (number * squares) if squares else 0.0
-        if self.corrections:
-            found["sampling/correction_mean"] = self.correction / self.corrections
-            found["sampling/correction_capped"] = self.capped / self.corrections
         return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from rloo_kit.rloo.advantages import (
     BASELINES,
@@ -61,14 +62,12 @@ class ScoredBatch(Completions):
     """Sampled completions with their rewards and scores; immutable."""
 
     # (B, F) float32: the value of every reward function; NaN where a function returned None
-    rewards: torch.Tensor
+    rewards: Tensor
     # (B,) float32 weighted sums of the rewards; NaN where every function returned None
-    scores: torch.Tensor
-    weights: torch.Tensor | None = None  # (F,) weights of the rewards; None if not known
+    scores: Tensor
+    weights: Tensor | None = None  # (F,) weights of the rewards; None if not known
 
-    def shaped_scores(
-        self, shaping: Shaping, num_generations: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def shaped_scores(self, shaping: Shaping, num_generations: int) -> tuple[Tensor, Tensor]:
         """Return the scores after missing-EOS penalty and clipping, and which rows are masked.
 
         If ``shaping.combine`` is ``normalize_then_sum`` and the weights of the rewards are known,
@@ -87,7 +86,7 @@ class ScoredBatch(Completions):
             scores = scores.clamp(*shaping.reward_clip_range)
         return scores, ~ended & shaping.mask_truncated_completions
 
-    def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
+    def has_signal(self, shaping: Shaping, num_generations: int) -> Tensor:
         """Return a bool mask over the groups, True for groups whose scores are not all equal.
 
         The scores are those of ``shaped_scores``, without the KL penalty.
@@ -115,7 +114,7 @@ class ScoredBatch(Completions):
             """Return a column of the new batch; None if one of the two batches lacks it."""
             if mine is None or others is None:
                 return None
-            if isinstance(mine, torch.Tensor):
+            if isinstance(mine, Tensor):
                 return torch.cat([mine, others])[rows]
             both = mine + others
             return [both[row] for row in rows]
@@ -141,23 +140,23 @@ class Rollout:
     sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
-    scores: torch.Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
+    scores: Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
     # `(B,)` bool: True for rows whose advantage can differ from 0; the other rows get no pass
-    learnable: torch.Tensor
+    learnable: Tensor
     # `(B, T)` bool: True on sampled tokens; all False in a masked (truncated) row
-    completion_mask: torch.Tensor
+    completion_mask: Tensor
     # `(B, T)` float32 under the policy that sampled; 0 until a pass has computed them
-    old_log_probs: torch.Tensor
+    old_log_probs: Tensor
     # `(B, T)` float32 under the reference; computed for `learnable` rows if beta is not 0
-    reference_log_probs: torch.Tensor
-    advantages: torch.Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
-    settled: torch.Tensor  # (P,) bool: True for groups whose advantages are final
+    reference_log_probs: Tensor
+    advantages: Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
+    settled: Tensor  # (P,) bool: True for groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None if it does not report them
-    sampler_log_probs: torch.Tensor | None = None
+    sampler_log_probs: Tensor | None = None
     # `(B, T)` bool: True on tokens that an earlier policy sampled; their old log-probabilities are
     # those that the sampler reported. None if there are no such tokens, or if `rollout_correction`
     # weights them
-    from_earlier: torch.Tensor | None = None
+    from_earlier: Tensor | None = None
     on_policy: bool = True  # False from the second optimizer step that trains on this rollout
 
     @classmethod
@@ -198,10 +197,10 @@ class Rollout:
                 from_earlier = padded(sampled.token_ages).to(device) > 0
                 old = sampler_log_probs * from_earlier
         rollout = cls(
-            sampled=sampled,
-            num_generations=num_generations,
-            shaping=shaping,
-            scores=scores,
+            sampled,
+            num_generations,
+            shaping,
+            scores,
             learnable=~masked,
             completion_mask=mask,
             old_log_probs=old,
@@ -241,19 +240,19 @@ class Rollout:
         return self.learnable.nonzero().flatten().tolist()
 
     @property
-    def comparable(self) -> torch.Tensor:
+    def comparable(self) -> Tensor:
         """Bool mask over rows, True for scorable rows whose group has another scorable row."""
         baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
         return ~baselines.isnan().view(-1)
 
     @property
-    def score_advantages(self) -> torch.Tensor:
+    def score_advantages(self) -> Tensor:
         """Score of each row minus the baseline that ``shaping.baseline`` names, without the KL."""
         over_baseline = BASELINES[self.shaping.baseline]
         return over_baseline(self.scores.view(-1, self.num_generations)).view(-1)
 
     @property
-    def pull(self) -> torch.Tensor:
+    def pull(self) -> Tensor:
         """``score_advantages`` minus the leave-one-out advantages, for each row.
 
         It is 0 if ``shaping.baseline`` is ``leave_one_out``.
@@ -262,7 +261,7 @@ class Rollout:
         return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
 
     @property
-    def token_kl(self) -> torch.Tensor:
+    def token_kl(self) -> Tensor:
         """Estimated KL divergence of every token, in nats.
 
         The shape is ``(B, T)`` for B completions, with T the length of the longest one. The values
@@ -274,12 +273,12 @@ class Rollout:
         return kl.masked_fill(~(self.completion_mask & self.learnable.unsqueeze(1)), 0.0)
 
     @property
-    def kl(self) -> torch.Tensor:
+    def kl(self) -> Tensor:
         """Estimated KL divergence of each whole completion, in nats."""
         return self.token_kl.sum(1)
 
     @property
-    def row_advantages(self) -> torch.Tensor:
+    def row_advantages(self) -> Tensor:
         """Advantage of each row; with the token-level KL, the mean over its tokens."""
         if not is_token_level(self.shaping):
             return self.advantages.squeeze(1)
@@ -288,7 +287,7 @@ class Rollout:
 
     # --- the next rollout ------------------------------------------------------------------------
 
-    def with_reference(self, log_probs: torch.Tensor) -> Self:
+    def with_reference(self, log_probs: Tensor) -> Self:
         """Return the rollout with the reference's log-probabilities added.
 
         Args:
@@ -296,7 +295,7 @@ class Rollout:
         """
         return replace(self, reference_log_probs=log_probs)
 
-    def with_old(self, rows: torch.Tensor | list[int] | slice, log_probs: torch.Tensor) -> Self:
+    def with_old(self, rows: Tensor | list[int] | slice, log_probs: Tensor) -> Self:
         """Return the rollout with the old log-probabilities of some rows added.
 
         Tokens that an earlier policy sampled keep the log-probabilities that the engine reported

@@ -28,7 +28,6 @@ from rloo_kit.sampling.engine import (
     Begun,
     Engine,
     Generations,
-    PartialEngine,
     Sampling,
     ThoughtLimit,
     draw_from,
@@ -111,10 +110,9 @@ class Sampler:
             StalePolicyError: The engine did not sample from the current policy.
             Exception: Memory ran out; ``is_out_of_memory`` recognises the error.
         """
-        engine = self.engine
+        engine: Any = self.engine  # a `PartialEngine`: `check_partial` has rejected other engines
         if engine is None:
             return self._grow_here(begun)
-        assert isinstance(engine, PartialEngine)  # `check_partial` has rejected other engines
         return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
 
     def _draw_by(
@@ -137,8 +135,7 @@ class Sampler:
         """
         self._sync(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # drawn from the run's random state
-        sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
-        drawn = draw(sampling, seed)
+        drawn = draw(make_sampling(self.args, self.eos_token_ids, self.thought), seed)
         self.log.note_used()
         if self.unchecked is not None:
             self.unchecked.append((prompt_ids, drawn))
@@ -161,11 +158,10 @@ class Sampler:
         if engine is None:
             yield
             return
-        self.unchecked = []
+        drawn = self.unchecked = []
         try:
             yield
         finally:
-            drawn = self.unchecked
             self.unchecked = None
             engine.sleep()
         for pair in drawn:

@@ -47,14 +47,12 @@ def _keep(found: list[Any], method: Callable[..., Any], *args: Any, **keywords: 
 
 def with_images(rows: list[Any]) -> list[Any]:
     """Return the prompts of rows, with the rows' images put into the messages as TRL does."""
-    images = [
-        row["images"] if "images" in row else [row["image"]] if row.get("image") else []
-        for row in rows
-    ]
-    return [
-        prepare_multimodal_messages(row["prompt"], images=own) if own else row["prompt"]
-        for row, own in zip(rows, images, strict=True)
-    ]
+    prompts = []
+    for row in rows:
+        prompt = row["prompt"]
+        images = row.get("images") or ([row["image"]] if row.get("image") else [])
+        prompts.append(prepare_multimodal_messages(prompt, images=images) if images else prompt)
+    return prompts
 
 
 class TrlStep(RLOOTrainer):
