@@ -6,7 +6,6 @@ Shapes: B completions, F reward functions.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,7 +212,7 @@ class Sampler:
                 generation_config=self.generation_config,
             )
 
-    def _unwrapped(self) -> AbstractContextManager[Any]:
+    def _unwrapped(self) -> Any:
         # Unsloth replaces this function with its own
         return rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             self.model,

@@ -46,20 +46,19 @@ def choose_step(
         args: Settings of the training.
         images: True if the prompts have images.
         router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0 for none.
-        overridden: Names of methods that a subclass of the trainer overrides.
+        overridden: Those of ``TRL_METHODS`` that a subclass of the trainer overrides.
 
     Raises:
         ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
             has no effect on the chosen step.
     """
-    names = sorted(TRL_METHODS & set(overridden))
     reasons = {
         f"{args.world_size} processes train": args.world_size > 1,
         "DeepSpeed or FSDP divides the model": bool(args.deepspeed or args.fsdp)
         or divided_by_launcher(),
         "the prompts have images": images,
         f"trainer.router_aux_loss_coef is {router_loss:g}": router_loss != 0,
-        f"the trainer's class overrides {', '.join(names)}": bool(names),
+        f"the trainer's class overrides {', '.join(sorted(overridden))}": bool(overridden),
     }
     _check_fsdp(args)
     reason = next((text for text, holds in reasons.items() if holds), "")

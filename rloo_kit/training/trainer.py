@@ -50,6 +50,7 @@ from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_choice import (
+    TRL_METHODS,
     StepChoice,
     check_tools,
     choose_step,
@@ -230,7 +231,6 @@ class LeaveOneOutTrainer(StepTrainer):
         Raises:
             DataError: The training set is not a dataset, or has no column ``prompt``.
         """
-        kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
         check_columns("train_dataset", parts["train_dataset"])
         images = has_images(parts["train_dataset"])
         if images:
@@ -241,7 +241,11 @@ class LeaveOneOutTrainer(StepTrainer):
             args,
             images=images,
             router_loss=set_router_loss(args, parts["model"]),
-            overridden={name for kind in kinds for name in vars(kind)},
+            overridden=[
+                name
+                for name in TRL_METHODS
+                if getattr(type(self), name) is not getattr(LeaveOneOutTrainer, name)
+            ],
         )
         let_trl_sample(args, choice)
         return choice
