@@ -89,7 +89,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
     def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
         others = arguments.pop("other_names", None) or {}
-        for name in {RENAMED.get(other) for other in others} & arguments.keys():
+        for name in {RENAMED[other] for other in others if other in RENAMED} & arguments.keys():
             if arguments[name] == self.__dataclass_fields__[name].default:
                 del arguments[name]  # a parser also gives defaults
         arguments |= others

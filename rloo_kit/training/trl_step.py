@@ -193,9 +193,9 @@ class TrlStep(RLOOTrainer):
             self.model.train(was_training)
             self._metrics["eval"].clear()
         # a column has one list for each process, which sampled every `world`-th row
-        columns = (gather_object([[*chain(*one)]]) for one in zip(*parts, strict=True))
+        columns = (cast(Any, gather_object)([[*chain(*one)]]) for one in zip(*parts, strict=True))
         prompt_ids, ids, completions = (
-            [*chain(*zip(*cast(Any, column), strict=True))][: len(rows)] for column in columns
+            [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
         )
         return Completions(
             prompts=with_images(rows),
