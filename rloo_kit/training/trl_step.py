@@ -172,7 +172,7 @@ class TrlStep(RLOOTrainer):
         Returns:
             All N completions in the order of the rows, on every process.
         """
-        world: int = self.accelerator.num_processes
+        world = cast(int, self.accelerator.num_processes)
         index = self.accelerator.process_index
         # equally many rows on each process: the last one is repeated
         mine = [*rows, *rows[-1:] * (-len(rows) % world)][index::world]
