@@ -11,6 +11,9 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
+# Token ids of B texts: text -> ids
+TokenIds: TypeAlias = list[list[int]]
+
 # Token ids of B completions: completion -> turn -> ids
 Turns: TypeAlias = list[list[list[int]]]
 

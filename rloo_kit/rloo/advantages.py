@@ -6,12 +6,11 @@ from Human Feedback in LLMs" (arXiv 2402.14740), section 3.
 Shapes: P prompts, G generations per prompt, B = P*G completions, F reward functions.
 """
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
 
-def leave_one_out_baselines(rewards: torch.Tensor) -> torch.Tensor:
+def leave_one_out_baselines(rewards: Tensor) -> Tensor:
     """Return, for each completion, the mean reward of the other scorable completions of its group.
 
     ``b_i = (sum_{j != i} r_j) / (n - 1)``, where n is the number of scorable completions of the
@@ -30,7 +29,7 @@ def leave_one_out_baselines(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards.nansum(dim=1, keepdim=True) - rewards) / (num_scorable - 1)
 
 
-def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
+def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     """Return the advantages ``A_i = r_i - b_i``, where b is the leave-one-out baseline.
 
     They are equal to ``n / (n - 1) * (r_i - mean(r))`` over the n scorable rewards of the group.
@@ -56,12 +55,10 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 # Functions that return the advantages over a baseline, by its name in the setting `baseline`. To
 # add a baseline, write a function of `(P, G)` rewards and add it here
-BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "leave_one_out": leave_one_out_advantages,
-}
+BASELINES = {"leave_one_out": leave_one_out_advantages}
 
 
-def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(rewards: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of each row's rewards.
 
     NaN rewards are left out of the sum. The sum is NaN if all rewards of the row are NaN.
@@ -73,9 +70,7 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
 
 
-def normalised_sum(
-    rewards: torch.Tensor, weights: torch.Tensor, num_generations: int
-) -> torch.Tensor:
+def normalised_sum(rewards: Tensor, weights: Tensor, num_generations: int) -> Tensor:
     """Return the weighted sum of each row's rewards after dividing every reward by its spread.
 
     The spread of a reward function is the root mean square of its leave-one-out advantages over the

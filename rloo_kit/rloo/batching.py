@@ -17,7 +17,10 @@ from itertools import compress, groupby
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from rloo_kit.types import TokenIds, Turns
 
 # Label of a position whose log-probability is not computed
 IGNORED = -100
@@ -30,9 +33,9 @@ class SharedPrompts:
     The model runs each of them once. The last token of a prompt is in the rows that continue it.
     """
 
-    input_ids: torch.Tensor  # (U, S) int64, padded on the right
-    lengths: torch.Tensor  # (U,) int64, without padding
-    of_row: torch.Tensor  # (N,) int64: for each row, the index of its prompt
+    input_ids: Tensor  # (U, S) int64, padded on the right
+    lengths: Tensor  # (U,) int64, without padding
+    of_row: Tensor  # (N,) int64: for each row, the index of its prompt
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,20 @@ class MicroBatch:
     only the last token of its prompt.
     """
 
-    rows: torch.Tensor  # (N,) int64: indices of the rows in the generation batch
-    input_ids: torch.Tensor  # (N, W) int64: prompt, completion, padding
-    labels: torch.Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
+    rows: Tensor  # (N,) int64: indices of the rows in the generation batch
+    input_ids: Tensor  # (N, W) int64: prompt, completion, padding
+    labels: Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
     # `(N, C)` int64: the column of each completion token in `input_ids`; arbitrary after the last
     # token of a row
-    places: torch.Tensor
-    completion_mask: torch.Tensor  # (N, C) bool, True on sampled completion tokens
+    places: Tensor
+    completion_mask: Tensor  # (N, C) bool, True on sampled completion tokens
     num_tokens: int  # number of tokens without padding, including shared prompts
     shared: SharedPrompts | None = None
 
     @property
     def num_positions(self) -> int:
         """Number of positions that the forward passes compute, including padding."""
-        prompts = 0 if self.shared is None else self.shared.input_ids.numel()
+        prompts = self.shared.input_ids.numel() if self.shared else 0
         return self.input_ids.numel() + prompts
 
 
@@ -71,20 +74,18 @@ class SharedExtent:
     longest_prompt: int = 0
     prompts: set[int] = field(default_factory=set)
 
-    def add(self, row: int) -> None:
-        """Add the row with number ``row`` to the micro-batch."""
+    def add(self, row: int) -> int:
+        """Add the row with number ``row`` to the micro-batch.
+
+        Returns:
+            The number of positions of all rows and their distinct prompts, including padding. The
+            last token of a prompt is counted in each of its rows, not in the prompt.
+        """
         tokens = self.tokens
         self.num_rows += 1
         self.longest_completion = max(self.longest_completion, len(tokens.completion_ids[row]))
         self.longest_prompt = max(self.longest_prompt, len(tokens.prompt_ids[row]))
         self.prompts.add(tokens.prompt_numbers[row])
-
-    @property
-    def positions(self) -> int:
-        """Number of positions of the rows and the distinct prompts, including padding.
-
-        The last token of a prompt is counted in each of its rows, not in the prompt.
-        """
         rows = self.num_rows * (self.longest_completion + 1)
         return rows + len(self.prompts) * (self.longest_prompt - 1)
 
@@ -93,8 +94,8 @@ class SharedExtent:
 class TokenRows:
     """The token ids of B completions and their prompts, unpadded."""
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
     # For each completion token, True if the policy sampled it and False if it came from a tool;
     # None if all tokens were sampled
     is_sampled: list[list[bool]] | None = None
@@ -108,16 +109,19 @@ class TokenRows:
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [len(prompt) + len(completion) for prompt, completion in pairs]
 
+    @cached_property
+    def mask(self) -> list[list[bool]]:
+        """``is_sampled``, or True for each completion token if all tokens were sampled."""
+        return self.is_sampled or [[True] * len(ids) for ids in self.completion_ids]
+
     @property
-    def sampled_ids(self) -> list[list[int]]:
+    def sampled_ids(self) -> TokenIds:
         """Ids of the sampled tokens of each completion, without tokens that came from tools."""
-        if self.is_sampled is None:
-            return self.completion_ids
-        pairs = zip(self.completion_ids, self.is_sampled, strict=True)
+        pairs = zip(self.completion_ids, self.mask, strict=True)
         return [list(compress(*pair)) for pair in pairs]
 
     @cached_property
-    def turns(self) -> list[list[list[int]]]:
+    def turns(self) -> Turns:
         """Ids of the sampled tokens of each completion, as one list for each turn.
 
         A turn ends where tokens of a tool begin.
@@ -130,7 +134,7 @@ class TokenRows:
                 for sampled, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1))
                 if sampled
             ]
-            for ids, mask in zip(self.completion_ids, self.is_sampled, strict=True)
+            for ids, mask in zip(self.completion_ids, self.mask, strict=True)
         ]
 
     def num_tokens(self, rows: Sequence[int]) -> int:
@@ -140,7 +144,7 @@ class TokenRows:
     @cached_property
     def prompt_numbers(self) -> list[int]:
         """For each row, a number that identifies its prompt; equal prompts have the same number."""
-        numbers: dict[tuple[int, ...], int] = {}
+        numbers = {}
         return [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.prompt_ids]
 
     def is_cheaper_shared(self, rows: Sequence[int], overhead: int = 0) -> bool:
@@ -150,11 +154,9 @@ class TokenRows:
             rows: Numbers of the rows of the micro-batch.
             overhead: Cost of the separate pass over the prompts, in positions.
         """
-        extent = SharedExtent(self)
-        for row in rows:
-            extent.add(row)
+        shared = max(map(SharedExtent(self).add, rows))  # grows with each row
         apart = len(rows) * max(self.lengths[row] for row in rows)
-        return extent.positions + overhead < apart
+        return shared + overhead < apart
 
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
@@ -180,8 +182,7 @@ class TokenRows:
             for start in range(end - 1, -1, -1):
                 positions = (end - start) * longest
                 if share:
-                    extent.add(order[start])
-                    positions = min(positions, extent.positions + overhead)
+                    positions = min(positions, extent.add(order[start]) + overhead)
                 if positions > budget and options:
                     break
                 options.append((cost[start] + positions + overhead, start))
@@ -209,7 +210,7 @@ class TokenRows:
             a list of the groups that do not fit into the budget even alone.
         """
         sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
-        bundles: list[list[int]] = []
+        bundles = []
         room = 0
         for tokens, rows in sized:
             if tokens > budget:
@@ -247,20 +248,17 @@ class TokenRows:
         completions = [self.completion_ids[row] for row in rows]
         pairs = list(zip(prompts, completions, strict=True))
         labels = [[IGNORED] * len(prompt) + completion for prompt, completion in pairs]
-        ids = _padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
+        ids = padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
+        mask = padded([self.mask[row] for row in rows], dtype=torch.bool)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-        length = torch.tensor([len(completion) for completion in completions]).unsqueeze(1)
-        columns = torch.arange(int(length.max()))
-        mask = columns < length
-        if self.is_sampled is not None:
-            mask &= _padded([[*map(int, self.is_sampled[row])] for row in rows], 0).bool()
+        places = begin + torch.arange(mask.size(1))
         return MicroBatch(
-            rows=torch.tensor(list(rows), dtype=torch.long, device=device),
+            rows=torch.tensor(rows, dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=_padded(labels, IGNORED, multiple_of).to(device),
-            places=(begin + columns).clamp(max=ids.size(1) - 1).to(device),
+            labels=padded(labels, IGNORED, multiple_of).to(device),
+            places=places.clamp(max=ids.size(1) - 1).to(device),
             completion_mask=mask.to(device),
-            num_tokens=sum(map(len, labels)) + (0 if shared is None else int(shared.lengths.sum())),
+            num_tokens=sum(map(len, labels)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
         )
 
@@ -271,18 +269,23 @@ class TokenRows:
         place = {number: place for place, number in enumerate(heads)}
         of_row = [place[self.prompt_numbers[row]] for row in rows]
         return SharedPrompts(
-            _padded([*heads.values()], pad_token_id).to(device),
+            padded([*heads.values()], pad_token_id).to(device),
             torch.tensor([len(head) for head in heads.values()], device=device),
             torch.tensor(of_row, device=device),
         )
 
 
-def _padded(rows: list[list[int]], value: int, multiple_of: int | None = None) -> torch.Tensor:
-    """Return lists of ids as an int64 tensor ``(N, W)``, padded with ``value`` on the right.
+def padded(
+    rows: Sequence[Sequence[float]],
+    value: int = 0,
+    multiple_of: int | None = None,
+    dtype: torch.dtype = torch.long,
+) -> Tensor:
+    """Return lists of numbers as a tensor ``(N, W)``, padded with ``value`` on the right.
 
     W is the length of the longest list, rounded up to a multiple of ``multiple_of``.
     """
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    padded = pad_sequence(tensors, batch_first=True, padding_value=value)
-    missing = -padded.size(1) % (multiple_of or 1)
-    return torch.nn.functional.pad(padded, (0, missing), value=value)
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    found = pad_sequence(tensors, batch_first=True, padding_value=value)
+    missing = -found.size(1) % (multiple_of or 1)
+    return torch.nn.functional.pad(found, (0, missing), value=value)

@@ -1,7 +1,6 @@
 """Guards of a training step against NaN/Inf in gradients or weights, and against out of memory."""
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -134,6 +133,8 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
     Raises:
         Exception: Any other error of ``attempt``, and any error of ``halve``.
     """
+    import torch
+
     while True:
         try:
             return attempt()
@@ -142,6 +143,4 @@ def retry_smaller(attempt: Callable[[], None], halve: Callable[[Exception], None
                 raise
             halve(exc)
         # not inside `except`, where the error still holds the tensors of its frames
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
@@ -26,15 +27,15 @@ from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR
 class PassOutput:
     """The result of a forward pass over a micro-batch."""
 
-    log_probs: torch.Tensor  # (N, C) float32 log-probabilities of the completion tokens
-    entropies: torch.Tensor | None = None  # (N, C) float32, detached; None if not computed
+    log_probs: Tensor  # (N, C) float32 log-probabilities of the completion tokens
+    entropies: Tensor | None = None  # (N, C) float32, detached; None if not computed
 
 
 Forward = Callable[[MicroBatch], PassOutput]
 
 
 @contextlib.contextmanager
-def stashed_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def stashed_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Clear the gradients for a ``with`` block, and add the earlier gradients back at its end.
 
     Raises:
@@ -60,11 +61,11 @@ class Learner:
     """Runner of forward and backward passes; it halves its token budget when memory runs out."""
 
     forward: Forward  # runs the policy on a micro-batch
-    backward: Callable[[torch.Tensor], None]  # runs the backward pass of a scalar loss
+    backward: Callable[[Tensor], None]  # runs the backward pass of a scalar loss
     no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
     # around passes with gradient
     with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    parameters: list[torch.Tensor]  # the trained parameters
+    parameters: list[Tensor]  # the trained parameters
     budget: int  # maximum positions of a training micro-batch
     overhead: int  # fixed cost of one more pass, in positions
     pad_token_id: int
@@ -77,14 +78,9 @@ class Learner:
     pad_to_multiple_of: int | None = None
     # Returns True if several completions can now share one pass over their prompt
     may_share: Callable[[], bool] = lambda: False
-    tally: Tally = field(default_factory=Tally)  # counts of the optimizer step in progress
+    # counts of the optimizer step in progress; `Step.run` begins new ones
+    tally: Tally = field(default_factory=Tally)
     _warned: bool = False
-
-    def take_tally(self) -> Tally:
-        """Return the counts of the optimizer step, and start new counts for the next step."""
-        tally = self.tally
-        self.tally = Tally()
-        return tally
 
     def with_old(self, rollout: Rollout, rows: list[int]) -> Rollout:
         """Compute the old log-probabilities of some rows in a separate pass without gradient.
@@ -98,7 +94,7 @@ class Learner:
         self.tally.old_rows += len(rows)
         return rollout.with_old(rows, found[rows])
 
-    def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> torch.Tensor:
+    def log_probs(self, tokens: TokenRows, rows: list[int], forward: Forward) -> Tensor:
         """Compute the log-probabilities of the completion tokens of some rows, without gradient.
 
         Args:
@@ -116,7 +112,7 @@ class Learner:
         longest = max(map(len, tokens.completion_ids))
         found = torch.zeros(len(tokens), longest, device=self.device)  # (B, T)
         left = set(rows)
-        piece: list[int] = []
+        piece = []
 
         def attempt() -> None:
             nonlocal piece
@@ -131,7 +127,7 @@ class Learner:
         retry_smaller(attempt, lambda exc: self._lower_budget(exc, tokens, [piece]))
         return found
 
-    def learn(self, rollout: Rollout, weights: torch.Tensor) -> Rollout:
+    def learn(self, rollout: Rollout, weights: Tensor) -> Rollout:
         """Train rows of a rollout: add the gradient of their losses to the parameters' ``grad``.
 
         Args:
@@ -151,7 +147,7 @@ class Learner:
         self.tally.rows += len(in_step)
         self.tally.step_tokens += rollout.sampled.tokens.num_tokens(in_step)
         self.tally.trained += len(left)
-        pieces: list[list[int]] = []
+        pieces = []
 
         def attempt() -> None:
             nonlocal rollout, pieces
@@ -190,7 +186,7 @@ class Learner:
         return rollout, plan + [self._cut(tokens, bundle) for bundle in bundles]
 
     def _learn_together(
-        self, rollout: Rollout, pieces: list[list[int]], weights: torch.Tensor
+        self, rollout: Rollout, pieces: list[list[int]], weights: Tensor
     ) -> Rollout:
         """Run micro-batches forward, compute the advantages of their groups, then run backward.
 
@@ -219,7 +215,7 @@ class Learner:
         return rollout
 
     def _backward(
-        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: torch.Tensor
+        self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: Tensor
     ) -> None:
         """Compute the loss of a micro-batch, run the backward pass, and add to the step's counts.
 
@@ -236,7 +232,7 @@ class Learner:
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         row_weights = weights[rows]
         token_weights = None
-        if self.correction is not None and rollout.sampler_log_probs is not None:
+        if self.correction and rollout.sampler_log_probs is not None:
             sampler = rollout.sampler_log_probs[rows, :width]
             level, cap = self.correction
             factors = rollout_weights(old, sampler, mask, level, cap)
@@ -251,8 +247,8 @@ class Learner:
         self.backward(loss)
         self._count_positions(batch)
         self.tally.loss += float(loss.detach())
-        self.tally.count_objective(objective)
-        self.tally.count_tokens(mask, output.log_probs.detach() - old, output.entropies)
+        moved = output.log_probs.detach() - old
+        self.tally.count_actions(objective, mask, moved, output.entropies)
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
 from rloo_kit.rloo.objective import Surrogate
@@ -36,16 +37,17 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
     spread, raw_spread, paid_spread = (
         nanstd(one.view(-1, size), dim=1) for one in (scores, raw, rewards)
     )
+    mean = _mean(raw)
     found = {
-        "reward": _mean(raw),
+        "reward": mean,
         "reward_std": float(nanstd(raw)),
         "frac_reward_zero_std": _mean((paid_spread < 1e-8).float()),
-        "score/raw": _mean(raw),
+        "score/raw": mean,
         "score/shaped": _mean(scores),
         "score/after_kl": _mean(rewards),
         "score/group_std": _mean(spread),
         "score/raw_group_std": _mean(raw_spread),
-        "objective/scores": _mean(raw),
+        "objective/scores": mean,
         "val/num_eos_tokens": float(ended.sum()),
         "completions/truncated": 1.0 - float(ended.mean()),
     }
@@ -88,9 +90,9 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
     """
     sampled = rollout.sampled
     size = rollout.num_generations
-    rewards = rollout.scores.clone()
+    rewards = rollout.scores
     if not is_token_level(rollout.shaping):
-        rewards -= rollout.shaping.beta * rollout.kl
+        rewards = rewards - rollout.shaping.beta * rollout.kl
     columns = {
         "score": rollout.scores,
         "kl": rollout.kl,
@@ -173,18 +175,18 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _mean(values: torch.Tensor) -> float:
+def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def _numbers(values: torch.Tensor) -> list[float | None]:
+def _numbers(values: Tensor) -> list[float | None]:
     return [None if value != value else value for value in values.tolist()]
 
 
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
-NO_ROWS = torch.zeros(0)
+NO_ROWS = torch.zeros(3, 0)
 
 
 @dataclass
@@ -208,19 +210,22 @@ class Tally:
     correction: float = 0.0
     squared_correction: float = 0.0
     capped: int = 0
-    # `(trained,)` each, as in `Surrogate`
-    ratios: torch.Tensor = NO_ROWS
-    clipped_low: torch.Tensor = NO_ROWS
-    clipped_high: torch.Tensor = NO_ROWS
+    # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
+    of_rows: Tensor = NO_ROWS
 
-    def count_tokens(
-        self, mask: torch.Tensor, moved: torch.Tensor, entropies: torch.Tensor | None
+    def count_actions(
+        self,
+        objective: Surrogate,
+        mask: Tensor,
+        moved: Tensor,
+        entropies: Tensor | None,
     ) -> None:
-        """Add the number of completion tokens, and sums of squared log-ratios and of entropies.
+        """Add the ratios and the clipped fractions of the N rows of a micro-batch, and token sums.
 
         Args:
-            mask: ``(N, C)`` for N rows, with C the length of the longest completion; True on
-                completion tokens.
+            objective: The losses of the rows.
+            mask: ``(N, C)``, with C the length of the longest completion; True on completion
+                tokens.
             moved: ``(N, C)`` log-ratios: the log-probability of each token minus the old one.
             entropies: ``(N, C)`` entropies at each token; None if they were not computed.
         """
@@ -228,14 +233,10 @@ class Tally:
         self.squared_log_ratio += float((moved.square() * mask).sum())
         if entropies is not None:
             self.entropy += float((entropies * mask).sum())
+        new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
+        self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
 
-    def count_objective(self, objective: Surrogate) -> None:
-        """Add the probability ratio and the clipped fractions of each row of a micro-batch."""
-        self.ratios = torch.cat([self.ratios, objective.ratios.cpu()])
-        self.clipped_low = torch.cat([self.clipped_low, objective.clipped_low.cpu()])
-        self.clipped_high = torch.cat([self.clipped_high, objective.clipped_high.cpu()])
-
-    def count_correction(self, factors: torch.Tensor, cap: float) -> None:
+    def count_correction(self, factors: Tensor, cap: float) -> None:
         """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
 
         Args:
@@ -255,13 +256,8 @@ class Tally:
         """
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
-        ratios = self.ratios
-        low = self.clipped_low
-        high = self.clipped_high
-        if not len(ratios):
-            ratios = torch.ones(1)
-            low = torch.zeros(1)
-            high = torch.zeros(1)
+        none = torch.tensor([[1.0], [0.0], [0.0]])  # as if one row was trained that was not clipped
+        ratios, low, high = self.of_rows if self.of_rows.numel() else none
         clipped = float((low + high).sum()) / rows
         found = {
             "entropy": self.entropy / tokens,
@@ -284,12 +280,10 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
-        weights = (len(ratios), float(ratios.sum()), float(ratios.square().sum()))
+        number, total, squares = len(ratios), float(ratios.sum()), float(ratios.square().sum())
         if self.corrections:
-            weights = (self.corrections, self.correction, self.squared_correction)
-        number, total, squares = weights
+            number, total, squares = self.corrections, self.correction, self.squared_correction
+            found["sampling/correction_mean"] = total / number
+            found["sampling/correction_capped"] = self.capped / number
         found["effective_sample_size"] = total**2 / (number * squares) if squares else 0.0
-        if self.corrections:
-            found["sampling/correction_mean"] = self.correction / self.corrections
-            found["sampling/correction_capped"] = self.capped / self.corrections
         return found

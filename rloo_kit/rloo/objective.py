@@ -8,10 +8,10 @@ for the token-level penalty and reward normalisation; Schulman 2020, "Approximat
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 # Log-ratios are clamped to this; otherwise an overflow would make the gradient of the step NaN
 MAX_LOG_RATIO = 20.0
@@ -32,7 +32,7 @@ class RunningMoments:
         """Standard deviation with Bessel's correction; 0.0 for fewer than two values."""
         return math.sqrt(self.sum_of_squares / (self.count - 1)) if self.count > 1 else 0.0
 
-    def update(self, values: torch.Tensor) -> None:
+    def update(self, values: Tensor) -> None:
         """Add the values of a batch, without its NaN entries."""
         values = values[~values.isnan()].double()
         new = values.numel()
@@ -47,14 +47,14 @@ class RunningMoments:
         self.count = total
 
 
-def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> torch.Tensor:
+def normalise(values: Tensor, moments: RunningMoments | None = None) -> Tensor:
     """Return ``(v - mean) / (std + 1e-4)`` for each value; NaN entries are ignored and stay NaN.
 
     Args:
         values: A float tensor of any shape.
         moments: The mean and standard deviation to use; None computes them from ``values``.
     """
-    if moments is not None:
+    if moments:
         return (values - moments.mean) / (moments.std + EPSILON)
     known = values[~values.isnan()]
     if not known.numel() or known.min() == known.max():
@@ -62,9 +62,7 @@ def normalise(values: torch.Tensor, moments: RunningMoments | None = None) -> to
     return (values - known.mean()) / (known.std() + EPSILON)
 
 
-def token_kl(
-    log_probs: torch.Tensor, reference_log_probs: torch.Tensor, estimator: str = "k1"
-) -> torch.Tensor:
+def token_kl(log_probs: Tensor, reference_log_probs: Tensor, estimator: str = "k1") -> Tensor:
     """Return the estimated KL divergence from the reference at each token, in nats.
 
     Args:
@@ -81,7 +79,7 @@ def token_kl(
     return log_ratio if estimator == "k1" else torch.expm1(-log_ratio) + log_ratio
 
 
-def subtract_kl_to_go(advantages: torch.Tensor, kl: torch.Tensor, beta: float) -> torch.Tensor:
+def subtract_kl_to_go(advantages: Tensor, kl: Tensor, beta: float) -> Tensor:
     """Return token-level advantages, ``A_it = A_i - beta * sum_{u >= t} kl_iu``.
 
     Token t of completion i is penalised by the KL of itself and of all later tokens of the
@@ -105,21 +103,21 @@ class Surrogate:
     """The clipped surrogate losses of N rows, with their probability ratios."""
 
     # `(N,)`, with gradient: -min(rho A, clip(rho) A); with token-level KL the sum over tokens
-    losses: torch.Tensor
-    ratios: torch.Tensor  # (N,) probability ratios of whole completions, detached
+    losses: Tensor
+    ratios: Tensor  # (N,) probability ratios of whole completions, detached
     # `(N,)` in [0, 1]: fraction of the row's terms without gradient because rho is too small
-    clipped_low: torch.Tensor
-    clipped_high: torch.Tensor  # `(N,)` the same fraction for terms whose rho is too large
+    clipped_low: Tensor
+    clipped_high: Tensor  # `(N,)` the same fraction for terms whose rho is too large
 
 
 def surrogate(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
     epsilon_low: float,
     epsilon_high: float,
-    token_weights: torch.Tensor | None = None,
+    token_weights: Tensor | None = None,
 ) -> Surrogate:
     """Return PPO's clipped surrogate loss of N completions.
 
@@ -162,16 +160,16 @@ def surrogate(
 
 # Loss functions by their name in the setting `loss`. To add a loss, write a function with the
 # arguments of `surrogate` and add it here
-LOSSES: dict[str, Callable[..., Surrogate]] = {"clipped": surrogate}
+LOSSES = {"clipped": surrogate}
 
 
 def rollout_weights(
-    old_log_probs: torch.Tensor,
-    sampler_log_probs: torch.Tensor,
-    mask: torch.Tensor,
+    old_log_probs: Tensor,
+    sampler_log_probs: Tensor,
+    mask: Tensor,
     level: str,
     cap: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return truncated importance weights ``min(pi_old / pi_sampler, cap)``.
 
     They correct for a sampling engine whose log-probabilities differ from the trainer's. The

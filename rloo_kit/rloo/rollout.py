@@ -7,11 +7,11 @@ Shapes: P prompts, G generations per prompt, B = P*G completions, T the longest 
 functions.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from rloo_kit.rloo.advantages import (
     BASELINES,
@@ -19,7 +19,7 @@ from rloo_kit.rloo.advantages import (
     leave_one_out_baselines,
     normalised_sum,
 )
-from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.batching import TokenRows, padded
 from rloo_kit.rloo.objective import RunningMoments, normalise, subtract_kl_to_go, token_kl
 
 
@@ -56,25 +56,18 @@ class Completions:
     # sampled for this batch
     token_ages: list[list[int]] | None = None
 
-    def unmasked_rows(self, shaping: Shaping) -> list[int]:
-        """Return the numbers of the rows that ``mask_truncated_completions`` does not mask."""
-        masks = shaping.mask_truncated_completions
-        return [row for row, ended in enumerate(self.ended) if ended or not masks]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch(Completions):
     """Sampled completions with their rewards and scores; immutable."""
 
     # (B, F) float32: the value of every reward function; NaN where a function returned None
-    rewards: torch.Tensor
+    rewards: Tensor
     # (B,) float32 weighted sums of the rewards; NaN where every function returned None
-    scores: torch.Tensor
-    weights: torch.Tensor | None = None  # (F,) weights of the rewards; None if not known
+    scores: Tensor
+    weights: Tensor | None = None  # (F,) weights of the rewards; None if not known
 
-    def shaped_scores(
-        self, shaping: Shaping, num_generations: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def shaped_scores(self, shaping: Shaping, num_generations: int) -> tuple[Tensor, Tensor]:
         """Return the scores after missing-EOS penalty and clipping, and which rows are masked.
 
         If ``shaping.combine`` is ``normalize_then_sum`` and the weights of the rewards are known,
@@ -93,7 +86,7 @@ class ScoredBatch(Completions):
             scores = scores.clamp(*shaping.reward_clip_range)
         return scores, ~ended & shaping.mask_truncated_completions
 
-    def has_signal(self, shaping: Shaping, num_generations: int) -> torch.Tensor:
+    def has_signal(self, shaping: Shaping, num_generations: int) -> Tensor:
         """Return a bool mask over the groups, True for groups whose scores are not all equal.
 
         The scores are those of ``shaped_scores``, without the KL penalty.
@@ -117,32 +110,24 @@ class ScoredBatch(Completions):
             groups[old] = num_groups + new
         rows = [group * size + place for group in groups for place in range(size)]
 
-        def pick(mine: list[Any], others: list[Any]) -> list[Any]:
+        def picked(mine: Any, others: Any) -> Any:
+            """Return a column of the new batch; None if one of the two batches lacks it."""
+            if mine is None or others is None:
+                return None
+            if isinstance(mine, Tensor):
+                return torch.cat([mine, others])[rows]
             both = mine + others
             return [both[row] for row in rows]
 
-        known = self.sampler_log_probs
-        more = other.sampler_log_probs
-        ages = self.token_ages
-        if ages is not None:
-            now = [[0] * len(ids) for ids in other.tokens.completion_ids]
-            ages = pick(ages, other.token_ages or now)
-        return replace(
-            self,
-            prompts=pick(self.prompts, other.prompts),
-            completions=pick(self.completions, other.completions),
-            tokens=TokenRows(
-                pick(self.tokens.prompt_ids, other.tokens.prompt_ids),
-                pick(self.tokens.completion_ids, other.tokens.completion_ids),
-                self.tokens.is_sampled
-                and pick(self.tokens.is_sampled, other.tokens.is_sampled or []),
-            ),
-            ended=pick(self.ended, other.ended),
-            rewards=torch.cat([self.rewards, other.rewards])[rows],
-            scores=torch.cat([self.scores, other.scores])[rows],
-            sampler_log_probs=None if known is None or more is None else pick(known, more),
-            token_ages=ages,
-        )
+        names = ("prompts", "completions", "ended", "sampler_log_probs", "rewards", "scores")
+        columns = {name: picked(getattr(self, name), getattr(other, name)) for name in names}
+        tokens = [
+            picked(getattr(self.tokens, field.name), getattr(other.tokens, field.name))
+            for field in fields(TokenRows)
+        ]
+        now = [[0] * len(ids) for ids in other.tokens.completion_ids]
+        ages = picked(self.token_ages, other.token_ages or now)
+        return replace(self, **columns, tokens=TokenRows(*tokens), token_ages=ages)
 
 
 @dataclass(frozen=True)
@@ -155,23 +140,23 @@ class Rollout:
     sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
-    scores: torch.Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
+    scores: Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
     # `(B,)` bool: True for rows whose advantage can differ from 0; the other rows get no pass
-    learnable: torch.Tensor
+    learnable: Tensor
     # `(B, T)` bool: True on sampled tokens; all False in a masked (truncated) row
-    completion_mask: torch.Tensor
+    completion_mask: Tensor
     # `(B, T)` float32 under the policy that sampled; 0 until a pass has computed them
-    old_log_probs: torch.Tensor
+    old_log_probs: Tensor
     # `(B, T)` float32 under the reference; computed for `learnable` rows if beta is not 0
-    reference_log_probs: torch.Tensor
-    advantages: torch.Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
-    settled: torch.Tensor  # (P,) bool: True for groups whose advantages are final
+    reference_log_probs: Tensor
+    advantages: Tensor  # (B, 1) float32; `(B, T)` with the token-level KL
+    settled: Tensor  # (P,) bool: True for groups whose advantages are final
     # `(B, T)` float32 as the engine reported them; None if it does not report them
-    sampler_log_probs: torch.Tensor | None = None
+    sampler_log_probs: Tensor | None = None
     # `(B, T)` bool: True on tokens that an earlier policy sampled; their old log-probabilities are
     # those that the sampler reported. None if there are no such tokens, or if `rollout_correction`
     # weights them
-    from_earlier: torch.Tensor | None = None
+    from_earlier: Tensor | None = None
     on_policy: bool = True  # False from the second optimizer step that trains on this rollout
 
     @classmethod
@@ -197,29 +182,25 @@ class Rollout:
         """
         device = sampled.scores.device
         scores, masked = sampled.shaped_scores(shaping, num_generations)
-        if shaping.normalize_reward == "moving" and moments is not None:
+        if shaping.normalize_reward == "moving" and moments:
             moments.update(scores)
             scores = normalise(scores, moments)
         elif shaping.normalize_reward:
             scores = normalise(scores)
-        lengths = torch.tensor([len(ids) for ids in sampled.tokens.completion_ids], device=device)
-        places = torch.arange(int(lengths.max()), device=device)  # (T,)
-        mask = (places < lengths.unsqueeze(1)) & ~masked.unsqueeze(1)  # (B, T)
-        if sampled.tokens.is_sampled is not None:
-            mask &= _padded(sampled.tokens.is_sampled, device).bool()
-        empty = torch.zeros(mask.shape, device=device)
+        mask = padded(sampled.tokens.mask, dtype=torch.bool).to(device) & ~masked.unsqueeze(1)
+        empty = torch.zeros(mask.shape, device=device)  # (B, T)
         sampler_log_probs = from_earlier = None
         old = empty
         if sampled.sampler_log_probs is not None:
-            sampler_log_probs = _padded(sampled.sampler_log_probs, device)  # (B, T)
-        if sampler_log_probs is not None and sampled.token_ages and not shaping.rollout_correction:
-            from_earlier = _padded(sampled.token_ages, device) > 0  # (B, T)
-            old = sampler_log_probs * from_earlier
+            sampler_log_probs = padded(sampled.sampler_log_probs, dtype=torch.float32).to(device)
+            if sampled.token_ages and not shaping.rollout_correction:
+                from_earlier = padded(sampled.token_ages).to(device) > 0
+                old = sampler_log_probs * from_earlier
         rollout = cls(
-            sampled=sampled,
-            num_generations=num_generations,
-            shaping=shaping,
-            scores=scores,
+            sampled,
+            num_generations,
+            shaping,
+            scores,
             learnable=~masked,
             completion_mask=mask,
             old_log_probs=old,
@@ -236,20 +217,17 @@ class Rollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields as nested dicts, lists and tensors, for a checkpoint."""
-        tokens = self.sampled.tokens
-        ids = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-        sampled = vars(self.sampled) | {"tokens": ids}
-        return vars(self) | {"sampled": sampled, "shaping": asdict(self.shaping)}
+        return _fields_of(self)
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], device: torch.device) -> Self:
         """Return the rollout that ``state_dict`` saved, with its tensors on ``device``."""
-        sampled = state["sampled"] | {"tokens": TokenRows(**state["sampled"]["tokens"])}
-        parts = {
-            "sampled": ScoredBatch(**_on_device(sampled, device)),
-            "shaping": Shaping(**state["shaping"]),
-        }
-        return cls(**_on_device(state | parts, device))
+        from accelerate.utils import send_to_device
+
+        moved: Any = send_to_device(state, device)
+        sampled = moved["sampled"] | {"tokens": TokenRows(**moved["sampled"]["tokens"])}
+        parts = {"sampled": ScoredBatch(**sampled), "shaping": Shaping(**moved["shaping"])}
+        return cls(**moved | parts)
 
     def __len__(self) -> int:
         return len(self.sampled.tokens)
@@ -262,19 +240,19 @@ class Rollout:
         return self.learnable.nonzero().flatten().tolist()
 
     @property
-    def comparable(self) -> torch.Tensor:
+    def comparable(self) -> Tensor:
         """Bool mask over rows, True for scorable rows whose group has another scorable row."""
         baselines = leave_one_out_baselines(self.scores.view(-1, self.num_generations))  # (P, G)
         return ~baselines.isnan().view(-1)
 
     @property
-    def score_advantages(self) -> torch.Tensor:
+    def score_advantages(self) -> Tensor:
         """Score of each row minus the baseline that ``shaping.baseline`` names, without the KL."""
         over_baseline = BASELINES[self.shaping.baseline]
         return over_baseline(self.scores.view(-1, self.num_generations)).view(-1)
 
     @property
-    def pull(self) -> torch.Tensor:
+    def pull(self) -> Tensor:
         """``score_advantages`` minus the leave-one-out advantages, for each row.
 
         It is 0 if ``shaping.baseline`` is ``leave_one_out``.
@@ -283,7 +261,7 @@ class Rollout:
         return self.score_advantages - leave_one_out_advantages(grouped).view(-1)
 
     @property
-    def token_kl(self) -> torch.Tensor:
+    def token_kl(self) -> Tensor:
         """Estimated KL divergence of every token, in nats.
 
         The shape is ``(B, T)`` for B completions, with T the length of the longest one. The values
@@ -295,12 +273,12 @@ class Rollout:
         return kl.masked_fill(~(self.completion_mask & self.learnable.unsqueeze(1)), 0.0)
 
     @property
-    def kl(self) -> torch.Tensor:
+    def kl(self) -> Tensor:
         """Estimated KL divergence of each whole completion, in nats."""
         return self.token_kl.sum(1)
 
     @property
-    def row_advantages(self) -> torch.Tensor:
+    def row_advantages(self) -> Tensor:
         """Advantage of each row; with the token-level KL, the mean over its tokens."""
         if not is_token_level(self.shaping):
             return self.advantages.squeeze(1)
@@ -309,7 +287,7 @@ class Rollout:
 
     # --- the next rollout ------------------------------------------------------------------------
 
-    def with_reference(self, log_probs: torch.Tensor) -> Self:
+    def with_reference(self, log_probs: Tensor) -> Self:
         """Return the rollout with the reference's log-probabilities added.
 
         Args:
@@ -317,14 +295,14 @@ class Rollout:
         """
         return replace(self, reference_log_probs=log_probs)
 
-    def with_old(self, rows: torch.Tensor | list[int], log_probs: torch.Tensor) -> Self:
+    def with_old(self, rows: Tensor | list[int] | slice, log_probs: Tensor) -> Self:
         """Return the rollout with the old log-probabilities of some rows added.
 
         Tokens that an earlier policy sampled keep the log-probabilities that the engine reported
         when it sampled them, unless ``rollout_correction`` is set.
 
         Args:
-            rows: ``(N,)`` row numbers.
+            rows: ``(N,)`` row numbers, or a slice.
             log_probs: ``(N, C)`` log-probabilities, under the policy that sampled, of the first C
                 completion tokens of each row.
         """
@@ -386,12 +364,11 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
         rollout: The rollout.
         first_step: Numbers of the rows that the first optimizer step on this rollout trains.
     """
-    rows = rollout.learnable_rows
-    if not rollout.shaping.beta:
-        return [row for row in rows if row not in first_step]
+    shaping = rollout.shaping
     # normalised advantages of one group depend on the KL of the others
-    alone = len(first_step) == len(rollout) and not rollout.shaping.normalize_advantages
-    return [] if alone else rows
+    in_parts = len(first_step) < len(rollout) or shaping.normalize_advantages
+    needs_all = shaping.beta and in_parts
+    return [row for row in rollout.learnable_rows if needs_all or row not in first_step]
 
 
 def is_token_level(shaping: Shaping) -> bool:
@@ -402,10 +379,8 @@ def is_token_level(shaping: Shaping) -> bool:
     return shaping.token_level_kl and shaping.beta != 0
 
 
-def _padded(rows: list[list[Any]], device: torch.device) -> torch.Tensor:
-    """Return B lists of numbers as a ``(B, T)`` tensor, padded with 0 on the right."""
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
-
-
-def _on_device(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+def _fields_of(value: Any) -> Any:
+    """Return a dataclass, and each dataclass in its fields, as a dict; other values as they are."""
+    if not is_dataclass(value):
+        return value
+    return {field.name: _fields_of(getattr(value, field.name)) for field in fields(value)}

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,29 +41,15 @@ from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch, Shaping, ro
 
 # A row of the training set, with `prompt`; it is repeated G times, once per completion
 Row = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Pending(Generic[Result]):
+class Pending:
     """Handle of rewards whose computation has been started; ``result`` waits for them."""
 
     # True if async rewards already run in the background; other rewards run when `result` is called
     in_background: bool
-    result: Callable[[], Result]  # waits for all rewards and returns them
-
-
-class Log(Protocol):
-    """Receiver of a step's metrics."""
-
-    def note(self, name: str, value: float) -> None:
-        """Record one value of the metric ``name``; the log averages the recorded values."""
-
-    def note_rollout(self, rollout: Rollout, number: int) -> None:
-        """Log a new rollout whose advantages are final; ``number`` is the optimizer step."""
-
-    def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
-        """Log a step's counts and duration, and the number of steps skipped so far."""
+    result: Callable[[], Any]  # waits for all rewards and returns them
 
 
 def all_rows(rows: list[Row]) -> list[Row]:
@@ -83,14 +69,14 @@ class Step:
 
     # the parts
     sample: Callable[[list[Row]], Completions]  # samples one completion of each row
-    score: Callable[[list[Row], Completions], Pending[ScoredBatch]]
+    score: Callable[[list[Row], Completions], Pending]  # whose result is a `ScoredBatch`
     # returns `(B, T)` log-probabilities of the given rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
     # Returns the same learner each time. The first call creates it and sets its token budget from
     # the memory that is free at that moment
     learner: Callable[[], Learner]
     guard: StepGuard
-    log: Log
+    log: Any  # the receiver of metrics, such as `training.step_log.StepLog`
     shaping: Shaping
     num_generations: int
     num_slices: int = 1
@@ -127,22 +113,22 @@ class Step:
         """
         started = time.perf_counter()
         learner = self.learner()
-        rollouts: list[Rollout] = []  # mostly one
-        counts: list[torch.Tensor] = []  # (B,) of each rollout: how often the step uses a row
+        learner.tally = Tally()
+        # rollouts, mostly one; and (B,) counts of how often the step uses each of its rows
+        used = []
         num_rows = 0
         for place, batch in enumerate(batches):
             rollout, rows = self.next_slice(batch, number, slices_left=len(batches) - place)
-            if not rollouts or rollout is not rollouts[-1]:
-                rollouts.append(rollout)
-                counts.append(torch.zeros(len(rollout), device=learner.device))
-            counts[-1][rows] += 1
+            if not used or rollout is not used[-1][0]:
+                used.append((rollout, torch.zeros(len(rollout), device=learner.device)))
+            used[-1][1][rows] += 1
             num_rows += len(rows)
-        for rollout, count in zip(rollouts, counts, strict=True):
+        for rollout, count in used:
             learned = learner.learn(rollout, weights=count * (1 / num_rows))  # forward, backward
             if learned.on_policy:  # trained for the first time, its advantages are final
                 self.log.note_rollout(learned, number)
             self.rollout = replace(learned, on_policy=False)
-        tally = learner.take_tally()
+        tally = learner.tally
         if not self.guard.check(tally.loss, learner.parameters, number):
             self.log.note("grad_norm", math.nan)  # the guard dropped the gradients: no norm of 0
         self.log.note_step(tally, time.perf_counter() - started, self.guard.skipped)
@@ -168,7 +154,7 @@ class Step:
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
             rollout = self.learner().with_old(rollout, needs_pass)
-            if needs_pass and self.reference is not None:  # a pass of all rows: the KL is known
+            if needs_pass and self.reference:  # a pass of all rows: the KL is known
                 rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
@@ -191,18 +177,20 @@ class Step:
         """
         check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
-        if self.in_flight is None:
-            completions = self.sample(rows)
-        else:  # other rows: those of the groups that are complete first
+        if self.in_flight:  # other rows: those of the groups that are complete first
             rows, completions = self.in_flight(len(rows))
+        else:
+            completions = self.sample(rows)
         scoring = self.score(rows, completions)
         reference = None
-        if self.reference is not None and self.overlap and scoring.in_background:
+        if self.reference and self.overlap and scoring.in_background:
             # without scores these include rows that will learn nothing
-            reference = self.reference(completions.tokens, completions.unmasked_rows(self.shaping))
+            masks = self.shaping.mask_truncated_completions
+            unmasked = [row for row, ended in enumerate(completions.ended) if ended or not masks]
+            reference = self.reference(completions.tokens, unmasked)
         batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
-        if self.reference is not None:
+        if self.reference:
             if reference is None:
                 reference = self.reference(batch.tokens, rollout.learnable_rows)
             rollout = rollout.with_reference(reference)
@@ -215,7 +203,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs to resume the run."""
         batch = None
-        if self.waiting and self.rollout is not None:
+        if self.waiting and self.rollout:
             batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
         return {
             "batch": batch,
@@ -227,7 +215,6 @@ class Step:
         """Load a state that ``state_dict`` returned; ``num_slices`` may have changed since then."""
         self.moments = RunningMoments(**state["moments"])
         self.guard.skipped, self.guard.in_a_row = state["skipped"]
-        self.rollout = None
         self.waiting = []
         if batch := state["batch"]:
             self.rollout = Rollout.from_state_dict(batch["rollout"], self.learner().device)

@@ -107,7 +107,7 @@ class Completer:
             sampler_log_probs=log_probs,
         )
 
-    def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending[Any]:
+    def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending:
         """Start to compute the rewards of completions.
 
         Async rewards start now; the other rewards are called when the result is read.

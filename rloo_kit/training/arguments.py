@@ -108,8 +108,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         hardware = setup().hardware
         on_cpu = hardware.device == "cpu"
         if not values.get("bf16") and not values.get("fp16"):
-            values.setdefault("bf16", hardware.mixed_precision == "bf16")
-            values.setdefault("fp16", hardware.mixed_precision == "fp16")
+            for name in ("bf16", "fp16"):
+                values.setdefault(name, hardware.mixed_precision == name)
         if on_cpu and any(mark in str(values.get("optim", "")) for mark in ("8bit", "paged")):
             warnings.warn(
                 f"optim={values['optim']!r} needs a GPU, so adamw_torch is used instead",
@@ -166,10 +166,9 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     @property
     def shaping(self) -> Shaping:
         """The settings that define how scores become advantages."""
-        mode = "batch" if self.normalize_reward is True else self.normalize_reward or None
-        names = [field.name for field in dataclasses.fields(Shaping)]
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        values["normalize_reward"] = mode
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Shaping)}
+        mode = self.normalize_reward
+        values["normalize_reward"] = "batch" if mode is True else mode or None
         return Shaping(**values)
 
 

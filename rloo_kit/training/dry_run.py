@@ -6,12 +6,11 @@ if memory runs out. docs/how-to/plan.md explains which passes are made, and why.
 """
 
 import contextlib
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.training_args import OptimizerNames
@@ -76,27 +75,29 @@ class WorstCase:
     tokenizer: Tokenizer
     dataset: Any  # rows with `prompt`
     make_optimizer: Callable[[], Any] | None  # None if the run has its optimizer already
+    # Number of tokens of a stream's longest prompt. If it is None, the longest prompt and
+    # completion of a stream are assumed to fill the model's context length. If the dataset is not a
+    # stream, its own longest prompt is used instead
+    max_prompt_tokens: int | None = None
+    # Called if memory runs out; returns advice for the error message, such as "lower lora.r"
+    remedy: Callable[[], str | None] = lambda: None
 
-    def is_wanted(self, max_prompt_tokens: int | None = None) -> bool:
+    def is_wanted(self) -> bool:
         """Return True if the settings ask for a dry run.
 
         ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU, the
         length of its prompts has an upper bound, and its batches are not small (see ``_is_small``).
         The prompts of a stream have this bound only if ``max_prompt_tokens`` or the model's
         ``max_seq_length`` is set.
-
-        Args:
-            max_prompt_tokens: Number of tokens of a stream's longest prompt; None if this number is
-                not known, or if the dataset is not a stream.
         """
         if self.args.dry_run is not None:
             return self.args.dry_run
-        limit = max_prompt_tokens or notes_of(self.model).max_seq_length
+        limit = self.max_prompt_tokens or notes_of(self.model).max_seq_length
         if self.learner.device.type == "cpu" or not (limit or hasattr(self.dataset, "__len__")):
             return False
-        return not self._is_small(max_prompt_tokens)
+        return not self._is_small()
 
-    def _is_small(self, max_prompt_tokens: int | None) -> bool:
+    def _is_small(self) -> bool:
         """Return True if a whole generation batch needs at most half of the token budget.
 
         A pass of the token budget is estimated to fill at most half of the free memory, so such a
@@ -109,31 +110,19 @@ class WorstCase:
         is_estimate = budget > SMALLEST_BUDGET and not self.args.tokens_per_micro_batch
         if not is_estimate or longest >= positions:
             return False
-        return len(self._longest_prompt(max_prompt_tokens)) + longest <= positions
+        return len(self._longest_prompt()) + longest <= positions
 
-    def run(
-        self,
-        *,
-        max_prompt_tokens: int | None = None,
-        remedy: Callable[[], str] | None = None,
-    ) -> DryRun:
+    def run(self) -> DryRun:
         """Run one learning step in the worst case, free its memory, and return what it needed.
 
         The step changes nothing but the learner's token budget, which is halved if memory runs out.
-
-        Args:
-            max_prompt_tokens: Number of tokens of a stream's longest prompt. If it is None, the
-                longest prompt and completion of a stream are assumed to fill the model's context
-                length. If the dataset is not a stream, its own longest prompt is used instead.
-            remedy: Called if memory runs out; returns advice for the error message, such as "lower
-                lora.r". None gives general advice.
 
         Raises:
             MemoryRanOutError: Not even a single completion of the worst case fits.
         """
         started = time.perf_counter()
         learner = self.learner
-        ids = self._longest_prompt(max_prompt_tokens)
+        ids = self._longest_prompt()
         width = len(ids) + self.args.max_completion_length
         rows = self.args.generation_batch_size
         shares = learner.may_share
@@ -150,11 +139,14 @@ class WorstCase:
                 raise
             raise MemoryRanOutError(
                 f"the worst case of this run, {rows:,} rows x {width:,} tokens, does not fit into "
-                f"{total / GIB:.1f} GiB of memory: {(remedy and remedy()) or REMEDY}"
+                f"{total / GIB:.1f} GiB of memory: {self.remedy() or REMEDY}"
             ) from exc
         finally:
             learner.may_share = shares
-            _forget_compiled()
+            # Drop the code that torch.compile made, so that the training compiles its own. Unsloth
+            # does this too, but only for passes before `train`: code from outside of a training's
+            # context can give gradients of zero or NaN (`_unsloth_reset_stray_compile_cache`)
+            torch.compiler.reset()
             return_to_system()
             take_peak()  # the peak that the training reports is measured from here on
         return DryRun(
@@ -167,16 +159,15 @@ class WorstCase:
             learner.budget < budget,
         )
 
-    def _longest_prompt(self, max_prompt_tokens: int | None) -> list[int]:
+    def _longest_prompt(self) -> list[int]:
         """Return the token ids of the longest prompt; for a stream, made-up ids of that length."""
         if hasattr(self.dataset, "__len__"):
-            settings = cast(dict[str, Any] | None, self.args.chat_template_kwargs)
-            return longest_prompt(self.dataset, self.tokenizer, settings)
+            return longest_prompt(self.dataset, self.tokenizer, self.args.chat_template_kwargs)
         longest = notes_of(self.model).max_seq_length
         if longest is None:
             longest = self.model.config.get_text_config().max_position_embeddings
         left = max(1, longest - self.args.max_completion_length)
-        return self.tokenizer("1").input_ids[:1] * min(max_prompt_tokens or left, left)
+        return self.tokenizer("1").input_ids[:1] * min(self.max_prompt_tokens or left, left)
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
         """Run the largest passes of a step, again after each time that the budget was lowered.
@@ -199,7 +190,7 @@ class WorstCase:
                     if args.beta:
                         self.policy.reference_log_probs(learner, tokens, numbers)
                     else:
-                        learner.log_probs(tokens, numbers, self.policy.forward)
+                        learner.log_probs(tokens, numbers, self.policy.run)
             # a step that uses several rollouts learns from one at a time
             for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)
@@ -224,8 +215,8 @@ class WorstCase:
         prompt = max(1, width - self.args.max_completion_length)
         scores = torch.arange(rows, device=self.learner.device).remainder(2.0)  # (B,)
         scored = ScoredBatch(
-            prompts=[""] * rows,
-            completions=[""] * rows,
+            prompts=[],
+            completions=[],
             tokens=TokenRows([row[:prompt]] * rows, [row[prompt:]] * rows),
             ended=[True] * rows,
             rewards=scores.unsqueeze(1),
@@ -284,19 +275,7 @@ class WorstCase:
                 model.gradient_checkpointing_disable()
             for parameter in self.learner.parameters:
                 parameter.grad = None
-            self.learner.take_tally()
             set_random_states(states)
-
-
-def _forget_compiled() -> None:
-    """Drop the code that torch.compile made, so that the training compiles its own.
-
-    Unsloth does this too, but only for passes before ``train``: code from outside of a training's
-    context can give gradients of zero or NaN (``_unsloth_reset_stray_compile_cache``).
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset()
 
 
 def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, int]]:

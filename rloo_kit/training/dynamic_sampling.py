@@ -46,25 +46,21 @@ class DynamicSampling:
         shaping = self.args.shaping
         size = self.args.num_generations
         drawn = 0
-        self._note_without("signal/groups_without", batch)
+        without = ~batch.has_signal(shaping, size)  # (P,)
+        self.log.note("signal/groups_without", without.float().mean().item())
         if not self.args.dynamic_sampling:
             return batch
         for _ in range(self.args.dynamic_sampling_rounds):
-            missing = int((~batch.has_signal(shaping, size)).sum())
-            if not missing:
+            if not without.any():
                 break
-            rows = [self._next_row() for _ in range(missing)]
+            rows = [self._next_row() for _ in range(int(without.sum()))]
             more = complete([row for row in rows for _ in range(size)])
             batch = batch.with_signal_of(more, shaping, size)
-            drawn += missing
+            without = ~batch.has_signal(shaping, size)
+            drawn += len(rows)
         self.log.note("signal/groups_drawn_again", drawn)
-        self._note_without("signal/trained_groups_without", batch)
+        self.log.note("signal/trained_groups_without", without.float().mean().item())
         return batch
-
-    def _note_without(self, name: str, batch: ScoredBatch) -> None:
-        """Log the share of groups without signal under this name."""
-        without = ~batch.has_signal(self.args.shaping, self.args.num_generations)  # (P,)
-        self.log.note(name, without.float().mean().item())
 
     def _next_row(self) -> Row:
         """Return the next row of a random order that is independent of the run's own order."""

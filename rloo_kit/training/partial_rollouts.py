@@ -26,7 +26,7 @@ from rloo_kit.sampling.engine import Begun, Generations
 from rloo_kit.training.sampler import TrainingCompleter
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PartialCompletion:
     """The tokens sampled so far of a completion that may still be unfinished."""
 
@@ -65,11 +65,16 @@ class InFlight:
     max_age: int  # maximum number of batches that a group waits
     num_wanted: Callable[[], int]  # returns the number of groups that the whole training needs
     pieces: Pieces  # number of completions sampled at once, halved if memory runs out
-    # the state
-    groups: list[Group] = field(default_factory=list)  # oldest first
-    num_begun: int = 0  # number of groups begun so far
-    batch: int = 0  # number of batches so far
-    coming: Iterator[int] | None = None  # row numbers of the next prompts to begin
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all groups, at the beginning of a training."""
+        self.groups: list[Group] = []  # oldest first
+        self.num_begun = 0  # number of groups begun so far
+        self.batch = 0  # number of batches so far
+        self.coming = self.order()  # row numbers of the next prompts to begin
 
     def __call__(self, num_rows: int) -> tuple[list[Row], Completions]:
         """Sample until ``num_rows`` completions in whole groups are complete.
@@ -82,16 +87,13 @@ class InFlight:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         started = time.perf_counter()
-        size = self.num_generations
-        taken = self._sample(num_rows // size)
+        taken = self._sample(num_rows // self.num_generations)
         self.groups = [group for group in self.groups if group not in taken]
-        rows = [group.row for group in taken for _ in range(size)]
-        parts = [one for group in taken for one in group.completions]
-        tokens = TokenRows(
-            [group.prompt_ids for group in taken for _ in range(size)], [one.ids for one in parts]
-        )
-        completions = self.completer.completions(rows, tokens, [one.log_probs for one in parts])
-        ages = [[self.batch - batch for batch in one.batches] for one in parts]
+        parts = [(group, one) for group in taken for one in group.completions]
+        rows = [group.row for group, _ in parts]
+        tokens = TokenRows([group.prompt_ids for group, _ in parts], [one.ids for _, one in parts])
+        completions = self.completer.completions(rows, tokens, [one.log_probs for _, one in parts])
+        ages = [[self.batch - batch for batch in one.batches] for _, one in parts]
         completions = replace(completions, token_ages=ages)
         self.batch += 1
         self.completer.log.note_sampled(completions, time.perf_counter() - started)
@@ -100,7 +102,7 @@ class InFlight:
     def _sample(self, num: int) -> list[Group]:
         """Sample until ``num`` groups can be taken as the next batch; return these groups."""
         self._begin(num)
-        rows: list[tuple[Group, int]] = []
+        rows = []
 
         def attempt() -> None:
             nonlocal rows
@@ -116,28 +118,25 @@ class InFlight:
 
         No more groups are begun than the whole training needs, except to reach ``num``.
         """
-        if self.coming is None:
-            self.coming = self.order()
         room = min(self.num_groups - len(self.groups), self.num_wanted() - self.num_begun)
         for place in itertools.islice(self.coming, max(0, room, num - len(self.groups))):
             parts = [PartialCompletion() for _ in range(self.num_generations)]
-            self._add(Group(self.num_begun, self.batch, self.dataset()[place], [], parts))
+            self._add(self.num_begun, self.batch, place, parts)
             self.num_begun += 1
 
-    def _add(self, group: Group) -> None:
-        (group.prompt_ids,) = self.completer.tokenize([group.row])
-        self.groups.append(group)
+    def _add(self, number: int, begun: int, place: int, parts: list[PartialCompletion]) -> None:
+        """Add a group; ``place`` is the number of its row in the dataset."""
+        row = self.dataset()[place]
+        (prompt_ids,) = self.completer.tokenize([row])
+        self.groups.append(Group(number, begun, row, prompt_ids, parts))
 
-    def _growing(self) -> list[tuple[Group, int]]:
-        """Return the unfinished completions, each as a group and its index in the group."""
+    def _growing(self) -> list[tuple[Group, PartialCompletion]]:
+        """Return the unfinished completions, each with its group."""
         return [
-            (group, place)
-            for group in self.groups
-            for place, one in enumerate(group.completions)
-            if not one.has_ended
+            (group, one) for group in self.groups for one in group.completions if not one.has_ended
         ]
 
-    def _choose(self, num: int, ended: Collection[tuple[Group, int]] = ()) -> list[Group] | None:
+    def _choose(self, num: int, ended: Collection[PartialCompletion] = ()) -> list[Group] | None:
         """Return the ``num`` oldest complete groups; None if sampling must continue.
 
         Sampling must continue if fewer than ``num`` groups are complete. It must also continue if
@@ -148,7 +147,7 @@ class InFlight:
             num: The number of groups of a batch.
             ended: Completions that have ended but are still listed as unfinished.
         """
-        open_groups = {group for group, place in self._growing() if (group, place) not in ended}
+        open_groups = {group for group, one in self._growing() if one not in ended}
         taken = [group for group in self.groups if group not in open_groups][:num]
         left = [group for group in self.groups if group not in taken]
         # the group at index `place` of the queue waits for at least place // num more batches
@@ -158,36 +157,27 @@ class InFlight:
         )
         return None if len(taken) < num or (is_late and open_groups) else taken
 
-    def _grow(self, rows: list[tuple[Group, int]], num: int) -> None:
+    def _grow(self, rows: list[tuple[Group, PartialCompletion]], num: int) -> None:
         """Continue the given completions until ``num`` groups can be taken as a batch.
 
         Args:
-            rows: The completions, each as a group and its index in the group.
+            rows: The completions, each with its group.
             num: The number of groups of a batch.
         """
         begun = Begun(
             [group.prompt_ids for group, _ in rows],
-            [group.completions[place].ids for group, place in rows],
-            lambda ended: self._choose(num, {rows[row] for row in ended}) is not None,
+            [one.ids for _, one in rows],
+            lambda ended: self._choose(num, {rows[row][1] for row in ended}) is not None,
         )
         drawn = self.grow(begun)
-        for (group, place), ids, log_probs in zip(
+        for (group, one), ids, log_probs in zip(
             rows, drawn.completion_ids, drawn.log_probs, strict=True
         ):
-            one = group.completions[place]
-            all_ids = one.ids + ids
-            group.completions[place] = PartialCompletion(
-                all_ids,
-                one.log_probs + log_probs,
-                one.batches + [self.batch] * len(ids),
-                self.has_ended(group.prompt_ids, all_ids),
-            )
-
-    def restart(self) -> None:
-        """Forget all groups, at the beginning of a training."""
-        self.groups = []
-        self.coming = None
-        self.num_begun = self.batch = 0
+            # new lists, because a copy of the state has the old ones
+            one.ids = one.ids + ids
+            one.log_probs = one.log_probs + log_probs
+            one.batches = one.batches + [self.batch] * len(ids)
+            one.has_ended = self.has_ended(group.prompt_ids, one.ids)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the groups in flight, for a checkpoint."""
@@ -206,9 +196,7 @@ class InFlight:
         self.restart()
         self.num_begun = state["num_begun"]
         self.batch = state["batch"]
-        self.coming = self.order()
         places = list(itertools.islice(self.coming, self.num_begun))
         for held in state["groups"]:
-            row = self.dataset()[places[held["number"]]]
             parts = [PartialCompletion(**one) for one in held["completions"]]
-            self._add(Group(held["number"], held["begun"], row, [], parts))
+            self._add(held["number"], held["begun"], places[held["number"]], parts)

@@ -1,6 +1,7 @@
 """Forward passes of the policy and of the reference model over micro-batches."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,31 +29,23 @@ class Policy:
     accelerator: Accelerator  # for autocast and unwrapping
     args: LeaveOneOutConfig
 
-    def forward(self, batch: MicroBatch) -> PassOutput:
-        """Run the policy on a micro-batch and return the log-probabilities, as ``run`` does.
-
-        Entropies are returned too if gradients are enabled.
-        """
-        return self.run(batch, entropies=torch.is_grad_enabled())
-
-    def run(self, batch: MicroBatch, *, entropies: bool, model: Any = None) -> PassOutput:
+    def run(self, batch: MicroBatch, model: Any = None) -> PassOutput:
         """Run a model on a micro-batch.
 
         Args:
             batch: The micro-batch.
-            entropies: True to compute entropies too.
             model: The model to run; None for the policy.
 
         Returns:
-            The log-probabilities of the completion tokens, and their detached entropies or None.
-            Both are ``(N, C)`` for N rows, with C the length of the longest completion, and 0 on
-            masked tokens.
+            The log-probabilities of the completion tokens and, if gradients are enabled, their
+            detached entropies. Both are ``(N, C)`` for N rows, with C the length of the longest
+            completion, and 0 on masked tokens.
         """
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         with self.accelerator.autocast():
             # No attention mask is needed, because rows are padded on the right only. (Unsloth's
             # kernels may drop a mask in training; left-padded rows would then attend to padding.)
-            after = {} if batch.shared is None else _run_prompts(model, batch.shared, batch.labels)
+            after = _run_prompts(model, batch.shared, batch.labels) if batch.shared else {}
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
             )
@@ -61,8 +54,11 @@ class Policy:
         def of_completions(values: torch.Tensor) -> torch.Tensor:  # (N, W) -> (N, C)
             return values.gather(1, before).masked_fill(~batch.completion_mask, 0.0)
 
-        log_probs = of_completions(output.log_probs)
-        return PassOutput(log_probs, of_completions(output.entropy.detach()) if entropies else None)
+        wanted = torch.is_grad_enabled()
+        return PassOutput(
+            of_completions(output.log_probs),
+            of_completions(output.entropy.detach()) if wanted else None,
+        )
 
     def may_share(self) -> bool:
         """Return True if a prompt can run once for several completions.
@@ -92,10 +88,7 @@ class Policy:
             ``(B, T)`` float32, with T the length of the longest completion; 0 in the rows that are
             not computed, on tokens that came from tools, and after the end of a completion.
         """
-
-        def forward(batch: MicroBatch) -> PassOutput:
-            return self.run(batch, entropies=False, model=self.ref_model)
-
+        forward = functools.partial(self.run, model=self.ref_model)
         place = contextlib.nullcontext()
         if self.ref_model is None:
             model = self.accelerator.unwrap_model(self.model)

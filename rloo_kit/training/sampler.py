@@ -4,13 +4,12 @@ Shapes: B completions, F reward functions.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
@@ -37,7 +36,7 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, without_checkpointing
 from rloo_kit.training.step_log import StepLog
-from rloo_kit.types import Score
+from rloo_kit.types import Score, TokenIds
 
 # Advice in the error message if a single completion does not fit into memory
 SAMPLING_REMEDY = (
@@ -57,18 +56,18 @@ class Sampler:
     pad_token_id: int
     eos_token_ids: list[int]
     thought: ThoughtLimit | None  # None if the length of thoughts is not limited
-    engine: Engine | None  # None if the model itself samples
     generation_config: Any  # transformers' settings of sampling, used if the model itself samples
     generation_kwargs: dict[str, Any]  # the same settings as a dict
-    trl_generate: Callable[[Any, Any, Any], list[list[int]]]  # samples by continuous batching
+    trl_generate: Callable[[Any, Any, Any], TokenIds]  # samples by continuous batching
+    engine: Engine | None = None  # None if the model itself samples
     canary: Canary | None = None  # checks that the engine samples from the current policy
     is_synced: bool = False  # True if the engine has the current weights
     # draws inside `turns`, which are checked after the engine has freed its memory; None outside of
     # `turns`, where each draw is checked at once
-    unchecked: list[tuple[list[list[int]], Generations]] | None = None
+    unchecked: list[tuple[TokenIds, Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
-    def draw(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None]:
+    def draw(self, prompt_ids: TokenIds) -> tuple[TokenIds, list[list[float]] | None]:
         """Sample one completion of each prompt.
 
         Returns:
@@ -80,7 +79,7 @@ class Sampler:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         engine = self.engine
-        if engine is not None:
+        if engine:
             drawn = self._draw_by(
                 engine, prompt_ids, lambda how, seed: draw_from(engine, prompt_ids, how, seed)
             )
@@ -88,12 +87,12 @@ class Sampler:
         if not self.args.partial_rollouts:
             return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
 
-        def whole(prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
-            drawn = self._grow_here(Begun(list(prompts), [[] for _ in prompts]))
-            return list(zip(drawn.completion_ids, drawn.log_probs, strict=True))
+        def whole(prompts: Sequence[list[int]]) -> list[Any]:
+            drawn = self._grow_here(Begun([*prompts], [[] for _ in prompts]))
+            return [*zip(drawn.completion_ids, drawn.log_probs, strict=True)]
 
-        found = self.pieces.run(whole, prompt_ids, len(prompt_ids))
-        return [ids for ids, _ in found], [known for _, known in found]
+        ids, log_probs = zip(*self.pieces.run(whole, prompt_ids, len(prompt_ids)), strict=True)
+        return [*ids], [*log_probs]
 
     def grow(self, begun: Begun) -> Generations:
         """Continue unfinished completions until enough of them have ended.
@@ -118,7 +117,7 @@ class Sampler:
     def _draw_by(
         self,
         engine: Engine,
-        prompt_ids: list[list[int]],
+        prompt_ids: TokenIds,
         draw: Callable[[Sampling, int], Generations],
     ) -> Generations:
         """Call ``draw`` after syncing the weights, and check that the engine used them.
@@ -135,8 +134,7 @@ class Sampler:
         """
         self._sync(engine, prompt_ids)
         seed = int(torch.randint(2**31, ()))  # drawn from the run's random state
-        sampling = make_sampling(self.args, self.eos_token_ids, self.thought)
-        drawn = draw(sampling, seed)
+        drawn = draw(make_sampling(self.args, self.eos_token_ids, self.thought), seed)
         self.log.note_used()
         if self.unchecked is not None:
             self.unchecked.append((prompt_ids, drawn))
@@ -159,17 +157,16 @@ class Sampler:
         if engine is None:
             yield
             return
-        self.unchecked = []
+        drawn = self.unchecked = []
         try:
             yield
         finally:
-            drawn = self.unchecked
             self.unchecked = None
             engine.sleep()
         for pair in drawn:
             self._check(engine, *pair)
 
-    def _check(self, engine: Engine, prompt_ids: list[list[int]], drawn: Generations) -> None:
+    def _check(self, engine: Engine, prompt_ids: TokenIds, drawn: Generations) -> None:
         """Check that the engine sampled from the current policy.
 
         Nothing is checked without a canary, or if the model is not in training mode.
@@ -177,22 +174,21 @@ class Sampler:
         Raises:
             StalePolicyError: It did not.
         """
-        if self.canary is not None and self.model.training:
+        if self.canary and self.model.training:
+            rows = zip(prompt_ids, drawn.completion_ids, drawn.log_probs, strict=True)
             # a row that waited for a free slot of the engine may have no new token
-            rows = [row for row, ids in enumerate(drawn.completion_ids) if ids]
-            tokens = TokenRows(
-                [prompt_ids[row] for row in rows], [drawn.completion_ids[row] for row in rows]
-            )
-            known = [drawn.log_probs[row] for row in rows]
-            self.log.note_all(self.canary.check(tokens, known, engine.name))
+            prompts, ids, known = zip(*(row for row in rows if row[1]), strict=True)
+            tokens = TokenRows([*prompts], [*ids])
+            self.log.note_all(self.canary.check(tokens, [*known], engine.name))
 
-    def generate(self, prompt_ids: Sequence[list[int]]) -> list[list[int]]:
+    def generate(self, prompt_ids: Sequence[list[int]]) -> TokenIds:
         """Sample one completion of each prompt with the model itself; return the token ids."""
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
-            cut = self.thought.cut if self.thought else lambda _, ids: ids
-            return [cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+            if self.thought:
+                drawn = map(self.thought.cut, prompt_ids, drawn)
+            return [*drawn]
         with self._samples(), self._unwrapped() as model, torch.no_grad():
             return complete(
                 model,
@@ -216,7 +212,7 @@ class Sampler:
                 generation_config=self.generation_config,
             )
 
-    def _unwrapped(self) -> AbstractContextManager[Any]:
+    def _unwrapped(self) -> Any:
         # Unsloth replaces this function with its own
         return rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             self.model,
@@ -236,7 +232,7 @@ class Sampler:
             finally:  # Unsloth ends in training mode, or after an error in evaluation mode
                 self.model.train(training)
 
-    def _sync(self, engine: Engine, prompt_ids: list[list[int]]) -> None:
+    def _sync(self, engine: Engine, prompt_ids: TokenIds) -> None:
         """Send the weights to the engine if they have changed.
 
         Before the first batch of a training, also test that the engine receives them, if the
@@ -257,7 +253,7 @@ class Sampler:
             self.canary = canary
         self.is_synced = True
         self.log.note("sampling/sync_seconds", engine.sync_seconds)
-        if self.canary is not None:
+        if self.canary:
             self.canary.sent(engine.adapter_dtype)
 
     def _make_canary(self) -> Canary:
@@ -265,7 +261,7 @@ class Sampler:
 
         def log_probs(batch: MicroBatch) -> torch.Tensor:
             with self.policy.no_grad():
-                return self.policy.run(batch, entropies=False).log_probs
+                return self.policy.run(batch).log_probs
 
         dtype = torch.bfloat16 if self.args.bf16 else model.dtype
         policies = Policies(log_probs, model, self.pad_token_id, dtype)
@@ -293,7 +289,6 @@ class TrainingCompleter(Completer):
     log: StepLog
     rewards: list[LoadedReward]  # the F rewards, with names and weights
     weights: torch.Tensor  # (F,) current weights of the rewards
-    progress: Callable[[], float]  # returns the finished fraction of the training
     device: torch.device
 
     def sample(self, rows: Sequence[Row]) -> Completions:
@@ -301,11 +296,11 @@ class TrainingCompleter(Completer):
         started = time.perf_counter()
         completions = super().sample(rows)
         self.log.note_sampled(completions, time.perf_counter() - started)
-        if self.tool_loop is not None:
+        if self.tool_loop:
             self.log.note("tools/seconds", self.tool_loop.seconds)
         return completions
 
-    def score(self, rows: Sequence[Row], completions: Completions) -> Pending[ScoredBatch]:
+    def score(self, rows: Sequence[Row], completions: Completions) -> Pending:
         """Start to compute the rewards of completions, and return a handle of the scored batch.
 
         Async rewards run in the background. Call the handle's ``result`` to run the other rewards,
@@ -318,9 +313,9 @@ class TrainingCompleter(Completer):
         self, wait: Callable[[], list[list[Score]]], completions: Completions
     ) -> ScoredBatch:
         begun = time.perf_counter()
-        columns = [[math.nan if one is None else one for one in scores] for scores in wait()]
-        rewards = torch.tensor(columns, dtype=torch.float32, device=self.device).T  # (B, F)
-        follow_schedules(self.weights, self.rewards, self.progress(), self.log)
+        columns = np.array(wait(), dtype=np.float32)  # (F, B), NaN for None
+        rewards = torch.tensor(columns, device=self.device).T  # (B, F)
+        follow_schedules(self.weights, self.rewards, self.log)
         weights = self.weights.to(self.device)  # (F,)
         scores = weighted_sum(rewards, weights)  # (B,)
         self.log.elsewhere += time.perf_counter() - begun
@@ -329,17 +324,16 @@ class TrainingCompleter(Completer):
         )
 
 
-def follow_schedules(
-    weights: torch.Tensor, rewards: Sequence[LoadedReward], progress: float, log: StepLog
-) -> None:
+def follow_schedules(weights: torch.Tensor, rewards: Sequence[LoadedReward], log: StepLog) -> None:
     """Update and log the weights of the rewards whose weight has a schedule.
 
     Args:
         weights: ``(F,)`` weights of the rewards, changed in place.
         rewards: The F rewards.
-        progress: Finished fraction of the training, in [0, 1].
-        log: Records the new weights.
+        log: Records the new weights, and knows the state of the training.
     """
+    state = log.state()
+    progress = state.global_step / max(1, state.max_steps)  # finished fraction, in [0, 1]
     for place, reward in enumerate(rewards):
         if isinstance(reward.weight, WeightSchedule):
             weights[place] = weight = reward.weight_at(progress)

@@ -46,20 +46,19 @@ def choose_step(
         args: Settings of the training.
         images: True if the prompts have images.
         router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0 for none.
-        overridden: Names of methods that a subclass of the trainer overrides.
+        overridden: Those of ``TRL_METHODS`` that a subclass of the trainer overrides.
 
     Raises:
         ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
             has no effect on the chosen step.
     """
-    names = sorted(TRL_METHODS & set(overridden))
     reasons = {
         f"{args.world_size} processes train": args.world_size > 1,
         "DeepSpeed or FSDP divides the model": bool(args.deepspeed or args.fsdp)
         or divided_by_launcher(),
         "the prompts have images": images,
         f"trainer.router_aux_loss_coef is {router_loss:g}": router_loss != 0,
-        f"the trainer's class overrides {', '.join(names)}": bool(names),
+        f"the trainer's class overrides {', '.join(sorted(overridden))}": bool(overridden),
     }
     _check_fsdp(args)
     reason = next((text for text, holds in reasons.items() if holds), "")
@@ -71,9 +70,9 @@ def choose_step(
     if args.step != "trl" and not reason:
         _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
         return StepChoice()
-    choice = StepChoice(True, reason or "trainer.step is 'trl'")
-    _check_settings(args, choice)
-    return choice
+    reason = reason or "trainer.step is 'trl'"
+    _check_settings(args, reason)
+    return StepChoice(True, reason)
 
 
 def check_tools(choice: StepChoice) -> None:
@@ -147,13 +146,13 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
-def _check_settings(args: LeaveOneOutConfig, choice: StepChoice) -> None:
+def _check_settings(args: LeaveOneOutConfig, reason: str) -> None:
     """Raise ConfigError for settings that have no effect on TRL's step or do not work with it."""
-    why = f"only the kit's step obeys, and TRL's step is used because {choice.reason}:"
-    _check_defaults(args, OF_KIT_STEP, why)
+    because = f"TRL's step is used because {reason}"
+    _check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
         raise ConfigError(
-            f"TRL's step is used because {choice.reason}, but on a CPU vLLM cannot load the "
+            f"{because}, but on a CPU vLLM cannot load the "
             "weights that TRL's step sends: set trainer.generation to transformers"
         )
     if args.stop_on and args.world_size > 1:

@@ -4,8 +4,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import TrainerState
@@ -18,8 +18,6 @@ from rloo_kit.text.redaction import redact, redact_tree
 from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Tokenizer
-
-Values: TypeAlias = defaultdict[str, list[Any]]
 
 
 @dataclass(eq=False)
@@ -40,17 +38,18 @@ class StepLog:
     tables: dict[str, Any]
     state: Callable[[], TrainerState]
     tell: Callable[[list[dict[str, Any]], Rollout], None]
-    # values since the last line of the log
-    metrics: Values = field(default_factory=lambda: defaultdict(list), init=False)
-    # what reward functions reported since the last rollout: columns of the table, and metrics
-    extra: Values = field(default_factory=lambda: defaultdict(list), init=False)
-    of_rewards: Values = field(default_factory=lambda: defaultdict(list), init=False)
-    loss_sum: float = 0.0  # over all optimizer steps with a finite loss
-    episodes: int = 0  # completions so far
-    elsewhere: float = 0.0  # seconds that the current optimizer step spent outside of learning
-    groups_of_step: tuple[int, int] = (0, 0)  # a step, and the number of its groups logged so far
-    first_started: float | None = None  # when the first step started; None before it
-    used: int = 0  # most bytes of GPU memory measured in the current step; 0 without a GPU
+
+    def __post_init__(self) -> None:
+        self.metrics = defaultdict(list)  # values since the last line of the log
+        # what reward functions reported since the last rollout: columns of the table, and metrics
+        self.extra = defaultdict(list)
+        self.of_rewards = defaultdict(list)
+        self.loss_sum = 0.0  # over all optimizer steps with a finite loss
+        self.episodes = 0  # completions so far
+        self.elsewhere = 0.0  # seconds that the current optimizer step spent outside of learning
+        self.groups_of_step = (0, 0)  # a step, and the number of its groups logged so far
+        self.first_started: float | None = None  # when the first step started; None before it
+        self.used = 0  # most bytes of GPU memory measured in the current step; 0 without a GPU
 
     def note(self, name: str, value: float) -> None:
         """Record a value of a metric; the next line of the log shows the mean of its values."""
@@ -190,5 +189,4 @@ class StepLog:
         self.episodes, self.loss_sum = state["episodes"], state["loss_sum"]
         self.first_started = time.perf_counter() - state["seconds"]
         self.groups_of_step = state["groups_of_step"]
-        self.metrics.clear()
-        self.metrics.update(state["metrics"])
+        self.metrics = defaultdict(list, state["metrics"])

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from rloo_kit.sampling.decoding import as_learned
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import format_value, text_of
+from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
@@ -47,7 +48,7 @@ from rloo_kit.training.policy import Policy
 from rloo_kit.training.sampler import Sampler, TrainingCompleter
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.training.trl_step import TrlStep, route_trl_lm_head
-from rloo_kit.types import Tokenizer
+from rloo_kit.types import Say, TokenIds, Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
@@ -55,18 +56,15 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
-    def _make_parts(self, rewards: list[LoadedReward], engine: Engine | None) -> None:
+    def _make_parts(self, rewards: list[LoadedReward]) -> None:
         """Create the log and, unless TRL's step trains, all parts of the kit's step.
 
-        Args:
-            rewards: The loaded rewards.
-            engine: The engine that samples; None if the model itself samples or the engine is
-                started later.
+        The engine of ``sampler`` is set later, after it has started.
         """
         route_trl_lm_head()
         args = self.args
         longest = notes_of(self.model).max_seq_length  # Unsloth would cut longer prompts
-        if longest is not None and hasattr(self.train_dataset, "__len__"):
+        if longest and hasattr(self.train_dataset, "__len__"):
             check_lengths(self.train_dataset, self.tokenizer, args, longest)
         self.loaded_rewards = rewards
         self.dry_run_done = False
@@ -84,16 +82,20 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
-        self.sampler = self._make_sampler(engine)
+        self.sampler = self._make_sampler()
         self.completer = self._make_completer(rewards)
         self.dynamic_sampling = DynamicSampling(
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
         self.in_flight = self._make_in_flight() if args.partial_rollouts else None
+
+        def reference(tokens: TokenRows, rows: list[int]) -> torch.Tensor:
+            return self.policy.reference_log_probs(self.learner, tokens, rows)
+
         self.rloo = Step(
             sample=self.completer.sample,
             score=self.completer.score,
-            reference=self._reference_log_probs if args.beta else None,
+            reference=reference if args.beta else None,
             learner=lambda: self.learner,
             guard=StepGuard(args.max_skipped_steps, self.accelerator.scaler),
             log=self.step_log,
@@ -155,11 +157,10 @@ class StepTrainer(ResumableTrainer, TrlStep):
             log=self.step_log,
             rewards=rewards,
             weights=self.reward_weights,
-            progress=lambda: self.state.global_step / max(1, self.state.max_steps),
             device=self.accelerator.device,
         )
 
-    def _make_sampler(self, engine: Engine | None) -> Sampler:
+    def _make_sampler(self) -> Sampler:
         return Sampler(
             model=self.model,
             accelerator=self.accelerator,
@@ -169,7 +170,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_ids=self.eos_token_ids,
             thought=thought_limit(self.tokenizer, self.args.thinking_budget),
-            engine=engine,
             generation_config=self.generation_config,
             generation_kwargs=self.generation_kwargs,
             trl_generate=super()._generate_single_turn,
@@ -178,14 +178,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _make_in_flight(self) -> InFlight:
         args = self.args
         batch = batch_plan(vars(args))
-        size = batch.num_generations
         thought = self.sampler.thought
 
         def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
             if not ids:  # it is still waiting for a free slot of the engine
                 return False
             is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
-            return is_over or (thought is not None and thought.exceeds(prompt_ids, ids))
+            return is_over or bool(thought and thought.exceeds(prompt_ids, ids))
 
         def order() -> Iterator[int]:
             each_once = RepeatSampler(
@@ -206,15 +205,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
             has_ended=has_ended,
             order=order,
             dataset=lambda: self.train_dataset,
-            num_generations=size,
-            num_groups=batch.in_flight // size,
+            num_generations=batch.num_generations,
+            num_groups=batch.in_flight // batch.num_generations,
             max_age=args.max_rollout_age,
             num_wanted=num_wanted,
             pieces=self.sampler.pieces,
         )
-
-    def _reference_log_probs(self, tokens: TokenRows, rows: list[int]) -> torch.Tensor:
-        return self.policy.reference_log_probs(self.learner, tokens, rows)
 
     @functools.cached_property
     def learner(self) -> Learner:
@@ -224,13 +220,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
         then.
         """
         args = self.args
-        if self.engine is not None:
+        if self.engine:
             self.engine.sleep()  # frees its memory, so that the budget can use it
         level = args.rollout_correction
-        cap = args.rollout_correction_cap
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
         return Learner(
-            forward=self.policy.forward,
+            forward=lambda batch: self.policy.run(batch),
             backward=self.accelerator.backward,
             no_grad=self.policy.no_grad,
             with_grad=self.compute_loss_context_manager,
@@ -241,7 +236,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
             loss=LOSSES[args.loss],
-            correction=(level, cap) if level else None,
+            correction=(level, args.rollout_correction_cap) if level else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
             may_share=self.policy.may_share,
         )
@@ -254,22 +249,22 @@ class StepTrainer(ResumableTrainer, TrlStep):
     @property
     def tools(self) -> list[Any]:
         """All tools of the training, including those of environments, as in TRL's GRPO trainer."""
-        return [] if self.tool_loop is None else self.tool_loop.tools
+        return self.tool_loop.tools if self.tool_loop else []
+
+    @property
+    def pool(self) -> Environments | None:
+        """The pool of environments; None if there are none."""
+        return self.tool_loop and self.tool_loop.environments
 
     @property
     def environments(self) -> list[Any] | None:
         """The environments of the newest batch, one for each completion; None if there are none."""
-        own = None if self.tool_loop is None else self.tool_loop.environments
-        return None if own is None else own.current
+        return self.pool and self.pool.current
 
     @property
     def engine(self) -> Engine | None:
         """The engine that samples; None if the model itself or TRL's step samples."""
         return None if self.by_trl else self.sampler.engine
-
-    @engine.setter
-    def engine(self, engine: Engine | None) -> None:
-        self.sampler.engine = engine
 
     def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
         """Write the trained adapter to a folder, with ``models.save_adapter``.
@@ -284,39 +279,38 @@ class StepTrainer(ResumableTrainer, TrlStep):
             save_adapter(self.accelerator.unwrap_model(self.model), tokenizer, folder, state)
         self.accelerator.wait_for_everyone()
 
-    def dry_run_if_wanted(self, say: Callable[[str], None], **how: Any) -> DryRun | None:
+    def dry_run_if_wanted(self, say: Say, **how: Any) -> None:
         """Make the dry run if the settings ask for it, and report its result.
 
         Args:
             say: Called with one line that describes the result.
-            **how: Arguments of ``WorstCase.run``.
-
-        Returns:
-            The result; None if there was no dry run.
+            **how: The fields ``max_prompt_tokens`` and ``remedy`` of ``WorstCase``.
 
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if self.by_trl or not self._worst_case().is_wanted(how.get("max_prompt_tokens")):
-            return None
-        found = self.dry_run(**how)
-        say(str(found))
-        return found
+        if not self.by_trl and self._worst_case(**how).is_wanted():
+            say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
         """Run one learning step in the worst case, and return the memory and time that it needed.
 
         Args:
-            **how: Arguments of ``WorstCase.run``.
+            **how: The fields ``max_prompt_tokens`` and ``remedy`` of ``WorstCase``.
 
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        found = self._worst_case().run(**how)
+        found = self._worst_case(**how).run()
         self.dry_run_done = True
         return found
 
-    def _worst_case(self) -> WorstCase:
+    def _worst_case(self, **how: Any) -> WorstCase:
+        def new_optimizer() -> Any:
+            optimizer = self.create_optimizer()
+            self.optimizer = None  # the training makes its own
+            return optimizer
+
         return WorstCase(
             args=self.args,
             model=self.model,
@@ -324,18 +318,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
             learner=self.learner,
             tokenizer=self.tokenizer,
             dataset=self.train_dataset,
-            make_optimizer=self._new_optimizer if self.optimizer is None else None,
+            make_optimizer=new_optimizer if self.optimizer is None else None,
+            **how,
         )
 
-    def _new_optimizer(self) -> Any:
-        """Return a new optimizer without storing it in the trainer."""
-        optimizer = self.create_optimizer()
-        self.optimizer = None
-        return optimizer
-
     def _generate_single_turn(
-        self, prompt_ids: list[list[int]], images: object, multimodal_fields: object
-    ) -> list[list[int]]:
+        self, prompt_ids: TokenIds, images: object, multimodal_fields: object
+    ) -> TokenIds:
         """Sample completions when TRL's code asks for them, as in its evaluation.
 
         If TRL's step trains, this calls TRL's method. Otherwise the kit's sampler samples.
@@ -362,15 +351,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        if hasattr(self.optimizer, "train"):  # schedule-free optimizers
-            self.optimizer.train()
+        self.optimizer.train()  # of schedule-free optimizers; accelerate's wrapper has it always
         self.collected.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)
         batches = self.collected
         self.collected = []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
-        if self.in_flight is not None and self.rloo.which_prompts is not all_rows:
+        if self.in_flight and self.rloo.which_prompts is not all_rows:
             raise ConfigError(
                 "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, because "
                 "sampling then begins before the step that chooses prompts: leave one of the two "

@@ -5,7 +5,7 @@ This module must be imported after ``setup()``.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.environment import precision_as_asked, quiet, setup
 from rloo_kit.models.adapters import adapter_values, trained_parameters
 from rloo_kit.training.trl_step import route_trl_lm_head
+from rloo_kit.types import Say
 
 PROGRESS_LINES = 10
 # Arguments that the kit sets and the user cannot; `use_cpu` is another one
@@ -78,9 +79,7 @@ def make_arguments(
     return arguments
 
 
-def make_trainer(
-    trainer_class: type[Trainer], say: Callable[[str], None], shown: Sequence[str], **parts: Any
-) -> Any:
+def make_trainer(trainer_class: type[Trainer], say: Say, shown: Sequence[str], **parts: Any) -> Any:
     """Return one of TRL's trainers, with the adapter kept in float32.
 
     Args:
@@ -119,12 +118,12 @@ def memory_errors(what: str, remedy: str) -> Iterator[None]:
         raise MemoryRanOutError(f"out of memory while training {what}: {remedy}") from exc
 
 
+@dataclasses.dataclass(eq=False)
 class _Lines(TrainerCallback):
     """Callback that reports the loss and some metrics every few steps, in one line."""
 
-    def __init__(self, say: Callable[[str], None], shown: Sequence[str]) -> None:
-        self.say = say
-        self.shown = shown
+    say: Say
+    shown: Sequence[str]
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # it also gets the logs
         self,

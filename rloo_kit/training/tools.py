@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 
@@ -11,10 +11,13 @@ from rloo_kit.tools.loop import ToolLimits, ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.trl_step import run_tool_loop
 
+# A class whose public methods are tools, or a dict of such classes by name
+EnvironmentFactory: TypeAlias = Mapping[str, Callable[[], Any]] | Callable[[], Any]
+
 
 def make_tool_loop(
     tools: Sequence[Callable[..., Any]] | None,
-    environments: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None,
+    environments: EnvironmentFactory | None,
     tokenizer: Any,
     args: LeaveOneOutConfig,
     max_length: int,
@@ -63,9 +66,7 @@ def make_tool_loop(
 
 
 def with_prompts(
-    dataset: Any,
-    environments: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None,
-    args: LeaveOneOutConfig,
+    dataset: Any, environments: EnvironmentFactory | None, args: LeaveOneOutConfig
 ) -> Any:
     """Return the training set with a column ``prompt``, which is optional with environments.
 

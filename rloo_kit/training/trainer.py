@@ -46,9 +46,11 @@ from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
 from rloo_kit.scoring.specs import LoadedReward, load_rewards, with_tokenizers
 from rloo_kit.text.wording import format_value
+from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig, _own_config
 from rloo_kit.training.step_choice import (
+    TRL_METHODS,
     StepChoice,
     check_tools,
     choose_step,
@@ -56,7 +58,7 @@ from rloo_kit.training.step_choice import (
     set_router_loss,
 )
 from rloo_kit.training.step_trainer import StepTrainer
-from rloo_kit.training.tools import make_tool_loop, with_prompts
+from rloo_kit.training.tools import EnvironmentFactory, make_tool_loop, with_prompts
 from rloo_kit.types import Model, Tokenizer
 
 # Older names of the trainer's arguments
@@ -115,12 +117,12 @@ class LeaveOneOutTrainer(StepTrainer):
         callbacks: list[Any] | None = None,
         engine: Engine | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None = None,
+        environment_factory: EnvironmentFactory | None = None,
         **others: Any,
     ) -> None:
         parts = {
             "model": model,
-            "reward_funcs": [] if reward_funcs is None and environment_factory else reward_funcs,
+            "reward_funcs": reward_funcs,
             "args": args,
             "train_dataset": train_dataset,
             "processing_class": processing_class,
@@ -128,21 +130,21 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
+        policy: Any = parts["model"]
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others.pop("ref_policy", None), parts["model"], args)
+        reference = _own_reference(others.pop("ref_policy", None), policy, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        model, tokenizer = parts["model"], parts["processing_class"]
-        follow_model(args, model, tokenizer, others.get("peft_config"))
+        follow_model(args, policy, parts["processing_class"], others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
-        specs = _with_environments(parts.pop("reward_funcs"), self.tool_loop, args)
-        rewards = _load_weighted(specs, args, parts["processing_class"])
+        specs = parts.pop("reward_funcs") or []
+        rewards = _load_weighted(specs, self.pool, args, parts["processing_class"])
         rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
-        drop_old_reference(parts["model"])
-        adapter = adapter_values(parts["model"])
-        with precision_as_asked(args), without_engine(parts["model"]):
+        drop_old_reference(policy)
+        adapter = adapter_values(policy)
+        with precision_as_asked(args), without_engine(policy):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -152,7 +154,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 callbacks=[
                     Boundary(self),
                     *(callbacks or []),
-                    *self._views(args, parts["model"]),
+                    *self._views(args, policy),
                 ],
                 **parts,
                 **others,
@@ -164,7 +166,7 @@ class LeaveOneOutTrainer(StepTrainer):
         self._choose_reference(reference, starts_at_base(adapter))
         for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit has its own view
             self.remove_callback(callback)
-        self._make_parts(rewards, engine)
+        self._make_parts(rewards)
         if not self.by_trl:
             self._start_sampler(engine, asked)
         add_to_session(self)
@@ -192,33 +194,36 @@ class LeaveOneOutTrainer(StepTrainer):
                 "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
-        is_name = isinstance(model, str)  # TRL loads it later, with these arguments
-        name = model if is_name else model.config.name_or_path
-        revision = (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main"
-        trust = args.trust_remote_code
+        how = {
+            "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+            "trust_remote_code": args.trust_remote_code,
+        }
+        limits = [args.vllm_max_model_length]
+        if isinstance(model, str):  # TRL loads it later, with these arguments
+            config = AutoConfig.from_pretrained(model, **how)
+        else:
+            config = model.config
+            limits.append(notes_of(model).max_seq_length)
         if parts["processing_class"] is None:
             parts["processing_class"] = AutoTokenizer.from_pretrained(
-                name, revision=revision, trust_remote_code=trust, padding_side="left"
+                config.name_or_path, padding_side="left", **how
             )
-        limits = [args.vllm_max_model_length, None if is_name else notes_of(model).max_seq_length]
-        config = getattr(model, "config", None)
-        if is_name:
-            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust)
-        limits += [getattr(config, "max_position_embeddings", None)]
-        longest = min((limit for limit in limits if limit), default=sys.maxsize)
+        limits.append(getattr(config, "max_position_embeddings", None))
+        longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
-        if loop is not None and loop.environments is not None:
+        if loop and loop.environments:
             loop.environments.check_names(parts["train_dataset"])
         return loop
 
     def _start_sampler(self, engine: Engine | None, asked: LeaveOneOutConfig) -> None:
         """Start the engine that the settings ask for, unless the caller passed an engine."""
         if engine is None:
-            self.sampler.engine, choice = start_engine(self.model, asked)
+            engine, choice = start_engine(self.model, asked)
             if choice.reason and not asked.use_cpu:
                 warnings.warn(f"vLLM is not used: {choice.reason}", UserWarning, stacklevel=3)
+        self.sampler.engine = engine
         if asked.partial_rollouts:
-            check_partial(self.engine, self.model)
+            check_partial(engine, self.model)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
@@ -226,7 +231,6 @@ class LeaveOneOutTrainer(StepTrainer):
         Raises:
             DataError: The training set is not a dataset, or has no column ``prompt``.
         """
-        kinds = type(self).__mro__[: type(self).__mro__.index(LeaveOneOutTrainer)]
         check_columns("train_dataset", parts["train_dataset"])
         images = has_images(parts["train_dataset"])
         if images:
@@ -237,7 +241,11 @@ class LeaveOneOutTrainer(StepTrainer):
             args,
             images=images,
             router_loss=set_router_loss(args, parts["model"]),
-            overridden={name for kind in kinds for name in vars(kind)},
+            overridden=[
+                name
+                for name in TRL_METHODS
+                if getattr(type(self), name) is not getattr(LeaveOneOutTrainer, name)
+            ],
         )
         let_trl_sample(args, choice)
         return choice
@@ -280,9 +288,9 @@ class LeaveOneOutTrainer(StepTrainer):
             if model is not None:
                 release_model(model)
         self._release_rewards()
-        if self.tool_loop is not None and self.tool_loop.environments is not None:
-            self.tool_loop.environments.release()
-        if self.engine is not None:
+        if self.pool:
+            self.pool.release()
+        if self.engine:
             self.engine.close()
         if self.optimizer is not None:
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -348,9 +356,8 @@ class LeaveOneOutTrainer(StepTrainer):
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
-            self.rloo.rollout = None
             self.rloo.waiting = []
-            if self.in_flight is not None:
+            if self.in_flight:
                 self.in_flight.restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
@@ -366,25 +373,25 @@ class LeaveOneOutTrainer(StepTrainer):
         if self.by_trl:
             return super().state_dict() | {"trainer": self.step_log.state_dict()}
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
-        parts = self.rloo.state_dict() | self.dynamic_sampling.state_dict()
-        parts |= self.step_log.state_dict()
-        if self.in_flight is not None:
-            parts["in_flight"] = self.in_flight.state_dict()
-        return super().state_dict() | {"trainer": passes | parts}
+        for part in (self.rloo, self.dynamic_sampling, self.step_log):
+            passes |= part.state_dict()
+        if self.in_flight:
+            passes["in_flight"] = self.in_flight.state_dict()
+        return super().state_dict() | {"trainer": passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned."""
         super().load_state_dict(state)
         held = state["trainer"]
-        self.step_log.load_state_dict(held)
         if self.by_trl:
+            self.step_log.load_state_dict(held)
             return
         if not self.args.tokens_per_micro_batch:
             self.learner.budget = held["budget"]
         self.sampler.pieces.size = held["at_once"]
-        self.rloo.load_state_dict(held)
-        self.dynamic_sampling.load_state_dict(held)
-        if self.in_flight is not None:
+        for part in (self.rloo, self.dynamic_sampling, self.step_log):
+            part.load_state_dict(held)
+        if self.in_flight:
             self.in_flight.load_state_dict(held["in_flight"])
 
 
@@ -399,42 +406,29 @@ def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     )
 
 
-def _with_environments(specs: Any, tool_loop: ToolLoop | None, args: LeaveOneOutConfig) -> Any:
-    """Add the rewards of environments that have ``get_reward``, with weight 1.
-
-    Returns:
-        The rewards in ``specs`` and those of the environments.
-
-    Raises:
-        ConfigError: There is no reward at all.
-    """
-    if tool_loop is None or tool_loop.environments is None:
-        return specs
-    listed = [*specs] if isinstance(specs, list | tuple) else [specs]
-    names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them already
-    own = tool_loop.environments.rewards
-    more = [one for one in own if one.__name__ not in names]
-    if not listed + more:
-        raise ConfigError(
-            "there is no reward: pass reward_funcs, or add a method get_reward to the environment"
-        )
-    if args.reward_weights is not None:
-        args.reward_weights = [*args.reward_weights, *[1.0] * len(own)]
-    return listed + more
-
-
-def _load_weighted(specs: Any, args: LeaveOneOutConfig, tokenizer: Tokenizer) -> list[LoadedReward]:
+def _load_weighted(
+    specs: Any, pool: Environments | None, args: LeaveOneOutConfig, tokenizer: Tokenizer
+) -> list[LoadedReward]:
     """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
+
+    The rewards of environments that have ``get_reward`` are added, with weight 1.
 
     Raises:
         ConfigError: There is no reward, or weights are given both with the rewards and in ``args``.
     """
-    listed = specs if isinstance(specs, list | tuple) else [specs]
+    listed = [*specs] if isinstance(specs, list | tuple) else [specs]
+    if pool:
+        names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them
+        listed += [one for one in pool.rewards if one.__name__ not in names]
+        if args.reward_weights is not None:
+            args.reward_weights = [*args.reward_weights, *[1.0] * len(pool.rewards)]
     rewards = load_rewards(
-        listed, tokenizer=tokenizer, chat_template_kwargs=cast(Any, args.chat_template_kwargs)
+        listed, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
     )
     if not rewards:
-        raise ConfigError("there is no reward: give reward_funcs at least one")
+        raise ConfigError(
+            "there is no reward: give reward_funcs at least one, or an environment its get_reward"
+        )
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
     elif any(reward.weight != 1.0 for reward in rewards):
@@ -451,21 +445,22 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
         DataError: The training set has too few rows. Or it is a stream, but a setting needs random
             access to its rows.
     """
-    has_rows = hasattr(dataset, "__len__")
-    if has_rows and not len(dataset):
+    if not hasattr(dataset, "__len__"):
+        for name in ("dynamic_sampling", "partial_rollouts"):
+            if getattr(args, name):
+                raise DataError(
+                    f"train_dataset is a stream, and {name} needs random access: load it without "
+                    "streaming"
+                )
+        return
+    if not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
     num = args.generation_batch_size // args.num_generations
-    if has_rows and len(dataset) < num:  # TRL drops what does not fill a batch
+    if len(dataset) < num:  # TRL drops what does not fill a batch
         raise DataError(
             f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more "
             f"prompts, or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
         )
-    for name in ("dynamic_sampling", "partial_rollouts"):
-        if not has_rows and getattr(args, name):
-            raise DataError(
-                f"train_dataset is a stream, and {name} needs random access: load it without "
-                "streaming"
-            )
 
 
 def check_columns(name: str, dataset: Any) -> None:
@@ -495,7 +490,8 @@ def _translate_parts(
     Args:
         parts: Arguments under their current names; renamed arguments are added.
         others: Other arguments; those under older names are removed.
-        has_environments: True if there are environments, which make ``train_dataset`` optional.
+        has_environments: True if there are environments, which make ``reward_funcs`` and
+            ``train_dataset`` optional.
 
     Raises:
         ConfigError: A required argument is missing, one is unknown, or one is given under both
@@ -516,11 +512,10 @@ def _translate_parts(
         known |= inspect.signature(base.__init__).parameters.keys()
     for name in others.keys() - known:
         raise ConfigError(f"unknown argument {name!r}{suggest(name, known)}")
-    needed = ["model", "reward_funcs", *(["train_dataset"] if not has_environments else [])]
-    missing = [name for name in needed if parts[name] is None]
+    needed = ["model"] if has_environments else ["model", "reward_funcs", "train_dataset"]
+    missing = [f"`{name}` is required" for name in needed if parts[name] is None]  # TRL's words
     if missing:
-        required = ", ".join(f"`{name}` is required" for name in missing)  # TRL's words
-        raise ConfigError(f"{required}: give it to LeaveOneOutTrainer")
+        raise ConfigError(f"{', '.join(missing)}: give it to LeaveOneOutTrainer")
     check_not_released(parts["model"])
     evaluated = others.get("eval_dataset")
     for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:

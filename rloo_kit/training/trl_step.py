@@ -7,6 +7,7 @@ Shapes: B completions on this process, T the longest one, F reward functions.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -28,7 +29,7 @@ from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.sampler import follow_schedules
 from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Model, TokenIds, Tokenizer
 
 # TRL's methods that sample completions, compute rewards, and run the policy and the reference
 GENERATE = "_generate"
@@ -36,31 +37,22 @@ REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
 
 
-def _keeping(method: Callable[..., Any], returned: list[Any]) -> Callable[..., Any]:
-    """Wrap a method so that each call appends its result and its duration to ``returned``.
-
-    The duration is in seconds.
-    """
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        started = time.perf_counter()
-        output = method(*args, **keywords)
-        returned.append((output, time.perf_counter() - started))
-        return output
-
-    return call
+def _keep(found: list[Any], method: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call a method, and append its result and its duration in seconds to ``found``."""
+    started = time.perf_counter()
+    output = method(*args, **keywords)
+    found.append((output, time.perf_counter() - started))
+    return output
 
 
 def with_images(rows: list[Any]) -> list[Any]:
     """Return the prompts of rows, with the rows' images put into the messages as TRL does."""
-    images = [
-        row["images"] if "images" in row else [row["image"]] if row.get("image") else []
-        for row in rows
-    ]
-    return [
-        prepare_multimodal_messages(row["prompt"], images=own) if own else row["prompt"]
-        for row, own in zip(rows, images, strict=True)
-    ]
+    prompts = []
+    for row in rows:
+        prompt = row["prompt"]
+        images = row.get("images") or ([row["image"]] if row.get("image") else [])
+        prompts.append(prepare_multimodal_messages(prompt, images=images) if images else prompt)
+    return prompts
 
 
 class TrlStep(RLOOTrainer):
@@ -105,8 +97,7 @@ class TrlStep(RLOOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if not (self.step_choice.by_trl and self.model.training):
             return super()._generate_and_score_completions(inputs)
-        progress = self.state.global_step / max(1, self.state.max_steps)
-        follow_schedules(self.reward_weights, self.loaded_rewards, progress, self.step_log)
+        follow_schedules(self.reward_weights, self.loaded_rewards, self.step_log)
         with self._kept(GENERATE, REWARD, PASS) as returned:
             output = super()._generate_and_score_completions(inputs)
         if returned[GENERATE] and returned[REWARD]:  # a subclass may not call these methods
@@ -123,9 +114,9 @@ class TrlStep(RLOOTrainer):
         Yields:
             For each name, a list to which each call adds its result and its seconds.
         """
-        returned: dict[str, list[Any]] = {name: [] for name in names}
-        for name in names:
-            setattr(self, name, _keeping(getattr(self, name), returned[name]))
+        returned = {name: [] for name in names}
+        for name, found in returned.items():
+            setattr(self, name, functools.partial(_keep, found, getattr(self, name)))
         try:
             yield returned
         finally:
@@ -153,11 +144,13 @@ class TrlStep(RLOOTrainer):
             weights=weights,
         )
         rollout = Rollout.scored(batch, self.num_generations, self.args.shaping)
-        if self.beta and len(returned[PASS]) == 2:
+        passes = returned[PASS]
+        if self.beta and len(passes) == 2:
             width = rollout.completion_mask.size(1)
-            passes = (self._gathered(output[0]) for output, _ in returned[PASS][:2])
-            old, reference = (log_probs[:, :width] for log_probs in passes)
-            rollout = rollout.with_old(list(range(len(rollout))), old).with_reference(reference)
+            # (own B, T) on each process, padded to the longest row of all processes
+            padded: Any = self.accelerator.pad_across_processes([of[0] for of, _ in passes], dim=1)
+            old, reference = (one[:, :width] for one in self.accelerator.gather(padded))
+            rollout = rollout.with_old(slice(None), old).with_reference(reference)
             rollout = rollout.with_advantages()
         without = ~batch.has_signal(rollout.shaping, self.num_generations)
         self.step_log.note("signal/groups_without", without.float().mean().item())
@@ -179,10 +172,10 @@ class TrlStep(RLOOTrainer):
         Returns:
             All N completions in the order of the rows, on every process.
         """
-        world = self.accelerator.num_processes
+        world = cast(int, self.accelerator.num_processes)
         index = self.accelerator.process_index
-        most = -(-len(rows) // world)  # rows per process
-        mine = [rows[min(place * world + index, len(rows) - 1)] for place in range(most)]
+        # equally many rows on each process: the last one is repeated
+        mine = [*rows, *rows[-1:] * (-len(rows) % world)][index::world]
         size = self.args.per_device_train_batch_size
         was_training = self.model.training
         generations = self.num_generations_eval
@@ -192,16 +185,18 @@ class TrlStep(RLOOTrainer):
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 parts = [
-                    self._generate(with_images(mine[at : at + size])) for at in range(0, most, size)
+                    self._generate(with_images(mine[at : at + size]))
+                    for at in range(0, len(mine), size)
                 ]
         finally:
             self.num_generations_eval = generations
             self.model.train(was_training)
             self._metrics["eval"].clear()
-        columns = (gather_object([*chain(*one)]) for one in zip(*parts, strict=True))
-        # gathered rows are ordered by process, and each process sampled every `world`-th row
-        order = [place % world * most + place // world for place in range(len(rows))]
-        prompt_ids, ids, completions = ([column[at] for at in order] for column in columns)
+        # a column has one list for each process, which sampled every `world`-th row
+        columns = (cast(Any, gather_object)([[*chain(*one)]]) for one in zip(*parts, strict=True))
+        prompt_ids, ids, completions = (
+            [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
+        )
         return Completions(
             prompts=with_images(rows),
             completions=completions,
@@ -209,17 +204,9 @@ class TrlStep(RLOOTrainer):
             ended=self._ended(ids),
         )
 
-    def _ended(self, completion_ids: list[list[int]]) -> list[bool]:
+    def _ended(self, completion_ids: TokenIds) -> list[bool]:
         ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
         return [ids[-1] in ends for ids in completion_ids]
-
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the ``(B, T)`` values of all processes, concatenated in the processes' order.
-
-        Rows are first padded to the longest one of all processes.
-        """
-        padded: Any = self.accelerator.pad_across_processes(values, dim=1)
-        return cast(torch.Tensor, self.accelerator.gather(padded))
 
 
 def route_trl_lm_head() -> bool:

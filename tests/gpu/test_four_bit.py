@@ -52,7 +52,7 @@ def test_gradients_after_sampling_are_those_of_the_dequantised_weights(
     trainer.model.train()
     trainer.model.zero_grad()
     mask = batch.completion_mask
-    scored = trainer.policy.forward(batch)
+    scored = trainer.policy.run(batch)
     (-scored.log_probs[mask].mean()).backward()
     found = {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
 

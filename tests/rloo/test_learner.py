@@ -380,7 +380,7 @@ def exact_after_running_out(machine, budget, **shaping):
         learner.learn(rollout, EVERY_ROW)
     expected = gradients(policy, Expected(rollout, policy).loss(policy))
     same(policy, [new + old for new, old in zip(expected, before, strict=True)])
-    assert len(learner.tally.ratios) == learner.tally.trained, "no row is counted twice"
+    assert learner.tally.of_rows.size(1) == learner.tally.trained, "no row is counted twice"
     return learner
 
 

@@ -47,7 +47,9 @@ with rk.session(), tempfile.TemporaryDirectory() as folder:
         "prompt_lookup_min": 2, "prompt_lookup_max": 4,
     }  # fmt: skip
     extra = {"speculative_config": config, "disable_log_stats": False}
-    trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=32, extra=extra)
+    trainer.sampler.engine = VllmEngine(
+        trainer.model, max_length=128, num_sequences=32, extra=extra
+    )
     same = sum(a == b for a, b in zip(plain, greedy(), strict=True))
     counts = {m.name: m.value for m in trainer.engine._llm.get_metrics() if hasattr(m, "value")}
     try:

@@ -237,7 +237,7 @@ def on_a_gpu(trainer, monkeypatch):
 )
 def test_on_a_gpu_small_batches_have_none(on_a_gpu, more, settings, expected):
     case = on_a_gpu._worst_case()
-    width = len(case._longest_prompt(None)) + 24
+    width = len(case._longest_prompt()) + 24
     on_a_gpu.learner.budget = 2 * width * case.args.generation_batch_size + more
     vars(case.args).update(settings)
     assert case.is_wanted() == expected

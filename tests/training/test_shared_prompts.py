@@ -60,7 +60,7 @@ def test_log_probs_and_gradient_are_the_same(family, tmp_path):
     for share in (False, True):
         trainer.model.zero_grad()
         batch = tokens.pad(range(10), 0, share=share)
-        scored = trainer.policy.run(batch, entropies=True)
+        scored = trainer.policy.run(batch)
         weights = torch.randn(scored.log_probs.shape, generator=torch.Generator().manual_seed(2))
         (scored.log_probs * weights).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in trainer.trained_parameters().values()])

@@ -35,7 +35,7 @@ def settings(world_size=1, **given):
         ({"world_size": 2}, {}, "2 processes train"),
         ({}, {"images": True}, "the prompts have images"),
         ({}, {"router_loss": 0.001}, "trainer.router_aux_loss_coef is 0.001"),
-        ({}, {"overridden": {"_compute_loss", "log"}}, "class overrides _compute_loss"),
+        ({}, {"overridden": {"_compute_loss"}}, "class overrides _compute_loss"),
     ],
 )
 def test_trls_step_is_chosen_for_a_reason(given, facts, reason):

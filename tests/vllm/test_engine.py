@@ -159,7 +159,7 @@ def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy
     trainer.engine.close()
     monkeypatch.setattr(vllm_engine, "write_dequantised", perturbed)
     monkeypatch.setattr(vllm_engine, "is_4bit", lambda model: True)
-    trainer.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
+    trainer.sampler.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
     with pytest.raises(rk.StalePolicyError, match="other weights"):
         trainer.train()
     assert trainer.state.global_step == 0
