@@ -65,7 +65,7 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
     """Combine a run's settings and facts into the ``Job`` from which its memory is computed."""
-    trainer = {**DEFAULTS, **config.trainer}
+    trainer = DEFAULTS | config.trainer
     batch = batch_plan(trainer)
     others = config.lora.others
     layers = others.get("layers_to_transform")
@@ -88,7 +88,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,
         rows=batch.num_completions,
-        in_flight=batch.in_flight,
+        at_once=batch.in_flight,
         step_rows=batch.step_rows,
         group=batch.num_generations,
         prompt=min(facts.longest or config.data.max_prompt_tokens or left, left),
@@ -100,9 +100,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         engine=_engine(config, facts),
         sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
-        batched_tokens={**config.vllm, **config.unsloth}.get(
-            "max_num_batched_tokens", BATCHED_TOKENS
-        ),
+        batched_tokens=(config.vllm | config.unsloth).get("max_num_batched_tokens", BATCHED_TOKENS),
         draft_tokens=(config.vllm.get("speculative_config") or {}).get("num_speculative_tokens", 0),
     )
 
@@ -167,15 +165,15 @@ def _engine(config: RunConfig, facts: Facts) -> str:
 
     It is one of ``ENGINES``, or ``shared`` if vLLM uses Unsloth's copy of the weights.
     """
-    trainer = config.trainer
-    asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
-    if "server" in (trainer.get("vllm_mode"), trainer.get("generation")):
+    asked = config.trainer.get("generation", "auto")
+    if "server" in (asked, config.trainer.get("vllm_mode")):
         return "server"
+    asked = "vllm" if config.trainer.get("use_vllm") else asked
     is_shared = facts.unsloth and not why_not_shared(
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
     # If vLLM was requested by name, the plan assumes that it runs on the machine of the plan
-    why_not = None if can_sample or asked == "vllm" else "it cannot here"
+    why_not = "it cannot here" if asked == "auto" and not can_sample else None
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine
