@@ -101,20 +101,25 @@ def load_model(
     """
     environment = setup(backend)
     source, adapter, hub = _source_of(name, revision)
-    if adapter is not None:
-        if _has_tokenizer(adapter):  # use the chat template that the adapter was trained with
-            kwargs.setdefault("tokenizer_name", str(adapter))
-        max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
     with _as_model_errors(str(name)):
+        if adapter is not None:
+            max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
+            if _has_tokenizer(adapter):  # use the chat template that the adapter was trained with
+                kwargs.setdefault("tokenizer_name", str(adapter))
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
     given = _taken_from(kwargs, fast_inference, why_not_shared)
     given["not_shared"] = tuple(vllm or ())
     rank = reserved_rank(max_lora_rank)
     engine = EngineSettings(max_seq_length, load_in_4bit, rank, num_sequences, **given)
-    kwargs = {"dtype": _dtype(precision, environment)} | kwargs
-    kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-    kwargs |= {"max_seq_length": max_seq_length, "load_in_4bit": load_in_4bit}
+    kwargs = {
+        "dtype": _dtype(precision, environment),
+        **kwargs,
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": True,
+        "max_seq_length": max_seq_length,
+        "load_in_4bit": load_in_4bit,
+    }
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, model_class, images, **kwargs)
     if why_not_shared is None:
@@ -468,10 +473,8 @@ def _with_adapter(model: Model, folder: Path) -> Any:
             peft_model = _new_adapter(model, settings)
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
-        if found.unexpected_keys:
-            raise ValueError(f"the base has no layer for its weight {found.unexpected_keys[0]}")
-        if lost:
-            raise ValueError(f"its file has no weight {lost[0]}")
+        if wrong := [*found.unexpected_keys, *lost]:
+            raise ValueError(f"its weight {wrong[0]} is missing in its file or in the base")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
@@ -574,23 +577,22 @@ def find_model(name: str | Path, revision: str | None = None) -> str:
         ModelError: The model does not exist or cannot be read.
         ConfigError: A revision is given for a model that is not on the hub.
     """
-    if revision is not None and (name in EMBEDDED or os.path.exists(os.path.expanduser(name))):
-        raise ConfigError(
-            f"revision is {format_value(revision)}, but {format_value(str(name))} is a model on "
-            "this machine: leave revision out, or give a hub name"
-        )
-    if name in EMBEDDED:
-        return str(EMBEDDED[str(name)])
-    check_path(str(name))
-    path = Path(os.path.expanduser(name))
     name = str(name)
+    path = EMBEDDED.get(name, Path(os.path.expanduser(name)))
+    is_here = os.path.exists(path)
+    if revision is not None and is_here:
+        raise ConfigError(
+            f"revision is {format_value(revision)}, but {format_value(name)} is a model on this "
+            "machine: leave revision out, or give a hub name"
+        )
+    check_path(name)
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
 
         return str(convert(path))
     if os.path.isfile(path / "config.json") or adapter_in(path) is not None:
         return str(path)
-    if os.path.exists(path):
+    if is_here:
         raise ModelError(f"{name!r} holds no config.json, so it is not a model: {TO_GIVE}")
     return _ask_hub(name, revision)
 
@@ -691,13 +693,12 @@ def _dtype(precision: str, environment: Environment) -> Any:
     import torch
 
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if precision == "auto":
-        if environment.backend == "unsloth":
-            return None
-        return kinds.get(environment.hardware.mixed_precision, torch.float32)
+    best = kinds.get(environment.hardware.mixed_precision, torch.float32)
+    kinds["auto"] = None if environment.backend == "unsloth" else best
     if precision not in kinds:
-        known = ", ".join(["auto", *kinds])
-        raise ConfigError(f"precision is {format_value(precision)}, must be one of {known}")
+        raise ConfigError(
+            f"precision is {format_value(precision)}, must be one of {', '.join(kinds)}"
+        )
     return kinds[precision]
 
 
