@@ -75,7 +75,7 @@ def read_source(  # noqa: PLR0913
         placed = number_rows(prompts, name)
         if not isinstance(prompts.features[key], datasets.Value):
             features = prompts.features  # messages may contain images, so their type is kept
-    empty: list[str] = []
+    empty = []
     dataset = as_dataset(_changed_rows(placed, key, change, empty), features)
     if table is not None:
         dataset = replace_column(table, key, dataset)

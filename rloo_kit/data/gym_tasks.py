@@ -89,7 +89,7 @@ def _level_settings(name: str, level: int) -> dict[str, Any]:
 
 
 def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, Any]) -> list[Row]:
-    found: dict[str, Row] = {}
+    found = {}
     for start in range(seed, seed + _CHUNK * (num + 1), _CHUNK):
         before = len(found)
         for entry in _entries(name, start, settings):
@@ -166,12 +166,12 @@ def _factory(name: str) -> tuple[Any, str]:
 
 def _tagged(value: object) -> Any:
     # Some verifiers compare tuples or use numbers as keys, which JSON lacks
-    if isinstance(value, tuple):
-        return {"__tuple__": [_tagged(item) for item in value]}
     if isinstance(value, list):
         return [_tagged(item) for item in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": _tagged([*value])}
     if not isinstance(value, dict):
         return value
     if all(isinstance(key, str) for key in value):
         return {key: _tagged(item) for key, item in value.items()}
-    return {"__items__": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    return {"__items__": _tagged([[*pair] for pair in value.items()])}

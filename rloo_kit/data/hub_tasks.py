@@ -134,7 +134,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
             "its name is a single file; set data.held_out to hold out the last of the training rows"
         )
     placed = _read_files(local_path(path), task, own) if path else _read_hub(short, task, own)
-    rows: dict[str, Row] = {}
+    rows = {}
     for place, row in placed:
         try:
             converted = task.convert(row)

@@ -149,7 +149,7 @@ def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
         return dataset
     rows = []
     for prompt in iter_column(dataset, "prompt"):
-        images: list[Any] = []
+        images = []
         for part in (part for message in prompt for part in message["content"] or ()):
             values = [part.pop(key) for key in PART_KEYS if key in part]
             images += [value for value in values if value][:1]

@@ -141,7 +141,7 @@ def _bounded(
     The bound is infinite for a prompt whose messages have parts, tool calls or other keys.
     """
     # Roles of the messages -> tokens of the first prompt with these roles
-    template: dict[tuple[str, ...], int] = {}
+    template = {}
     for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         # a table holds None for keys that a message lacks

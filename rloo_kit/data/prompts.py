@@ -96,6 +96,7 @@ def load_prompts(  # noqa: PLR0913
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
             "choose one of the two"
         )
+    rows = None
     if is_made:
         num = NUM_BUILTIN_PROMPTS if num_prompts is None else num_prompts
         rows = _make_task(name, num, split, seed, level, settings)
@@ -103,11 +104,11 @@ def load_prompts(  # noqa: PLR0913
         rows = read_hub_task(name, split)[:num_prompts]
         system = SYSTEM if chat and system is None else system
     change = functools.partial(as_prompt, system=system, chat=chat)
-    if has_splits:
+    if rows is not None:
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
-        known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         place = (config, split)
+        known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         dataset = read_source(name, place, num_prompts, columns or {}, known, change, skip_empty)
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):

@@ -100,24 +100,18 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def _tokenizer_of(path: Path) -> Any:
+    """Return the tokenizer of a GGUF file, with control and user-defined tokens registered.
+
+    These are tokens such as Qwen3's ``</think>``. The converters of transformers 5.17 register
+    three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces.
+    """
+    from tokenizers import AddedToken
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import read_gguf_metadata
 
     arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
     metadata, _ = read_gguf_metadata(str(path), arrays)
     tokenizer = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
-    _register_tokens(tokenizer, metadata)
-    return tokenizer
-
-
-def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Register control and user-defined tokens, such as Qwen3's ``</think>``, in a tokenizer.
-
-    The converters of transformers 5.17 register three of these tokens for Qwen and none for Gemma.
-    The tokenizer would split tokens that are not registered into pieces.
-    """
-    from tokenizers import AddedToken
-
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type", ())
     known = tokenizer.get_added_vocab()
@@ -128,6 +122,7 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
             if kind in (CONTROL, USER_DEFINED) and token not in known
         ]
     )
+    return tokenizer
 
 
 def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
@@ -203,11 +198,12 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     EOS token (integrations/ggml.py, ``GGUFLlamaConverter``), so that completions would never end.
     """
     config = model.config
-    if config.eos_token_id is not None:  # the template may name the EOS token
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if given[0] is not None:  # the template may name the EOS token
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(given[0])
     if tokenizer.bos_token is not None and config.bos_token_id is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
-    found = dict.fromkeys((end_of_turn_id(tokenizer), config.eos_token_id))
+    found = dict.fromkeys((end_of_turn_id(tokenizer), *given))
     ends = [end for end in found if end is not None]
     if ends:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])

@@ -8,7 +8,7 @@ the shapes of the models in examples/, so that planning them needs no network.
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,9 @@ class Linear:
     rows: int  # output features
     columns: int  # input features
     quantised: bool  # True if bitsandbytes quantises them when the model is loaded in 4 bit
-    count: int  # number of these layers
     # True for experts that are stored together in one parameter, which only Unsloth quantises
-    is_expert: bool = False
+    is_expert: bool
+    count: int  # number of these layers
 
     @property
     def size(self) -> int:
@@ -77,9 +77,9 @@ class ModelShape:
     vocab_size: int
     linears: tuple[Linear, ...]
     others: int  # number of parameters of embeddings, norms and biases; tied ones count once
-    qk_norm: bool = False  # True if queries and keys are normalised
-    packed: bool = False  # True if the checkpoint has 4-bit weights
-    in_16bit: float = 0.0  # fraction of the quantised layers' weights that stays in 16 bit
+    qk_norm: bool  # True if queries and keys are normalised
+    packed: bool  # True if the checkpoint has 4-bit weights
+    in_16bit: float  # fraction of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
@@ -120,8 +120,7 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     check_path(found)
     try:
         is_here = _is_here(found)
-        published = None if is_here else _published_shape(found)
-        if published is not None:
+        if not is_here and (published := _published_shape(found)):
             return published
         config, source = _read_config(found, is_here, trust_remote_code)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
@@ -202,7 +201,7 @@ def _published_shape(name: str) -> ModelShape | None:
         num_kv_heads=QWEN3_KV_HEADS,
         head_dim=QWEN3_HEAD,
         vocab_size=QWEN3_VOCABULARY,
-        linears=tuple(Linear(leaf, *size, True, layers) for leaf, size in sizes.items()),
+        linears=tuple(Linear(leaf, *size, True, False, layers) for leaf, size in sizes.items()),
         others=embeddings + norms,
         qk_norm=True,
         packed="bnb-4bit" in name.lower(),
@@ -276,7 +275,9 @@ def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
 
 
 def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
-    """Return the linear layers of a model, including experts but without the LM head.
+    """Return the linear layers of a model without its LM head.
+
+    Experts that are stored in three-dimensional parameters are included.
 
     Args:
         model: The model.
@@ -285,29 +286,17 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
     import torch
 
     head = model.get_output_embeddings()
-    found = Counter(
-        (
-            name.rpartition(".")[2],
-            module.out_features,
-            module.in_features,
-            not any(part in name for part in skipped),
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    )
-    dense = [Linear(*key, count) for key, count in found.items()]
-    return (*dense, *_experts(model))
-
-
-def _experts(model: Model) -> Iterator[Linear]:
-    """Yield the linear layers of experts that a model stores in three-dimensional parameters."""
-    found = Counter(
-        (name.rpartition(".")[2], *parameter.shape)
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and "experts" in name
-    )
-    for (leaf, number, rows, columns), layers in found.items():
-        yield Linear(f"experts.{leaf}", rows, columns, False, number * layers, True)
+    found: Counter[Any] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            size = (module.out_features, module.in_features)
+            is_quantised = not any(part in name for part in skipped)
+            found[name.rpartition(".")[2], *size, is_quantised, False] += 1
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and "experts" in name:  # number of experts, rows, columns
+            number, *size = parameter.shape
+            found[f"experts.{name.rpartition('.')[2]}", *size, False, True] += number
+    return tuple(Linear(*key, count=count) for key, count in found.items())
 
 
 def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
@@ -319,9 +308,9 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
             and the LM head are never quantised.
         value_bytes: Bytes of a weight that is not in 4 bit.
     """
-    total: float = shape.others * value_bytes
+    total = shape.others * value_bytes
     for linear in shape.linears:
-        size: float = linear.size * value_bytes
+        size = linear.size * value_bytes
         if in_4bit and linear.quantised:
             packed = nf4_bytes(linear.rows, linear.columns)
             size = packed * (1 - shape.in_16bit) + size * shape.in_16bit

@@ -55,13 +55,14 @@ class EngineSettings:
         Raises:
             GenerationError: The free memory is too small.
         """
+        extra = {"max_num_batched_tokens": BATCHED_TOKENS} | self.extra
         size = engine_size(
             shape,
             in_4bit=self.load_in_4bit or shape.packed,
             max_rank=self.max_lora_rank,
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
-            batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+            batched_tokens=extra["max_num_batched_tokens"],
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
         share = self.share or found.share(card)
@@ -71,8 +72,7 @@ class EngineSettings:
             # Unsloth multiplies this by the free memory, but vLLM by the total memory
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
-            "max_num_batched_tokens": BATCHED_TOKENS,
-            **self.extra,
+            **extra,
         }
 
 

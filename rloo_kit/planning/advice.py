@@ -53,7 +53,7 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
     """
     peak = partial(peak_with, config, facts)
     # Each family is tried on top of the changes so far, so that it changes no more than needed
-    found: list[Option] = []
+    found = []
     for family in range(len(_families(config, facts))):
         if peak(found) <= room:
             break

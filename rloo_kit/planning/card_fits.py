@@ -47,8 +47,8 @@ def describe_fits(card: Hardware) -> str:
     if not card.on_gpu:
         raise ConfigError("this machine has no GPU: name a GPU, as in --gpu 12GB, or a run file")
     names = sorted(path.stem for path in EXAMPLES.glob("qwen3-*.yaml"))
-    fits = [fit for name in names if (fit := longest_fit(name, card)) is not None]
-    best: dict[int, Fit] = {}  # size of a model -> its fit with the longest completions
+    fits = [fit for name in names if (fit := longest_fit(name, card))]
+    best = {}  # size of a model -> its fit with the longest completions
     for fit in sorted(fits, key=lambda one: (one.plan.job.completion, -len(one.overrides))):
         best[fit.plan.facts.shape.num_parameters] = fit
     lines = [f"on {card.name}, with Unsloth and vLLM; peaks are estimates:"]

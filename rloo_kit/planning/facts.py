@@ -5,7 +5,7 @@ This module reads configs and prompts, never weights.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from rloo_kit.config.run_file import RunConfig
@@ -21,7 +21,7 @@ from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
 
-_shape = lru_cache(maxsize=16)(read_shape)
+_shape = cache(read_shape)
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     batch = batch_plan(trainer)
     others = config.lora.others
     layers = others.get("layers_to_transform")
+    adapted_layers = facts.shape.num_layers
+    if layers is not None:
+        adapted_layers = len(layers) if isinstance(layers, list) else 1
     shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     checkpointing = "unsloth" if facts.unsloth else "plain"
@@ -83,7 +86,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(_targets(config, facts)),
-        adapted_layers=len(layers) if isinstance(layers, list) else layers and 1,
+        adapted_layers=adapted_layers,
         whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,

@@ -68,7 +68,7 @@ class Job:
     value_bytes: int  # size of a value of an activation: 2 in 16 bit, 4 in float32
     rank: int
     targets: tuple[str, ...]  # names of the linear layers with an adapter
-    adapted_layers: int | None  # number of layers with an adapter; None: all
+    adapted_layers: int  # number of layers with an adapter
     whole: int  # number of embeddings and LM heads that are trained in full, without LoRA
     optimizer: str  # TRL's `optim`
     checkpointing: str  # `none`, `plain`, or `unsloth` (keeps layer inputs in main memory)
@@ -111,7 +111,7 @@ class MemoryPlan:
     @property
     def phase(self) -> str:
         """The phase that needs the most memory."""
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
@@ -197,12 +197,10 @@ def adapter_sizes(job: Job) -> list[int]:
     These are LoRA's matrices A and B of every layer with an adapter, and the embeddings and LM
     heads that are trained in full.
     """
-    layers = job.shape.num_layers
-    part = layers if job.adapted_layers is None else job.adapted_layers
     sizes = [
         size * job.rank
         for linear in _adapted(job)
-        for _ in range(linear.count * part // layers)
+        for _ in range(linear.count * job.adapted_layers // job.shape.num_layers)
         for size in (linear.rows, linear.columns)
     ]
     return sizes + job.whole * [job.shape.vocab_size * job.shape.hidden_size]
@@ -350,7 +348,7 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
         "gradients, float32": {LEARN: gradients},
         "activations": {LEARN: _activations(job, rows * width)},
         "log-prob chunk": {LEARN: _log_prob_chunk(job, rows * width, gradient=True)},
-        "LoRA adapter, 16 bit": {SCORE: copied, LEARN: copied},
+        "LoRA adapter, 16 bit": _since(SCORE, copied),
     }
     if job.scores:
         rows = max(1, NO_GRAD_FACTOR * budget // width)

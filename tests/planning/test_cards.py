@@ -36,6 +36,7 @@ def seventy_billion():
         room=24 * GIB,
         card=24 * GIB,
         targets=PROJECTIONS,
+        adapted_layers=80,
         **USUAL | {"budget": 1024},
     )
 

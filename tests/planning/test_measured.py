@@ -50,6 +50,7 @@ def job_of(name, data):
         room=room,
         card=room,
         targets=PROJECTIONS,
+        adapted_layers=shape.num_layers,
         **USUAL | measured,
     )
 

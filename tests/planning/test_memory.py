@@ -52,7 +52,7 @@ def four_billion():
 
 def job_of(shape, **settings):
     card = {"on_gpu": True, "room": 12 * GIB, "card": 12 * GIB, "targets": PROJECTIONS}
-    return Job(shape=shape, **USUAL | card | settings)
+    return Job(shape=shape, adapted_layers=shape.num_layers, **USUAL | card | settings)
 
 
 # --- the shape -----------------------------------------------------------------------------------
