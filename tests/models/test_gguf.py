@@ -90,7 +90,7 @@ def load(folder):
 def test_a_file_of_another_kind_asks_for_another_download(tmp_path):
     path = tmp_path / "page.gguf"
     path.write_bytes(b"<html>not here</html>")
-    with pytest.raises(ModelError, match=r"cannot read .*page.gguf.*damaged, .*download it again"):
+    with pytest.raises(ModelError, match=r"is not a GGUF file.*damaged, .*download it again"):
         convert(path, tmp_path / "cache")
 
 
