@@ -69,10 +69,10 @@ def cells(base: str, setups: dict[str, tuple[int, int]]) -> dict[str, list[str]]
     found: dict[str, list[str]] = {}
     for cards, gib in setups.values():
         job = job_of(base, gib)
-        for way in find_ways(job, cards):
-            size = f"{way.peak_bytes / GIB:.1f}"
-            (name,) = [short for words, short in SHORT.items() if words in way.name] or [way.name]
-            found.setdefault(name, []).append(f"**{size}**" if way.peak_bytes <= job.room else size)
+        for way, peak in find_ways(job, cards).items():
+            size = f"{peak / GIB:.1f}"
+            (name,) = [short for words, short in SHORT.items() if words in way] or [way]
+            found.setdefault(name, []).append(f"**{size}**" if peak <= job.room else size)
     return found
 
 

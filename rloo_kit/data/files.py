@@ -56,38 +56,38 @@ def read_source(  # noqa: PLR0913
         DataError: The source does not exist or cannot be read, a row is invalid, or ``columns``
             names a column that the source does not have.
     """
+    import datasets
+
     path = local_path(name)
     key = columns.get("prompt", "prompt")
-    empty: list[str] = []
-
-    def checked(place: str, prompt: Any) -> Any:
-        """Check a prompt, and return the prompt that ``change`` makes of it.
-
-        For an empty prompt, return None, and add ``place`` to the outer function's ``empty``.
-        """
-        if not prompt or not str(prompt).strip():
-            empty.append(place)
-            return None
-        if not isinstance(prompt, str):
-            check_messages(prompt, "prompt", place)
-        return change(prompt)
-
+    table = features = None
     if os.path.isdir(path) or not (os.path.exists(path) or looks_local(name)):
-        found = _read_hub(str(path), *place, builtin)
-        dataset = _changed_table(found, name, num, key, checked)
+        table = _read_hub(str(path), *place, builtin)
     elif path.suffix.lower() == ".parquet":
-        dataset = _changed_table(_read_parquet(path), str(path), num, key, checked)
+        table = _read_parquet(path)
+    if table is None:
+        placed = islice(read_rows(path), num)
     else:
-        dataset = as_dataset(_changed_rows(islice(read_rows(path), num), key, checked))
+        if key not in table.column_names:
+            raise _without_prompt(name, key, table.column_names)
+        table = table.select(range(len(table))[:num])
+        prompts = table.select_columns(key)
+        placed = number_rows(prompts, name)
+        if not isinstance(prompts.features[key], datasets.Value):
+            features = prompts.features  # messages may contain images, so their type is kept
+    empty = []
+    dataset = as_dataset(_changed_rows(placed, key, change, empty), features)
+    if table is not None:
+        dataset = replace_column(table, key, dataset)
     if empty and not skip_empty:
         raise DataError(
             f"there are empty prompts, {len(empty):,} in all, the first at {'; '.join(empty[:5])}: "
             f"fill them in, or leave them out with data.skip_empty: true (skip_empty=True)"
         )
     if empty:
-        warnings.warn(f"{len(empty):,} empty prompts are left out", UserWarning, stacklevel=3)
-        prompts = enumerate(iter_column(dataset, key))
-        dataset = dataset.select([row for row, prompt in prompts if prompt is not None])
+        warnings.warn(f"{len(empty):,} empty prompts are left out", stacklevel=3)
+        numbered = enumerate(iter_column(dataset, key))
+        dataset = dataset.select([row for row, prompt in numbered if prompt is not None])
     return _renamed(dataset, columns)
 
 
@@ -124,8 +124,7 @@ def placed_rows(source: str | Path | Iterable[Row], columns: Sequence[str]) -> l
     else:
         rows = [(f"row {number}", row) for number, row in enumerate(source, 1)]
     if not rows:
-        needed = f"rows with the columns {' and '.join(columns)}" if columns else "at least one"
-        raise DataError(f"there are no rows: add {needed}")
+        raise DataError("there are no rows: add at least one")
     for place, row in rows:
         if not isinstance(row, dict):
             raise DataError(f"{place}: is a {type(row).__name__}, but must be a dict of columns")
@@ -246,16 +245,13 @@ def missing_file(name: str, base: Path = Path()) -> DataError:
     )
 
 
-def _place(path: Path, line: int) -> str:
-    return f"{printable(str(path))}, line {line}"
-
-
 def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
+    where = printable(str(path))
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = _place(path, number)
+            place = f"{where}, line {number}"
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as exc:
@@ -268,24 +264,26 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
 
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
+    where = printable(str(path))
     with path.open(encoding="utf-8-sig", newline="") as lines:
         header = lines.readline()
         lines.seek(0)
         delimiter = next((mark for mark in ",;\t" if mark in header), ",")
         reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
         try:
-            count = len(reader.fieldnames or ())
             for row in reader:
-                place = _place(path, reader.line_num)
+                place = f"{where}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{place}: must have {count} fields, as many as the header in line 1: fix "
-                        "the row"
+                        f"{place}: must have {len(reader.fieldnames or ())} fields, as many as the "
+                        "header in line 1: fix the row"
                     )
                 yield place, row
         except csv.Error as exc:
-            place = _place(path, reader.reader.line_num)
-            raise DataError(f"{place}: not valid CSV ({first_line(exc)}); fix it") from exc
+            line = reader.reader.line_num
+            raise DataError(
+                f"{where}, line {line}: not valid CSV ({first_line(exc)}); fix it"
+            ) from exc
 
 
 def _read_parquet(path: Path) -> "Dataset":
@@ -306,7 +304,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
     import datasets
 
     try:
-        if not any(os.path.isfile(os.path.join(name, file)) for file in SAVED_TO_DISK):
+        if not any(Path(name, file).is_file() for file in SAVED_TO_DISK):
             return datasets.load_dataset(name, config, split=split)
         saved = datasets.load_from_disk(name)
         if not isinstance(saved, datasets.DatasetDict):
@@ -326,36 +324,45 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
 
 
 def _changed_rows(
-    placed: Iterable[PlacedRow], key: str, checked: Callable[[str, Any], Any]
+    placed: Iterable[PlacedRow], key: str, change: Callable[[Any], Any], empty: list[str]
 ) -> Iterator[Row]:
-    """Yield rows with the prompt in the column ``key`` replaced by what ``checked`` returns."""
+    """Check prompts, and yield their rows with the prompts that ``change`` makes of them.
+
+    An empty prompt becomes None, and its place is added to ``empty``.
+
+    Args:
+        placed: The rows.
+        key: Column of the prompts.
+        change: As for ``read_source``.
+        empty: Places of the empty prompts, changed in place.
+    """
     for place, row in placed:
         if key not in row:
             raise _without_prompt(place, key, row)
-        yield {**row, key: checked(place, row[key])}
+        prompt = row[key]
+        if not prompt or not str(prompt).strip():
+            empty.append(place)
+            yield {**row, key: None}
+            continue
+        if not isinstance(prompt, str):
+            check_messages(prompt, "prompt", place)
+        yield {**row, key: change(prompt)}
 
 
-def _changed_table(
-    dataset: "Dataset", name: str, num: int | None, key: str, checked: Callable[[str, Any], Any]
-) -> "Dataset":
-    """Return the first ``num`` rows, with the prompts replaced by what ``checked`` returns.
+def replace_column(dataset: "Dataset", name: str, made: "Dataset") -> "Dataset":
+    """Return a dataset with other columns in place of one of its columns.
 
-    A column of messages keeps its type (features), because the messages may contain images.
+    Args:
+        dataset: The dataset.
+        name: The column to drop.
+        made: The columns to use instead; if they have no rows, they are returned alone.
     """
     import datasets
 
-    if key not in dataset.column_names:
-        raise _without_prompt(name, key, dataset.column_names)
-    if num is not None:
-        dataset = dataset.select(range(min(num, len(dataset))))
-    prompts = dataset.select_columns(key)
-    placed = number_rows(prompts, name)
-    is_text = isinstance(prompts.features[key], datasets.Value)
-    made = as_dataset(_changed_rows(placed, key, checked), None if is_text else prompts.features)
-    if dataset.column_names == [key] or not len(made):
+    others = dataset.remove_columns(name)
+    if not len(made) or not others.column_names:
         return made
-    both = datasets.concatenate_datasets([made, dataset.remove_columns(key)], axis=1)
-    return both.select_columns(dataset.column_names)
+    return datasets.concatenate_datasets([made, others], axis=1)
 
 
 def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
@@ -406,15 +413,13 @@ def check_messages(messages: object, name: str, place: str) -> None:
             f"{place}: {name} is {format_value(messages)}, must be text or a list of chat messages"
         )
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise DataError(f"{place}: every message of {name} needs `role` and `content`")
-        role = message["role"]
-        content = message["content"]
-        # A tool call has no content
-        fits = isinstance(content, str | list) or (content is None and len(message) > 2)
-        if not fits or not isinstance(role, str):
+        fields = message if isinstance(message, dict) else {}
+        content = fields.get("content", False)
+        # The content of a tool call is None
+        fits = isinstance(content, str | list) or (content is None and len(fields) > 2)
+        if not fits or not isinstance(fields.get("role"), str):
             raise DataError(
-                f"{place}: a message of {name} has the role {format_value(role)} and the content "
-                f"{format_value(content)}: the role must be text, the content text or a list of "
-                "parts such as {type: text, text: ...}"
+                f"{place}: a message of {name} is {format_value(message)}: it needs a `role`, "
+                "which is text, and a `content`, which is text or a list of parts such as "
+                "{type: text, text: ...}"
             )

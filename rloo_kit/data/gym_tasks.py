@@ -1,7 +1,6 @@
 """Prompts from tasks of the package reasoning-gym; ``rewards/gym.py`` scores the answers."""
 
 import contextlib
-import importlib
 import io
 import json
 import warnings
@@ -61,8 +60,8 @@ def make_gym_rows(
 
 def count_gym_levels(name: str) -> int:
     """Return the number of levels in a task's curriculum, or 0 if the task has no curriculum."""
-    task = name.removeprefix(PREFIX)
-    curriculum = _factory(task).CURRICULA.get(task)
+    factory, task = _factory(name)
+    curriculum = factory.CURRICULA.get(task)
     attributes = curriculum().attributes.values() if curriculum else ()
     return max((len(attribute.levels) for attribute in attributes), default=0)
 
@@ -73,30 +72,27 @@ def _level_settings(name: str, level: int) -> dict[str, Any]:
     An attribute of the curriculum that has fewer levels uses its last level.
     """
     last = count_gym_levels(name)
-    task = name.removeprefix(PREFIX)
     if type(level) is not int or not 1 <= level <= last:
         there = f"the levels 1 to {last}, not {format_value(level)}" if last else "no levels"
         raise DataError(f"{format_name(name)} has {there}: change data.level or set data.settings")
-    module = importlib.import_module("reasoning_gym.coaching.base_curriculum")
-    curriculum = _factory(task).CURRICULA[task]()
+    factory, task = _factory(name)
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+
+    curriculum = factory.CURRICULA[task]()
     curriculum.set_global_level(level - 1)
-    mode = module.DefaultCurriculumContext(mode=module.RangeAttributeMode.UPPER_BOUND)
-    config = vars(curriculum.generate_configuration({}, mode))
+    context = DefaultCurriculumContext(RangeAttributeMode.UPPER_BOUND)
+    config = vars(curriculum.generate_configuration(context=context))
     fields = ("field_name", "lower_field_name", "upper_field_name")
-    return {
-        vars(attribute)[field]: config[vars(attribute)[field]]
-        for attribute in curriculum.attributes.values()
-        for field in fields
-        if field in vars(attribute)
-    }
+    attributes = curriculum.attributes.values()
+    names = [vars(attribute).get(field) for attribute in attributes for field in fields]
+    return {name: config[name] for name in names if name}
 
 
 def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, Any]) -> list[Row]:
-    task = name.removeprefix(PREFIX)
-    found: dict[str, Row] = {}
+    found = {}
     for start in range(seed, seed + _CHUNK * (num + 1), _CHUNK):
         before = len(found)
-        for entry in _entries(task, start, settings):
+        for entry in _entries(name, start, settings):
             if is_kept_by_hash(entry["question"], HELD_OUT_ONE_IN) != (split == "held_out"):
                 continue
             found.setdefault(entry["question"], _as_row(name, entry, settings))
@@ -108,7 +104,6 @@ def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, A
         warnings.warn(
             f"{name} has only {len(found)} different prompts of the {num} requested: other "
             "data.settings may give more",
-            UserWarning,
             stacklevel=4,
         )
     return list(found.values())
@@ -126,28 +121,22 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 # --- the package ---------------------------------------------------------------------------------
 
 
-def _entries(task: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    where = format_name(f"{PREFIX}{task}")
-    for key in {"seed", "size"} & set(settings):
-        raise DataError(
-            f"data.settings has {key!r}: leave it out, and set the seed of the run in place of "
-            "seed, or data.num_prompts in place of size"
-        )
-    create = _factory(task).create_dataset
+def _entries(name: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    factory, task = _factory(name)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            dataset = create(task, size=_CHUNK, seed=seed, **settings)
+            dataset = factory.create_dataset(task, size=_CHUNK, seed=seed, **settings)
             return [dataset[index] for index in range(_CHUNK)]
     except Exception as exc:
         # Each task checks in its own way, most by assert
         raise DataError(
-            f"{where} cannot make prompts with the settings {format_value(settings)} "
+            f"{format_name(name)} cannot make prompts with the settings {format_value(settings)} "
             f"({first_line(exc)}): change data.settings, the level or the seed"
         ) from exc
 
 
-def _factory(task: str) -> Any:
-    """Import ``reasoning_gym.factory``, check that it has the task, and return the module.
+def _factory(name: str) -> tuple[Any, str]:
+    """Import ``reasoning_gym.factory``, and return the module and the task's name in it.
 
     Raises:
         DataError: reasoning-gym is not installed or has no such task.
@@ -156,20 +145,20 @@ def _factory(task: str) -> Any:
         with warnings.catch_warnings():
             # One of its libraries has invalid escapes
             warnings.simplefilter("ignore")
-            importlib.import_module("reasoning_gym")
-            factory = importlib.import_module("reasoning_gym.factory")
+            from reasoning_gym import factory
     except ImportError as exc:
         raise DataError(
-            f"{format_name(PREFIX + task)} needs the package reasoning-gym ({first_line(exc)}): "
+            f"{format_name(name)} needs the package reasoning-gym ({first_line(exc)}): "
             "pip install reasoning-gym"
         ) from exc
+    task = name.removeprefix(PREFIX)
     # A mixture, whose entries name other tasks
     names = set(factory.DATASETS) - {"composite"}
     if task not in names:
         raise DataError(
             f"reasoning-gym has no task {format_value(task)}{did_you_mean(task, names)}"
         )
-    return factory
+    return factory, task
 
 
 # --- an entry as text ----------------------------------------------------------------------------
@@ -177,12 +166,12 @@ def _factory(task: str) -> Any:
 
 def _tagged(value: object) -> Any:
     # Some verifiers compare tuples or use numbers as keys, which JSON lacks
-    if isinstance(value, tuple):
-        return {"__tuple__": [_tagged(item) for item in value]}
     if isinstance(value, list):
         return [_tagged(item) for item in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": _tagged([*value])}
     if not isinstance(value, dict):
         return value
     if all(isinstance(key, str) for key in value):
         return {key: _tagged(item) for key, item in value.items()}
-    return {"__items__": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+    return {"__items__": _tagged([[*pair] for pair in value.items()])}

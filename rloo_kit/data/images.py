@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.data.files import as_dataset, iter_column
+from rloo_kit.data.files import as_dataset, iter_column, replace_column
 from rloo_kit.errors import DataError
 from rloo_kit.text.wording import first_line, format_value
 
@@ -136,7 +136,7 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
         kind = datasets.Image() if is_single else datasets.List(datasets.Image())
         rows = ({new: images[0] if is_single else images} for images in stored)
         made = as_dataset(rows, datasets.Features({new: kind}))
-        dataset = datasets.concatenate_datasets([dataset.remove_columns(column), made], axis=1)
+        dataset = replace_column(dataset, column, made)
     return dataset
 
 
@@ -145,26 +145,21 @@ def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
 
     An image part stays in its message, without the image, to mark the image's position.
     """
-    import datasets
-
     if not _has_image_part(dataset.features["prompt"]):
         return dataset
     rows = []
     for prompt in iter_column(dataset, "prompt"):
-        images: list[Any] = []
+        images = []
         for part in (part for message in prompt for part in message["content"] or ()):
             values = [part.pop(key) for key in PART_KEYS if key in part]
             images += [value for value in values if value][:1]
         rows.append({"prompt": prompt, "images": images})
-    others = dataset.remove_columns("prompt")
     made = as_dataset(rows)
     if not any(row["images"] for row in rows):
         made = made.remove_columns("images")
-    elif has_images(others):
+    elif has_images(dataset.remove_columns("prompt")):
         raise DataError(f"{name} has images in messages and in a column: keep one of them")
-    if not others.column_names:
-        return made
-    return datasets.concatenate_datasets([made, others], axis=1)
+    return replace_column(dataset, "prompt", made)
 
 
 def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
@@ -181,11 +176,6 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     stored: Mapping[str, Any] = value if isinstance(value, Mapping) else {key: value}
     content = stored.get("bytes")
     path = stored.get("path") or ""
-    if not content and "://" in str(path):
-        raise DataError(
-            f"{place}: the image {format_value(path)} is on the network, but images are not "
-            "downloaded: save it and give its path"
-        )
     try:
         if not content:
             path = str(folder / Path(path).expanduser())
@@ -194,7 +184,8 @@ def _stored(value: Any, folder: Path, place: str) -> dict[str, Any]:
     except Exception as exc:  # PIL raises errors of many kinds
         raise DataError(
             f"{place}: the image {format_value(path)} cannot be read ({first_line(exc)}): give a "
-            "PNG, JPEG or WebP file, with its path relative to the folder of the data file"
+            "PNG, JPEG or WebP file on this machine (images are not downloaded), with its path "
+            "relative to the folder of the data file"
         ) from exc
     return {"bytes": content, "path": path or None}
 

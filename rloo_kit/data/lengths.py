@@ -7,7 +7,7 @@ tokens. Only prompts whose upper bound is too high are tokenized.
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rloo_kit.data.files import iter_column
 from rloo_kit.errors import DataError
@@ -22,12 +22,14 @@ EXPANSION = 11
 # Number of candidates for the longest prompt that are tokenized
 COUNTED = 1000
 KEYS = {"role", "content"}
+# Keyword arguments for the chat template
+TemplateSettings: TypeAlias = dict[str, Any] | None
 
 
 def tokenize_prompts(
     processing_class: Tokenizer,
-    prompts: Sequence[str] | Sequence[list[dict[str, Any]]],
-    settings: dict[str, Any] | None = None,
+    prompts: Sequence[Prompt],
+    settings: TemplateSettings = None,
 ) -> list[list[int]]:
     """Return the token ids of each prompt, exactly as the policy receives them.
 
@@ -56,14 +58,14 @@ def tokenize_prompts(
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, prompt: str | list[dict[str, Any]], settings: dict[str, Any] | None = None
+    tokenizer: Tokenizer, prompt: Prompt, settings: TemplateSettings = None
 ) -> list[int]:
     """Return the token ids of one prompt; see ``tokenize_prompts`` for the arguments."""
-    return tokenize_prompts(tokenizer, [prompt], settings)[0]  # pyright: ignore[reportArgumentType]
+    return tokenize_prompts(tokenizer, [prompt], settings)[0]
 
 
 def longer_prompts(
-    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: TemplateSettings = None
 ) -> dict[int, int]:
     """Return the prompts that have more than ``limit`` tokens, as row number -> number of tokens.
 
@@ -79,7 +81,7 @@ def longer_prompts(
 
 
 def longest_prompt(
-    dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, settings: TemplateSettings = None
 ) -> list[int]:
     """Return the token ids of the longest prompt.
 
@@ -93,7 +95,7 @@ def longest_prompt(
 
 
 def quantile_of_lengths(
-    dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, share: float, settings: TemplateSettings = None
 ) -> int:
     """Return a quantile of the lengths of all prompts, in tokens.
 
@@ -110,7 +112,7 @@ def quantile_of_lengths(
 
 
 def drop_long_prompts(
-    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: dict[str, Any] | None = None
+    dataset: "Dataset", tokenizer: Tokenizer, limit: int, settings: TemplateSettings = None
 ) -> "tuple[Dataset, int]":
     """Return the prompts of at most ``limit`` tokens, and the number of prompts left out.
 
@@ -132,19 +134,19 @@ def drop_long_prompts(
 
 
 def _bounded(
-    dataset: "Dataset", tokenizer: Tokenizer, settings: dict[str, Any] | None
+    dataset: "Dataset", tokenizer: Tokenizer, settings: TemplateSettings
 ) -> Iterator[tuple[int, Any, float]]:
     """Yield (row number, prompt, upper bound on its number of tokens) for each prompt.
 
     The bound is infinite for a prompt whose messages have parts, tool calls or other keys.
     """
     # Roles of the messages -> tokens of the first prompt with these roles
-    template: dict[tuple[str, ...], int] = {}
+    template = {}
     for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
         # a table holds None for keys that a message lacks
         if any({key for key in one if one[key] is not None} != KEYS for one in messages):
-            yield row, prompt, float("inf")
+            yield row, prompt, math.inf
             continue
         roles = tuple(one["role"] for one in messages)
         if roles not in template:
@@ -154,7 +156,7 @@ def _bounded(
 
 def _most_tokens(text: Prompt) -> float:
     if not isinstance(text, str):
-        return float("inf")  # parts, with or without images
+        return math.inf  # parts, with or without images
     return len(text) if text.isascii() else EXPANSION * len(text.encode())
 
 

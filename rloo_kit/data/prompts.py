@@ -77,34 +77,39 @@ def load_prompts(  # noqa: PLR0913
             "rows with datasets.Dataset.from_list"
         )
     name = str(name)
+    path = local_path(name)
     is_made = name in BUILTIN or name.startswith(PREFIX)
-    is_known = hub_task(name) is not None
+    has_splits = is_made or hub_task(name) is not None
     useless = {
-        "split": split != "train" and local_path(name).is_file(),
-        "config": config and (is_made or is_known or local_path(name).is_file()),
-        "columns": columns and (is_made or is_known),
+        "split": split != "train" and path.is_file(),
+        "config": config and (has_splits or path.is_file()),
+        "columns": columns and has_splits,
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
-        "skip_empty": skip_empty and (is_made or is_known),
+        "skip_empty": skip_empty and has_splits,
     }
     for key, is_useless in useless.items():
         if is_useless:
             raise DataError(f"{key} has no effect on the prompts {format_value(name)}: drop it")
-    if is_known and chat and system is None:
-        system = SYSTEM
+    if has_splits and split not in SPLITS:
+        raise DataError(
+            f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
+            "choose one of the two"
+        )
+    rows = None
+    if is_made:
+        num = NUM_BUILTIN_PROMPTS if num_prompts is None else num_prompts
+        rows = _make_task(name, num, split, seed, level, settings)
+    elif has_splits:
+        rows = read_hub_task(name, split)[:num_prompts]
+        system = SYSTEM if chat and system is None else system
     change = functools.partial(as_prompt, system=system, chat=chat)
-    if is_made or is_known:
-        if is_made:
-            num = NUM_BUILTIN_PROMPTS if num_prompts is None else num_prompts
-            rows = _make_task(name, num, split, seed, level, settings)
-        else:
-            rows = read_hub_task(name, split)[:num_prompts]
+    if rows is not None:
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
-        known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         place = (config, split)
+        known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
         dataset = read_source(name, place, num_prompts, columns or {}, known, change, skip_empty)
-        path = local_path(name)
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")
@@ -162,11 +167,6 @@ def _make_task(
             f"{num:,} prompts of {format_name(name)} are requested, but at most {MAX_MADE:,} can "
             "be made: lower data.num_prompts or data.held_out"
         )
-    if split not in SPLITS:
-        raise DataError(
-            f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
-            "choose one of the two"
-        )
     if name in BUILTIN:
         return make_rows(name, num, split=split, seed=seed, level=level)
     return make_gym_rows(name, num, split=split, seed=seed, settings=settings, level=level)
@@ -184,15 +184,14 @@ def as_prompt(prompt: Any, system: str | None, *, chat: bool) -> Any:
     Raises:
         DataError: There is a system message, but the prompt is plain text.
     """
-    if chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        prompt = text_as_parts(prompt)
-    if not system:
-        return prompt
     if isinstance(prompt, str):
-        raise DataError("a system message needs chat prompts: leave chat=True, or drop system")
-    if prompt[0].get("role") == "system":
+        if not chat and system:
+            raise DataError("a system message needs chat prompts: leave chat=True, or drop system")
+        if not chat:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    prompt = text_as_parts(prompt)
+    if not system or prompt[0]["role"] == "system":
         return prompt
     in_parts = isinstance(prompt[0]["content"], list)
     content = [{"type": "text", "text": system}] if in_parts else system

@@ -3,7 +3,7 @@
 import hashlib
 import operator
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle, islice
 
 from rloo_kit.errors import DataError
@@ -14,10 +14,6 @@ SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 8
 # Levels of every task; 1 is the easiest
 LEVELS = 5
-
-# Function that makes one problem. It is called with a random generator and a level (counted from
-# 1), and returns the problem's columns and whether it belongs to the held-out split.
-Maker = Callable[[random.Random, int], tuple[Row, bool]]
 
 
 def make_rows(
@@ -44,18 +40,14 @@ def make_rows(
     Raises:
         DataError: The task has no such level.
     """
-    streams = [_problems(name, one, split, seed) for one in _checked_levels(name, level)]
-    return list(islice((next(stream) for stream in cycle(streams)), num))
-
-
-def _checked_levels(name: str, level: int | list[int] | None) -> list[int]:
     levels = level if isinstance(level, list) else [1 if level is None else level]
     if not levels or any(type(one) is not int or not 1 <= one <= LEVELS for one in levels):
         raise DataError(
             f"{name} has the levels 1 to {LEVELS}, not {format_value(level)}: give one of them, or "
             "a list of them"
         )
-    return levels
+    streams = [_problems(name, one, split, seed) for one in levels]
+    return list(islice((next(stream) for stream in cycle(streams)), num))
 
 
 def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
@@ -101,9 +93,9 @@ def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
     elif level == 3:
         a = rng.randint(10_000, 99_999)
         b = rng.randint(10_000, 99_999)
-        sign = rng.choice((1, -1))
-        text = f"{a} {'+' if sign == 1 else '-'} {b}"
-        value = a + sign * b
+        sign = rng.choice("+-")
+        text = f"{a} {sign} {b}"
+        value = _OPERATORS[sign](a, b)
     elif level == 4:
         a = rng.randint(11, 99)
         b = rng.randint(11, 99)
@@ -202,5 +194,6 @@ def _sums(rng: random.Random, level: int) -> tuple[Row, bool]:
     return row, kept
 
 
-# Name -> built-in task
-TASKS: dict[str, Maker] = {"arithmetic": _arithmetic, "countdown": _countdown, "sums": _sums}
+# Name of a task -> function that makes one problem. It is called with a random generator and a
+# level (counted from 1), and returns the problem's columns and whether it is held out.
+TASKS = {"arithmetic": _arithmetic, "countdown": _countdown, "sums": _sums}

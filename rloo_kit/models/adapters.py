@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,45 +119,37 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
             "adapters for CAUSAL_LM can be trained further: merge it into its base, and use the "
             "merged model"
         )
-    layers = config.get("target_modules") or []
-    names = [layers] if isinstance(layers, str) else layers
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ModelError(
-            f"target_modules in {CONFIG} of {where} is {format_value(layers)}, must be a text or a "
-            f"list of names: restore the {CONFIG} that was saved with the adapter"
-        )
     found = {
         "r": config.get("r"),
         "lora_alpha": config.get("lora_alpha"),
         "lora_dropout": config.get("lora_dropout", 0.0),
-        "target_modules": sorted(names),
+        "target_modules": _sorted_names(config.get("target_modules") or ()),
     }
     has = config | found
     for name, value in given.items():
-        is_same = value == has.get(name)
-        if name == "target_modules" and value:
-            is_same = {*([value] if isinstance(value, str) else value)} == {*has[name]}
-        if value is not None and not is_same:
+        asked = _sorted_names(value) if name == "target_modules" and value else value
+        if value is not None and asked != has.get(name):
             raise ConfigError(
                 f"{section}{name} is {format_value(value)}, but the adapter in {where} has "
                 f"{format_value(has.get(name))}: leave {section}{name} out, because the settings "
                 "of an adapter cannot change"
             )
-    found["others"] = {name: config[name] for name in NOT_BY_VLLM if config.get(name)}
-    return found
+    return found | {"others": {name: config[name] for name in NOT_BY_VLLM if config.get(name)}}
+
+
+def _sorted_names(modules: str | Iterable[str]) -> list[str]:
+    """Return the names of layers in order; a pattern for names is returned as the only item."""
+    return [modules] if isinstance(modules, str) else sorted(modules)
 
 
 def _config_of(adapter: Path) -> dict[str, Any]:
     try:
-        config = json.loads((adapter / CONFIG).read_bytes())
-        if not isinstance(config, dict):
-            raise TypeError("it is not a JSON object")
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
+        return json.loads((adapter / CONFIG).read_bytes())
+    except (OSError, ValueError) as exc:
         raise ModelError(
             f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
             "adapter again"
         ) from exc
-    return config
 
 
 # --- the adapter of a model ----------------------------------------------------------------------

@@ -19,7 +19,6 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
 
-MAGIC = b"GGUF"
 CONVERSION = 2  # version of the conversion code; a change makes cached folders invalid
 # Values of `tokenizer.ggml.token_type`
 CONTROL = 3
@@ -42,16 +41,27 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         file's path, size and modification time and of the version of the conversion code.
 
     Raises:
-        ModelError: The file is missing, not a GGUF file, damaged, incomplete, or of an architecture
-            that transformers cannot read. Or the package ``gguf`` is not installed.
+        ModelError: The file is not a GGUF file, damaged, incomplete, or of an architecture that
+            transformers cannot read. Or the package ``gguf`` is not installed.
     """
-    path = Path(path).expanduser().absolute()
+    path = path.expanduser().absolute()
     goal = _goal(path, cache_dir)
     if goal.is_dir():
         return goal
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
     with _reading(path):
-        model, tokenizer, missing = _read(path)
+        model, info = auto_model.from_pretrained(
+            **_source(path),
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+        tokenizer = _tokenizer_of(path)
         _repair_tokens(model, tokenizer)
+    missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly
         raise ModelError(
             f"{format_value(str(path))} lacks {len(missing)} weights of its model, such as "
@@ -68,22 +78,21 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     return goal
 
 
-def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
+def read_tokenizer(path: Path) -> Any:
     """Return the tokenizer of a GGUF file without reading the model's weights.
 
     If the file was converted before, the tokenizer is loaded from the converted folder.
 
     Args:
         path: The GGUF file.
-        cache_dir: As for ``convert``.
 
     Raises:
         ModelError: The file cannot be read; the reasons are those of ``convert``.
     """
     from transformers import AutoTokenizer
 
-    path = Path(path).expanduser().absolute()
-    goal = _goal(path, cache_dir)
+    path = path.expanduser().absolute()
+    goal = _goal(path)
     if goal.is_dir():
         return AutoTokenizer.from_pretrained(goal, trust_remote_code=False)
     with _reading(path):
@@ -91,24 +100,18 @@ def read_tokenizer(path: Path, cache_dir: Path | None = None) -> Any:
 
 
 def _tokenizer_of(path: Path) -> Any:
+    """Return the tokenizer of a GGUF file, with control and user-defined tokens registered.
+
+    These are tokens such as Qwen3's ``</think>``. The converters of transformers 5.17 register
+    three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces.
+    """
+    from tokenizers import AddedToken
     from transformers import AutoTokenizer
     from transformers.integrations.gguf import read_gguf_metadata
 
     arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
     metadata, _ = read_gguf_metadata(str(path), arrays)
     tokenizer = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
-    _register_tokens(tokenizer, metadata)
-    return tokenizer
-
-
-def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
-    """Register control and user-defined tokens, such as Qwen3's ``</think>``, in a tokenizer.
-
-    The converters of transformers 5.17 register three of these tokens for Qwen and none for Gemma.
-    The tokenizer would split tokens that are not registered into pieces.
-    """
-    from tokenizers import AddedToken
-
     tokens = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type", ())
     known = tokenizer.get_added_vocab()
@@ -119,6 +122,7 @@ def _register_tokens(tokenizer: Tokenizer, metadata: dict[str, Any]) -> None:
             if kind in (CONTROL, USER_DEFINED) and token not in known
         ]
     )
+    return tokenizer
 
 
 def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
@@ -179,45 +183,12 @@ def _source(path: Path) -> dict[str, Any]:
     }
 
 
-def _goal(path: Path, cache_dir: Path | None) -> Path:
-    """Return the folder for the converted file, which may not exist yet.
-
-    Raises:
-        ModelError: The file cannot be read, or does not start with the magic bytes of GGUF.
-    """
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-        stat = path.stat()
-    except (OSError, ValueError) as exc:  # ValueError: the character 0 in the path
-        raise ModelError(
-            f"cannot read {format_value(str(path))} ({first_line(exc)}); give the path of a .gguf "
-            "file"
-        ) from exc
-    if magic != MAGIC:
-        raise ModelError(
-            f"{format_value(str(path))} is not a GGUF file: it starts with {magic!r}; give the "
-            "path of a .gguf file, or download it again"
-        )
+def _goal(path: Path, cache_dir: Path | None = None) -> Path:
+    """Return the folder for the converted file, which may not exist yet."""
+    stat = path.stat()
     facts = f"{CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}"
-    cache = Path(cache_dir or cache_folder() / "gguf").expanduser().absolute()
+    cache = cache_dir or cache_folder() / "gguf"
     return cache / f"{path.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
-
-
-def _read(path: Path) -> tuple[Any, Any, list[str]]:
-    """Return a GGUF file's model in bf16, its tokenizer, and the names of missing weights."""
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    source = _source(path)
-    auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
-    model, info = auto_model.from_pretrained(
-        **source,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-    )
-    return model, _tokenizer_of(path), sorted(info["missing_keys"])
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
@@ -227,25 +198,23 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     EOS token (integrations/ggml.py, ``GGUFLlamaConverter``), so that completions would never end.
     """
     config = model.config
-    settings = model.generation_config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = [end for end in given if end is not None]
-    if ends:  # before the template is rendered, which may read the tokenizer's tokens
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if given[0] is not None:  # the template may name the EOS token
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(given[0])
     if tokenizer.bos_token is not None and config.bos_token_id is not None:
         tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
-    turn_end = end_of_turn_id(tokenizer)
-    if turn_end is not None:
-        ends = [turn_end, *(end for end in ends if end != turn_end)]
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn_end)
-    vocabulary = tokenizer.get_vocab()
-    pads = (config.pad_token_id, *map(vocabulary.get, PAD_TOKENS))
-    pad = next((one for one in pads if one is not None and one not in ends), None)
-    config.pad_token_id = pad if pad is not None or not ends else ends[0]
+    found = dict.fromkeys((end_of_turn_id(tokenizer), *given))
+    ends = [end for end in found if end is not None]
+    if ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    pads = (config.pad_token_id, *map(tokenizer.get_vocab().get, PAD_TOKENS))
+    usable = [pad for pad in pads if pad is not None and pad not in ends]
+    config.pad_token_id = next(iter(usable + ends), None)
     if config.pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     tokenizer.clean_up_tokenization_spaces = False
     config.eos_token_id = ends[0] if ends else None
+    settings = model.generation_config
     settings.eos_token_id = ends or None
     settings.bos_token_id = config.bos_token_id
     settings.pad_token_id = config.pad_token_id

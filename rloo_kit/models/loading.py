@@ -44,6 +44,7 @@ from rloo_kit.types import Model, Tokenizer
 
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
+TOKENIZER = "tokenizer_config.json"
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
@@ -100,21 +101,39 @@ def load_model(
         GenerationError: The shared engine cannot start.
     """
     environment = setup(backend)
-    source, adapter, hub = _source_of(name, revision)
-    if adapter is not None:
-        if _has_tokenizer(adapter):  # use the chat template that the adapter was trained with
-            kwargs.setdefault("tokenizer_name", str(adapter))
-        max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
+    source = find_model(name, revision)
+    base = str(name)
+    if adapter := adapter_in(source):
+        base, revision = base_of(adapter), revision_of(adapter)
+        source = find_model(base, revision)
     with _as_model_errors(str(name)):
+        if adapter:
+            max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
+            if (adapter / TOKENIZER).is_file():  # with the chat template that it was trained with
+                kwargs.setdefault("tokenizer_name", str(adapter))
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
-    given = _taken_from(kwargs, fast_inference, why_not_shared)
-    given["not_shared"] = tuple(vllm or ())
-    rank = reserved_rank(max_lora_rank)
-    engine = EngineSettings(max_seq_length, load_in_4bit, rank, num_sequences, **given)
-    kwargs = {"dtype": _dtype(precision, environment)} | kwargs
-    kwargs |= {"trust_remote_code": trust_remote_code, "use_safetensors": True}
-    kwargs |= {"max_seq_length": max_seq_length, "load_in_4bit": load_in_4bit}
+    _check_arguments(kwargs, why_not_shared)
+    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
+    engine = EngineSettings(
+        max_seq_length,
+        load_in_4bit,
+        reserved_rank(max_lora_rank),
+        num_sequences,
+        share=kwargs.pop("gpu_memory_utilization", None),
+        sleeps=kwargs.pop("unsloth_vllm_standby", True),
+        required=fast_inference != "auto" or bool(extra),
+        extra=extra,
+        not_shared=tuple(vllm or ()),
+    )
+    kwargs = {
+        "dtype": _dtype(precision, environment),
+        **kwargs,
+        "trust_remote_code": trust_remote_code,
+        "use_safetensors": True,
+        "max_seq_length": max_seq_length,
+        "load_in_4bit": load_in_4bit,
+    }
     load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
     load = functools.partial(load_base, source, model_class, images, **kwargs)
     if why_not_shared is None:
@@ -126,31 +145,14 @@ def load_model(
     _set_template((tokenizer, processor), chat_template)
     vars(notes_of(model)).update(
         backend=environment.backend,
-        vllm=dict(vllm or {}),
+        vllm=vllm or {},
         max_seq_length=max_seq_length,
         trust_remote_code=trust_remote_code,
-        hub=hub,
+        hub=None if revision is None else (base, revision),
     )
     add_to_session(model)
-    model = model if adapter is None else _with_adapter(model, adapter)
+    model = _with_adapter(model, adapter) if adapter else model
     return model, processor if images else tokenizer
-
-
-def _source_of(
-    name: str | Path, revision: str | None
-) -> tuple[str, Path | None, tuple[str, str] | None]:
-    """Find the files of a model, or of an adapter and its base model.
-
-    Returns:
-        The base model as ``find_model`` returns it; the adapter's folder, or None; and the base's
-        hub name and revision, or None if no revision is given.
-    """
-    source = find_model(name, revision)
-    adapter = adapter_in(source)
-    if adapter is not None:
-        name, revision = base_of(adapter), revision_of(adapter)
-        source = find_model(name, revision)
-    return source, adapter, None if revision is None else (str(name), revision)
 
 
 def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
@@ -202,51 +204,35 @@ def load_tokenizer(
         else:
             source = find_model(name, revision)
             adapter = adapter_in(source)
-            if adapter is not None and not _has_tokenizer(adapter):
+            if adapter and not (adapter / TOKENIZER).is_file():
                 source = find_model(base_of(adapter), revision_of(adapter))
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     _set_template([tokenizer], chat_template)
     return tokenizer
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer_config.json").is_file()
-
-
-def _taken_from(
-    kwargs: dict[str, Any], fast_inference: bool | str, why_not_shared: str | None
-) -> dict[str, Any]:
-    """Take the arguments of a shared engine out of ``kwargs``.
+def _check_arguments(given: dict[str, Any], why_not_shared: str | None) -> None:
+    """Check the further arguments of ``load_model``.
 
     Args:
-        kwargs: Arguments of ``load_model``, changed in place.
-        fast_inference: The argument of ``load_model``.
+        given: The arguments.
         why_not_shared: The reason why the weights are not shared with vLLM, or None.
 
-    Returns:
-        Fields of ``EngineSettings``.
-
     Raises:
-        ConfigError: There are arguments of the engine, but the weights are not shared. Or the
+        ConfigError: There are arguments of a shared engine, but the weights are not shared. Or the
             weights are requested in 8 bit.
     """
-    if kwargs.get("load_in_8bit"):
+    if given.get("load_in_8bit"):
         raise ConfigError(
             "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
             "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
         )
-    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
-    if extra and why_not_shared:
+    unused = SHARED_ENGINE_NAMES & set(given)
+    if unused and why_not_shared:
         raise ConfigError(
-            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, but "
+            f"unsloth.{min(unused)} is for weights that Unsloth shares with vLLM, but "
             f"{why_not_shared}: leave it out"
         )
-    return {
-        "share": kwargs.pop("gpu_memory_utilization", None),
-        "sleeps": kwargs.pop("unsloth_vllm_standby", True),
-        "required": fast_inference != "auto" or bool(extra),
-        "extra": extra,
-    }
 
 
 def _why_not_shared(
@@ -468,10 +454,8 @@ def _with_adapter(model: Model, folder: Path) -> Any:
             peft_model = _new_adapter(model, settings)
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
-        if found.unexpected_keys:
-            raise ValueError(f"the base has no layer for its weight {found.unexpected_keys[0]}")
-        if lost:
-            raise ValueError(f"its file has no weight {lost[0]}")
+        if wrong := [*found.unexpected_keys, *lost]:
+            raise ValueError(f"its weight {wrong[0]} is missing in its file or in the base")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
@@ -574,23 +558,22 @@ def find_model(name: str | Path, revision: str | None = None) -> str:
         ModelError: The model does not exist or cannot be read.
         ConfigError: A revision is given for a model that is not on the hub.
     """
-    if revision is not None and (name in EMBEDDED or os.path.exists(os.path.expanduser(name))):
-        raise ConfigError(
-            f"revision is {format_value(revision)}, but {format_value(str(name))} is a model on "
-            "this machine: leave revision out, or give a hub name"
-        )
-    if name in EMBEDDED:
-        return str(EMBEDDED[str(name)])
-    check_path(str(name))
-    path = Path(os.path.expanduser(name))
     name = str(name)
+    path = EMBEDDED.get(name, Path(os.path.expanduser(name)))
+    is_here = os.path.exists(path)
+    if revision is not None and is_here:
+        raise ConfigError(
+            f"revision is {format_value(revision)}, but {format_value(name)} is a model on this "
+            "machine: leave revision out, or give a hub name"
+        )
+    check_path(name)
     if path.suffix == ".gguf":
         from rloo_kit.models.gguf import convert
 
         return str(convert(path))
     if os.path.isfile(path / "config.json") or adapter_in(path) is not None:
         return str(path)
-    if os.path.exists(path):
+    if is_here:
         raise ModelError(f"{name!r} holds no config.json, so it is not a model: {TO_GIVE}")
     return _ask_hub(name, revision)
 
@@ -609,7 +592,7 @@ def _ask_hub(name: str, revision: str | None) -> str:
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
     # the first match counts, because GatedRepoError is a subclass of RepositoryNotFoundError
-    reasons: dict[type[Exception], str] = {
+    reasons = {
         errors.GatedRepoError: "is gated: accept its licence on its page and put HF_TOKEN into "
         ".env",
         errors.RepositoryNotFoundError: "is not on the hub: check the spelling, or put HF_TOKEN "
@@ -690,14 +673,13 @@ def _dtype(precision: str, environment: Environment) -> Any:
     """
     import torch
 
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if precision == "auto":
-        if environment.backend == "unsloth":
-            return None
-        return kinds.get(environment.hardware.mixed_precision, torch.float32)
+    kinds: dict[str, Any] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    best = kinds.get(environment.hardware.mixed_precision, torch.float32)
+    kinds["auto"] = None if environment.backend == "unsloth" else best
     if precision not in kinds:
-        known = ", ".join(["auto", *kinds])
-        raise ConfigError(f"precision is {format_value(precision)}, must be one of {known}")
+        raise ConfigError(
+            f"precision is {format_value(precision)}, must be one of {', '.join(kinds)}"
+        )
     return kinds[precision]
 
 

@@ -8,7 +8,7 @@ the shapes of the models in examples/, so that planning them needs no network.
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +52,10 @@ class Linear:
     name: str  # the last part of the name, such as q_proj
     rows: int  # output features
     columns: int  # input features
-    count: int  # number of these layers
     quantised: bool  # True if bitsandbytes quantises them when the model is loaded in 4 bit
     # True for experts that are stored together in one parameter, which only Unsloth quantises
-    is_expert: bool = False
+    is_expert: bool
+    count: int  # number of these layers
 
     @property
     def size(self) -> int:
@@ -67,7 +67,6 @@ class Linear:
 class ModelShape:
     """Layers and sizes of a model."""
 
-    name: str
     source: str  # where the config comes from, in words
     hidden_size: int
     intermediate_size: int  # width of the MLP, or of all experts together that a token uses
@@ -78,9 +77,9 @@ class ModelShape:
     vocab_size: int
     linears: tuple[Linear, ...]
     others: int  # number of parameters of embeddings, norms and biases; tied ones count once
-    qk_norm: bool = False  # True if queries and keys are normalised
-    packed: bool = False  # True if the checkpoint has 4-bit weights
-    in_16bit: float = 0.0  # fraction of the quantised layers' weights that stays in 16 bit
+    qk_norm: bool  # True if queries and keys are normalised
+    packed: bool  # True if the checkpoint has 4-bit weights
+    in_16bit: float  # fraction of the quantised layers' weights that stays in 16 bit
 
     @property
     def num_parameters(self) -> int:
@@ -120,10 +119,10 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     found = name if folder is None else base_of(folder)
     check_path(found)
     try:
-        published = None if _is_here(found) else _published_shape(found)
-        if published is not None:
-            return replace(published, name=name)
-        config, source = _read_config(found, trust_remote_code)
+        is_here = _is_here(found)
+        if not is_here and (published := _published_shape(found)):
+            return published
+        config, source = _read_config(found, is_here, trust_remote_code)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
     except Exception as exc:  # the classes differ by library, version and network
         raise ModelError(
@@ -133,25 +132,29 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
         ) from exc
 
 
-def _read_config(name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the transformers config of a model, and in words where it comes from."""
+def _read_config(name: str, is_here: bool, trust_remote_code: bool) -> tuple[Any, str]:
+    """Return the transformers config of a model, and in words where it comes from.
+
+    Args:
+        name: An embedded model, a .gguf file, a folder, or a hub name.
+        is_here: The result of ``_is_here``.
+        trust_remote_code: True to run code that comes with the model.
+    """
+    from transformers import AutoConfig
+
     path = EMBEDDED.get(name, Path(name).expanduser())
-    source = "the hub's copy"
-    if not path.exists() and not _is_here(name):
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if path.suffix == ".gguf":
+        options["gguf_file"] = path.name
+        return AutoConfig.from_pretrained(path.parent, **options), "its GGUF file"
+    if path.is_dir():
+        return AutoConfig.from_pretrained(path, **options), "its config.json"
+    if not is_here:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         # a single request; without a network transformers would retry for half a minute
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
-        source = "the hub"
-    from transformers import AutoConfig
-
-    options = {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        where = {"gguf_file": path.name}
-        return AutoConfig.from_pretrained(path.parent, **where, **options), "its GGUF file"
-    if path.is_dir():
-        return AutoConfig.from_pretrained(path, **options), "its config.json"
-    return AutoConfig.from_pretrained(name, **options), source
+    return AutoConfig.from_pretrained(name, **options), "its config on the hub"
 
 
 def _is_here(name: str) -> bool:
@@ -190,7 +193,6 @@ def _published_shape(name: str) -> ModelShape | None:
     # norms of attention, MLP, queries and keys in each layer, and the final norm
     norms = layers * 2 * (hidden + QWEN3_HEAD) + hidden
     return ModelShape(
-        name=name,
         source="rloo-kit's table",
         hidden_size=hidden,
         intermediate_size=inner,
@@ -199,7 +201,7 @@ def _published_shape(name: str) -> ModelShape | None:
         num_kv_heads=QWEN3_KV_HEADS,
         head_dim=QWEN3_HEAD,
         vocab_size=QWEN3_VOCABULARY,
-        linears=tuple(Linear(leaf, *size, layers, True) for leaf, size in sizes.items()),
+        linears=tuple(Linear(leaf, *size, True, False, layers) for leaf, size in sizes.items()),
         others=embeddings + norms,
         qk_norm=True,
         packed="bnb-4bit" in name.lower(),
@@ -222,29 +224,35 @@ def shape_of_config(
         source: Where the config comes from, in words.
         trust_remote_code: True to run code that comes with the model.
     """
+    import torch
+
     config = copy.deepcopy(config)
     text = config.get_text_config()
     settings = config.to_dict().get("quantization_config") or {}
     skipped = settings.get("llm_int8_skip_modules") or ()
-    model = _on_meta(config, trust_remote_code)
+    vars(config).pop("quantization_config", None)  # to get the layers' sizes before quantisation
+    with torch.device("meta"):  # where a model needs no memory
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
     linears = _linears(model, skipped)
     heads = text.num_attention_heads
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    leaves = {module.rpartition(".")[2] for module, _ in model.named_modules()}
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if expert := getattr(text, "moe_intermediate_size", None):
+        inner = (getattr(text, "num_experts_per_tok", None) or 1) * expert
+    norms = (".q_norm", ".q_layernorm")
     guessed = "unsloth-bnb-4bit" in name.lower() and not skipped
     return ModelShape(
-        name=name,
         source=source,
         hidden_size=text.hidden_size,
-        intermediate_size=_intermediate(text),
+        intermediate_size=inner,
         num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         linears=linears,
-        others=everything - sum(linear.size * linear.count for linear in linears),
-        qk_norm=not leaves.isdisjoint(("q_norm", "q_layernorm")),
+        others=model.num_parameters() - sum(linear.size * linear.count for linear in linears),
+        qk_norm=any(module.endswith(norms) for module, _ in model.named_modules()),
         packed=bool(settings.get("load_in_4bit")),
         in_16bit=DYNAMIC_SHARE if guessed else 0.0,
     )
@@ -266,19 +274,10 @@ def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _on_meta(config: "PreTrainedConfig", trust_remote_code: bool) -> Any:
-    """Build a model on torch's meta device, where it needs no memory, and return it."""
-    import torch
-
-    vars(config).pop("quantization_config", None)  # to get the layers' sizes before quantisation
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
-    return model
-
-
 def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
-    """Return the linear layers of a model, including experts but without the LM head.
+    """Return the linear layers of a model without its LM head.
+
+    Experts that are stored in three-dimensional parameters are included.
 
     Args:
         model: The model.
@@ -287,41 +286,17 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
     import torch
 
     head = model.get_output_embeddings()
-    found = Counter(
-        (
-            name.rpartition(".")[2],
-            module.out_features,
-            module.in_features,
-            not any(part in name for part in skipped),
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    )
-    dense = [Linear(*key[:3], count, key[3]) for key, count in found.items()]
-    return (*dense, *_experts(model))
-
-
-def _experts(model: Model) -> Iterator[Linear]:
-    """Yield the linear layers of experts that a model stores in three-dimensional parameters."""
-    found = Counter(
-        (name.rpartition(".")[2], *parameter.shape)
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and "experts" in name
-    )
-    for (leaf, number, rows, columns), layers in found.items():
-        yield Linear(f"experts.{leaf}", rows, columns, number * layers, False, True)
-
-
-def _intermediate(text: Any) -> int:
-    """Return the width of the MLP, or of all experts together that a token uses.
-
-    Args:
-        text: The text config of a model.
-    """
-    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    expert = getattr(text, "moe_intermediate_size", None)
-    chosen = getattr(text, "num_experts_per_tok", None) or 1
-    return chosen * expert if expert else dense
+    found: Counter[Any] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            size = (module.out_features, module.in_features)
+            is_quantised = not any(part in name for part in skipped)
+            found[name.rpartition(".")[2], *size, is_quantised, False] += 1
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and "experts" in name:  # number of experts, rows, columns
+            number, *size = parameter.shape
+            found[f"experts.{name.rpartition('.')[2]}", *size, False, True] += number
+    return tuple(Linear(*key, count=count) for key, count in found.items())
 
 
 def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> int:
@@ -333,9 +308,9 @@ def weight_bytes(shape: ModelShape, *, in_4bit: bool, value_bytes: int = 2) -> i
             and the LM head are never quantised.
         value_bytes: Bytes of a weight that is not in 4 bit.
     """
-    total: float = shape.others * value_bytes
+    total = shape.others * value_bytes
     for linear in shape.linears:
-        size: float = linear.size * value_bytes
+        size = linear.size * value_bytes
         if in_4bit and linear.quantised:
             packed = nf4_bytes(linear.rows, linear.columns)
             size = packed * (1 - shape.in_16bit) + size * shape.in_16bit

@@ -55,13 +55,14 @@ class EngineSettings:
         Raises:
             GenerationError: The free memory is too small.
         """
+        extra = {"max_num_batched_tokens": BATCHED_TOKENS} | self.extra
         size = engine_size(
             shape,
             in_4bit=self.load_in_4bit or shape.packed,
             max_rank=self.max_lora_rank,
             num_sequences=self.num_sequences,
             max_length=self.max_seq_length,
-            batched_tokens=self.extra.get("max_num_batched_tokens", BATCHED_TOKENS),
+            batched_tokens=extra["max_num_batched_tokens"],
         )
         found = engine_memory(size, free, sleeps=self.sleeps, card=card, share=self.share)
         share = self.share or found.share(card)
@@ -71,8 +72,7 @@ class EngineSettings:
             # Unsloth multiplies this by the free memory, but vLLM by the total memory
             "gpu_memory_utilization": min(1.0, share * card / free),
             "max_num_seqs": min(self.num_sequences, MAX_SEQUENCES),
-            "max_num_batched_tokens": BATCHED_TOKENS,
-            **self.extra,
+            **extra,
         }
 
 
@@ -108,16 +108,22 @@ def load_shared(
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
-        engine = _checked(engine)
+        for name in engine.not_shared:
+            raise ConfigError(
+                f"vllm.{name} is for an engine with its own copy of the weights, but Unsloth "
+                "shares them with vLLM here: write it under `unsloth:` if Unsloth has this "
+                "setting, or set model.backend to transformers"
+            )
+        # an earlier engine of this process may have left memory that vLLM cannot free
+        engine = replace(engine, sleeps=engine.sleeps and may_sleep())
         hardware = detect_hardware()
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
             with patch_environment(**{STANDBY: "1" if engine.sleeps else "0"}):
                 model, tokenizer = load(**arguments)
-        except GenerationError as exc:
-            reason = str(exc)
         except Exception as exc:  # Unsloth raises errors of many classes
-            reason = f"Unsloth: {why_no_start(exc)}"
+            is_ours = isinstance(exc, GenerationError)
+            reason = str(exc) if is_ours else f"Unsloth: {why_no_start(exc)}"
         else:
             # Unsloth may load without vLLM and only print the reason
             if getattr(model, "vllm_engine", None) is not None:
@@ -148,23 +154,6 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
         f"Unsloth can share weights with vLLM only for dense models with Llama's layers, but this "
         f"model has {', '.join(sorted(names)[:6])}"
     )
-
-
-def _checked(engine: EngineSettings) -> EngineSettings:
-    """Check the settings of an engine; turn ``sleeps`` off if vLLM could not free memory.
-
-    vLLM could not free it if an earlier engine of this process left memory in vLLM's pool.
-
-    Raises:
-        ConfigError: There are settings under ``vllm:``, but Unsloth starts this engine.
-    """
-    for name in engine.not_shared:
-        raise ConfigError(
-            f"vllm.{name} is for an engine with its own copy of the weights, but Unsloth shares "
-            f"them with vLLM here: write it under `unsloth:` if Unsloth has this setting, or set "
-            f"model.backend to transformers"
-        )
-    return replace(engine, sleeps=False) if engine.sleeps and not may_sleep() else engine
 
 
 def why_no_start(exc: Exception) -> str:

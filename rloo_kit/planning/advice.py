@@ -53,13 +53,13 @@ def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
     """
     peak = partial(peak_with, config, facts)
     # Each family is tried on top of the changes so far, so that it changes no more than needed
-    found: list[Option] = []
+    found = []
     for family in range(len(_families(config, facts))):
         if peak(found) <= room:
             break
         options = _families(apply(config, found), facts)[family]
-        fitting = next((one for one in options if peak([*found, one]) <= room), None)
-        chosen = fitting or (options[-1] if options else None)
+        fitting = [one for one in options if peak([*found, one]) <= room]
+        chosen = next(iter(fitting + options[-1:]), None)
         if chosen and peak([*found, chosen]) < peak(found):
             found.append(chosen)
     if peak(found) > room:
@@ -111,7 +111,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             if not config.trainer.get("generation_batch_size")
         ],
         [] if facts.continues else [[f"lora.r={rank}"] for rank in _halves(job.rank, 8)],
-        _shorter_completions(config, job),
+        list(_shorter_completions(config, job)),
     ]
 
 
@@ -121,13 +121,9 @@ def _halves(value: int, lowest: int) -> Iterator[int]:
         yield value
 
 
-def _shorter_completions(config: RunConfig, job: Job) -> list[Option]:
+def _shorter_completions(config: RunConfig, job: Job) -> Iterator[Option]:
     length = job.completion
-    options = []
     while length > 128:
         length = max(128, length // 4 * 3 // 64 * 64)
         longest = config.model.max_seq_length - job.completion + length
-        options.append(
-            [f"trainer.max_completion_length={length}", f"model.max_seq_length={longest}"]
-        )
-    return options
+        yield [f"trainer.max_completion_length={length}", f"model.max_seq_length={longest}"]

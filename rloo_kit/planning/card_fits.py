@@ -24,7 +24,7 @@ class Fit:
 
     name: str  # the run file
     plan: Plan
-    overrides: tuple[str, ...]  # changes, each ``section.key=value``; () if none is needed
+    overrides: list[str]  # changes, each ``section.key=value``; [] if none is needed
 
     def __str__(self) -> str:
         command = " ".join(["rloo-kit train", self.name, *(f"--set {o}" for o in self.overrides)])
@@ -47,8 +47,8 @@ def describe_fits(card: Hardware) -> str:
     if not card.on_gpu:
         raise ConfigError("this machine has no GPU: name a GPU, as in --gpu 12GB, or a run file")
     names = sorted(path.stem for path in EXAMPLES.glob("qwen3-*.yaml"))
-    fits = [fit for name in names if (fit := longest_fit(name, card)) is not None]
-    best: dict[int, Fit] = {}  # size of a model -> its fit with the longest completions
+    fits = [fit for name in names if (fit := longest_fit(name, card))]
+    best = {}  # size of a model -> its fit with the longest completions
     for fit in sorted(fits, key=lambda one: (one.plan.job.completion, -len(one.overrides))):
         best[fit.plan.facts.shape.num_parameters] = fit
     lines = [f"on {card.name}, with Unsloth and vLLM; peaks are estimates:"]
@@ -74,13 +74,13 @@ def longest_fit(name: str, card: Hardware) -> Fit | None:
     facts = read_facts(config, EXAMPLES, card, card.usable)
     facts = replace(facts, vllm=True, unsloth=True)  # as on a machine where both are installed
     for length in sorted({own, *LENGTHS}, reverse=True):
-        overrides = (
+        overrides = [
             f"trainer.max_completion_length={length}",
             f"model.max_seq_length={length + prompt}",
-        )
-        plan = Plan(apply(config, [list(overrides)]), facts)
+        ]
+        plan = Plan(apply(config, [overrides]), facts)
         if plan.fits:
-            return Fit(name, plan, () if length == own else overrides)
+            return Fit(name, plan, [] if length == own else overrides)
     return None
 
 

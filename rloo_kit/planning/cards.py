@@ -1,20 +1,14 @@
 """Estimates of the memory for training a run on several GPUs: DDP, FSDP2, a server, verl."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rloo_kit.planning.memory import CONTEXT, LEARN, SAMPLE, SCORE, Job, plan_memory, planned_engine
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to train on several GPUs, and the memory that it needs."""
-
-    name: str
-    peak_bytes: int  # peak of the GPU that needs the most memory
-
-
-def find_ways(job: Job, cards: int) -> list[Way]:
+def find_ways(job: Job, cards: int) -> dict[str, int]:
     """Return the ways to train a run on several equal GPUs, the simplest way first.
+
+    The result is: name of the way -> peak memory in bytes of the GPU that needs the most.
 
     Each GPU that trains has the batch size, micro-batches and lengths of the run. FSDP2 or ZeRO-3
     shards the base model across the GPUs, and vLLM shards its copy (tensor parallelism). Unsloth is
@@ -29,21 +23,20 @@ def find_ways(job: Job, cards: int) -> list[Way]:
     divided = replace(several, cards=cards)
     in_16bit = replace(divided, in_4bit=False)
     serving = cards // 2
-    training = cards - cards // 2
+    training = cards - serving
     served = replace(several if training > 1 else job, engine="server", cards=training)
     widths = {"4-bit": divided, "16-bit": in_16bit} if job.in_4bit else {"16-bit": in_16bit}
-    return [
-        Way("a copy of the base on each card (DDP)", plan_memory(several).peak_bytes),
-        Way(
-            f"vLLM's server on {serving}, training on {training}",
-            max(plan_memory(served).peak_bytes, _server_bytes(job, serving)),
+    return {
+        "a copy of the base on each card (DDP)": plan_memory(several).peak_bytes,
+        f"vLLM's server on {serving}, training on {training}": max(
+            plan_memory(served).peak_bytes, _server_bytes(job, serving)
         ),
-        *(
-            Way(f"{width} base divided (FSDP, ZeRO-3)", plan_memory(one).peak_bytes)
+        **{
+            f"{width} base divided (FSDP, ZeRO-3)": plan_memory(one).peak_bytes
             for width, one in widths.items()
-        ),
-        Way("verl: 16-bit base divided, and vLLM", _verl_bytes(in_16bit)),
-    ]
+        },
+        "verl: 16-bit base divided, and vLLM": _verl_bytes(in_16bit),
+    }
 
 
 def _server_bytes(job: Job, cards: int) -> int:
@@ -59,6 +52,6 @@ def _server_bytes(job: Job, cards: int) -> int:
 def _verl_bytes(divided: Job) -> int:
     """Return the peak of a GPU in bytes if vLLM's weights are on it only during sampling."""
     memory = plan_memory(replace(divided, engine="server"))
-    held = sum(memory.parts[name].get(SAMPLE, 0) for name in ("weights", "LoRA adapter, float32"))
+    held = sum(memory.parts[name][SAMPLE] for name in ("weights", "LoRA adapter, float32"))
     held += _server_bytes(divided, divided.cards)
     return max(held, memory.phases[LEARN], memory.phases.get(SCORE, 0))

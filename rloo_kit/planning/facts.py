@@ -5,7 +5,7 @@ This module reads configs and prompts, never weights.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from rloo_kit.config.run_file import RunConfig
@@ -21,7 +21,7 @@ from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
 
-_shape = lru_cache(maxsize=16)(read_shape)
+_shape = cache(read_shape)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,13 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
 
 def make_job(config: RunConfig, facts: Facts) -> Job:
     """Combine a run's settings and facts into the ``Job`` from which its memory is computed."""
-    trainer = {**DEFAULTS, **config.trainer}
+    trainer = DEFAULTS | config.trainer
     batch = batch_plan(trainer)
     others = config.lora.others
     layers = others.get("layers_to_transform")
+    adapted_layers = facts.shape.num_layers
+    if layers is not None:
+        adapted_layers = len(layers) if isinstance(layers, list) else 1
     shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     checkpointing = "unsloth" if facts.unsloth else "plain"
@@ -83,12 +86,12 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(_targets(config, facts)),
-        adapted_layers=len(layers) if isinstance(layers, list) else layers and 1,
+        adapted_layers=adapted_layers,
         whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,
         rows=batch.num_completions,
-        in_flight=batch.in_flight,
+        at_once=batch.in_flight,
         step_rows=batch.step_rows,
         group=batch.num_generations,
         prompt=min(facts.longest or config.data.max_prompt_tokens or left, left),
@@ -100,9 +103,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         engine=_engine(config, facts),
         sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu)),
         share=trainer.get("vllm_gpu_memory_utilization"),
-        batched_tokens={**config.vllm, **config.unsloth}.get(
-            "max_num_batched_tokens", BATCHED_TOKENS
-        ),
+        batched_tokens=(config.vllm | config.unsloth).get("max_num_batched_tokens", BATCHED_TOKENS),
         draft_tokens=(config.vllm.get("speculative_config") or {}).get("num_speculative_tokens", 0),
     )
 
@@ -167,15 +168,15 @@ def _engine(config: RunConfig, facts: Facts) -> str:
 
     It is one of ``ENGINES``, or ``shared`` if vLLM uses Unsloth's copy of the weights.
     """
-    trainer = config.trainer
-    asked = "vllm" if trainer.get("use_vllm") else trainer.get("generation", "auto")
-    if "server" in (trainer.get("vllm_mode"), trainer.get("generation")):
+    asked = config.trainer.get("generation", "auto")
+    if "server" in (asked, config.trainer.get("vllm_mode")):
         return "server"
+    asked = "vllm" if config.trainer.get("use_vllm") else asked
     is_shared = facts.unsloth and not why_not_shared(
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
     # If vLLM was requested by name, the plan assumes that it runs on the machine of the plan
-    why_not = None if can_sample or asked == "vllm" else "it cannot here"
+    why_not = "it cannot here" if asked == "auto" and not can_sample else None
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from rloo_kit.errors import GenerationError
 from rloo_kit.machine.hardware import CHUNK_LOGITS
 from rloo_kit.models.engine_memory import (
-    BATCHED_TOKENS,
     MIB,
     UNMEASURED,
     EngineMemory,
@@ -64,41 +63,36 @@ class Job:
     shape: ModelShape
     on_gpu: bool
     room: int  # GPU memory that this process may use, or free main memory on a CPU
-    card: int = 0  # memory of the whole GPU, as torch reports it; 0: the same as `room`
-    in_4bit: bool = True
-    value_bytes: int = 2  # size of a value of an activation: 2 in 16 bit, 4 in float32
-    rank: int = 16
-    targets: tuple[str, ...] = ()  # names of the linear layers with an adapter
-    adapted_layers: int | None = None  # number of layers with an adapter; None: all
-    whole: int = 0  # number of embeddings and LM heads that are trained in full, without LoRA
-    optimizer: str = "adamw_torch"  # TRL's `optim`
-    checkpointing: str = "none"  # or `plain`, or `unsloth` (keeps layer inputs in main memory)
-    rows: int = 8  # completions in a generation batch
-    in_flight: int | None = None  # completions that are sampled at the same time; None: `rows`
-    step_rows: int = 8  # completions in an optimizer step
-    group: int = 4  # completions of a prompt
-    prompt: int = 512  # length of the longest prompt
-    completion: int = 512  # length of the longest completion
-    max_length: int = 1024  # maximum length of prompt and completion together
-    budget: int | None = None  # `tokens_per_micro_batch`; None: computed from the free memory
-    scores: bool = True  # True if a phase computes log-probabilities without gradient
-    keeps_graphs: bool = True  # True if all rows of a group run forward before any runs backward
-    engine: str = "transformers"  # or `server`, `vllm`, `shared` (vLLM on Unsloth's weights)
-    sleeps: bool = True  # True if vLLM frees its memory during training
-    share: float | None = None  # vLLM's share of the GPU memory; None: see `engine_memory`
-    batched_tokens: int = BATCHED_TOKENS  # prompt tokens that vLLM processes in one pass
-    draft_tokens: int = 0  # draft tokens of a completion in one pass (speculative decoding)
+    card: int  # memory of the whole GPU, as torch reports it
+    in_4bit: bool
+    value_bytes: int  # size of a value of an activation: 2 in 16 bit, 4 in float32
+    rank: int
+    targets: tuple[str, ...]  # names of the linear layers with an adapter
+    adapted_layers: int  # number of layers with an adapter
+    whole: int  # number of embeddings and LM heads that are trained in full, without LoRA
+    optimizer: str  # TRL's `optim`
+    checkpointing: str  # `none`, `plain`, or `unsloth` (keeps layer inputs in main memory)
+    rows: int  # completions in a generation batch
+    at_once: int  # completions that are sampled at the same time
+    step_rows: int  # completions in an optimizer step
+    group: int  # completions of a prompt
+    prompt: int  # length of the longest prompt
+    completion: int  # length of the longest completion
+    max_length: int  # maximum length of prompt and completion together
+    budget: int | None  # `tokens_per_micro_batch`; None: computed from the free memory
+    scores: bool  # True if a phase computes log-probabilities without gradient
+    keeps_graphs: bool  # True if all rows of a group run forward before any runs backward
+    engine: str  # `transformers`, `server`, `vllm`, or `shared` (vLLM on Unsloth's weights)
+    sleeps: bool  # True if vLLM frees its memory during training
+    share: float | None  # vLLM's share of the GPU memory; None: see `engine_memory`
+    batched_tokens: int  # prompt tokens that vLLM processes in one pass
+    draft_tokens: int  # draft tokens of a completion in one pass (speculative decoding)
     cards: int = 1  # GPUs across which base, adapter and optimizer states are sharded
 
     @property
     def width(self) -> int:
         """Maximum number of tokens in a row (a prompt with its completion)."""
         return min(self.prompt + self.completion, self.max_length)
-
-    @property
-    def at_once(self) -> int:
-        """Number of completions that are sampled at the same time."""
-        return self.in_flight or self.rows
 
 
 # Phase -> bytes that a part of the memory needs in that phase
@@ -112,11 +106,12 @@ class MemoryPlan:
     parts: dict[str, Held]  # name of the part -> its bytes in each phase
     budget: int  # positions in a training pass (rows times width)
     phases: dict[str, int]  # phase -> total bytes, on the GPU or, on a CPU, of the process
+    engine: EngineMemory | None  # memory of a vLLM engine in this process on a GPU
 
     @property
     def phase(self) -> str:
         """The phase that needs the most memory."""
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
@@ -132,8 +127,23 @@ def plan_memory(job: Job) -> MemoryPlan:
     """Compute the memory that a run needs in each phase."""
     sizes = adapter_sizes(job)
     trained = 4 * sum(sizes) // job.cards
-    parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained), **_sampling(job)}
-    budget = _budget(job, job.room - _total(parts, LEARN))
+    parts = {**_weights(job), "LoRA adapter, float32": _since(SAMPLE, trained)}
+    engine = None
+    if job.engine == "transformers":
+        parts |= _by_transformers(job)
+    elif job.on_gpu and job.engine != "server":  # the memory of vLLM on a CPU is not counted
+        engine = planned_engine(job)
+        parts |= _by_vllm(job, engine)
+    # The trainer computes the same budget from the memory that is free after loading
+    budget = job.budget or default_token_budget(
+        job.room - _total(parts, LEARN),
+        job.shape.hidden_size,
+        job.shape.num_layers,
+        intermediate_size=job.shape.intermediate_size,
+        bytes_per_value=job.value_bytes,
+        checkpointing=job.checkpointing != "none",
+        on_cpu=not job.on_gpu,
+    )
     states = optimizer_bytes(job.optimizer, sizes, on_gpu=job.on_gpu) // job.cards
     parts[f"optimizer states, {job.optimizer}"] = _since(SAMPLE, states)
     parts |= _passes(job, budget, trained)
@@ -142,9 +152,9 @@ def plan_memory(job: Job) -> MemoryPlan:
     lost = FRAGMENTATION if job.on_gpu else HEAP
     # The measured memory of vLLM's start already includes fragmentation
     parts["between blocks"] = {p: int(lost * _total(brief, p)) for p in PHASES if p != START}
-    there = {SCORE: job.scores, START: job.on_gpu and job.engine in ("vllm", "shared")}
+    there = {SCORE: job.scores, START: engine is not None}
     phases = {p: _total(parts, p) for p in PHASES if there.get(p, True)}
-    return MemoryPlan(parts, budget, phases)
+    return MemoryPlan(parts, budget, phases, engine)
 
 
 def _since(first: str, size: float) -> Held:
@@ -187,12 +197,10 @@ def adapter_sizes(job: Job) -> list[int]:
     These are LoRA's matrices A and B of every layer with an adapter, and the embeddings and LM
     heads that are trained in full.
     """
-    layers = job.shape.num_layers
-    part = layers if job.adapted_layers is None else job.adapted_layers
     sizes = [
         size * job.rank
         for linear in _adapted(job)
-        for _ in range(linear.count * part // layers)
+        for _ in range(linear.count * job.adapted_layers // job.shape.num_layers)
         for size in (linear.rows, linear.columns)
     ]
     return sizes + job.whole * [job.shape.vocab_size * job.shape.hidden_size]
@@ -227,18 +235,11 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def _sampling(job: Job) -> dict[str, Held]:
-    if job.engine == "transformers":
-        return _by_transformers(job)
-    if not job.on_gpu or job.engine == "server":  # the memory of vLLM on a CPU is not counted
-        return {}
+def _by_vllm(job: Job, engine: EngineMemory) -> dict[str, Held]:
     awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
-    engine = planned_engine(job)
     size = engine.size
     shared = job.engine == "shared"
-    cache = engine.cache
-    if shared:  # vLLM fills its whole share
-        cache = engine.total - size.fixed
+    cache = engine.total - size.fixed if shared else engine.cache  # shared: it fills its share
     merged = sum(linear.count * linear.size for linear in _adapted(job))
     return {
         "vLLM weights": dict.fromkeys(awake, 0 if shared else size.weights),
@@ -275,8 +276,7 @@ def planned_engine(job: Job) -> EngineMemory:
     if job.engine != "shared":  # the trainer's model and adapter are already on the GPU
         free -= size.weights + 4 * sum(adapter_sizes(job))
     try:
-        card = job.card or job.room
-        return engine_memory(size, free, sleeps=job.sleeps, card=card, share=job.share)
+        return engine_memory(size, free, sleeps=job.sleeps, card=job.card, share=job.share)
     except GenerationError as exc:
         return EngineMemory(size, size.full_cache, str(exc))
 
@@ -333,23 +333,6 @@ def _forward_bytes(job: Job) -> int:
     return job.value_bytes * (4 * job.shape.intermediate_size + 6 * job.shape.hidden_size)
 
 
-def _budget(job: Job, free: int) -> int:
-    """Return the maximum number of positions in a training pass.
-
-    It is ``tokens_per_micro_batch`` if that is set, or else the value that the trainer would
-    compute from ``free`` bytes of memory.
-    """
-    return job.budget or default_token_budget(
-        max(0, free),
-        job.shape.hidden_size,
-        job.shape.num_layers,
-        intermediate_size=job.shape.intermediate_size,
-        bytes_per_value=job.value_bytes,
-        checkpointing=job.checkpointing != "none",
-        on_cpu=not job.on_gpu,
-    )
-
-
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     width = job.width
     wide = job.value_bytes
@@ -361,11 +344,11 @@ def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
     # Gradients of this pass, and the sum of those of earlier passes if there are several
     gradients = (2 if rows < job.step_rows else 1) * trained
     copied = trained * wide // 4 if wide == 2 else 0
-    parts: dict[str, Held] = {
+    parts = {
         "gradients, float32": {LEARN: gradients},
         "activations": {LEARN: _activations(job, rows * width)},
         "log-prob chunk": {LEARN: _log_prob_chunk(job, rows * width, gradient=True)},
-        "LoRA adapter, 16 bit": {SCORE: copied, LEARN: copied},
+        "LoRA adapter, 16 bit": _since(SCORE, copied),
     }
     if job.scores:
         rows = max(1, NO_GRAD_FACTOR * budget // width)

@@ -5,7 +5,7 @@ A plan is computed from the run file, the model's config and the GPU's memory. N
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, USABLE, Hardware, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
 from rloo_kit.planning.advice import Change, find_changes, peak_with
-from rloo_kit.planning.cards import Way, find_ways
+from rloo_kit.planning.cards import find_ways
 from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
-from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory, planned_engine
+from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory
 
 # Width of the longest bar and of a part's name, in characters; with the number a line has 80
 BAR = 26
@@ -66,18 +66,17 @@ class Plan:
     @property
     def vllm_share(self) -> float | None:
         """Share of the GPU's memory that vLLM gets; None if vLLM does not run in this process."""
-        if not self.job.on_gpu or self.job.engine in ("server", "transformers"):
-            return None
-        return self.job.share or planned_engine(self.job).share(self.job.card or self.room)
+        engine = self.memory.engine
+        return engine and (self.job.share or engine.share(self.job.card))
 
     @property
     def refusal(self) -> str | None:
         """Reason why vLLM cannot start; None if vLLM can start or is not used."""
-        return None if self.vllm_share is None else planned_engine(self.job).refusal
+        return self.memory.engine and self.memory.engine.refusal
 
-    def fitting_ways(self, cards: int) -> list[Way]:
+    def fitting_ways(self, cards: int) -> list[str]:
         """Return the ways to train on ``cards`` GPUs of this kind whose estimated peak fits."""
-        return [way for way in find_ways(self.job, cards) if way.peak_bytes <= self.room]
+        return [name for name, peak in find_ways(self.job, cards).items() if peak <= self.room]
 
     @property
     def verdict(self) -> str:
@@ -144,10 +143,7 @@ def make_plan(
     card, room = find_room(gpu)
     with quiet():  # transformers is imported here
         facts = read_facts(config, base, card, room)
-    made = Plan(config, facts, cards=cards)
-    if made.peak_bytes <= room:
-        return made
-    return replace(made, changes=tuple(find_changes(config, facts, room)))
+    return Plan(config, facts, tuple(find_changes(config, facts, room)), cards)
 
 
 def find_room(gpu: str | None) -> tuple[Hardware, int]:
@@ -156,7 +152,7 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
     Args:
         gpu: Memory or name of a GPU, as for ``plan``.
     """
-    if gpu is None or str(gpu).strip().lower() == "this":
+    if str(gpu or "this").strip().lower() == "this":
         return detect_hardware(), room_here()
     card = find_card(str(gpu))
     return card, card.usable
@@ -213,7 +209,10 @@ def _picture(made: Plan) -> list[str]:
         f"{made.job.at_once} completions at once, rows up to {made.job.width:,} tokens",
         "",
         f"the peak, {_gib(memory.peak_bytes)}, is reached while {DOING[memory.phase]}:",
-        *(_bar(name, size, size / longest) for name, size in [*large, ("all else", rest)]),
+        *(
+            f"  {name[:NAME]:<{NAME}} {'█' * round(BAR * (size / longest)):<{BAR}} {_gib(size):>10}"
+            for name, size in [*large, ("all else", rest)]
+        ),
         "",
         f"phases: {phases}",
         f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)",
@@ -239,14 +238,10 @@ def _several_cards(made: Plan) -> list[str]:
     if made.cards == 1 or not made.job.on_gpu:
         return []
     lines = ["", f"on {made.cards} such cards (estimates of the peak on the fullest card):"]
-    for way in find_ways(made.job, made.cards):
-        verdict = "fits" if way.peak_bytes <= made.room else "no"
-        lines.append(f"  {verdict:<4}  {way.name:<{NAME + BAR - 4}}{_gib(way.peak_bytes):>11}")
+    for name, peak in find_ways(made.job, made.cards).items():
+        verdict = "fits" if peak <= made.room else "no"
+        lines.append(f"  {verdict:<4}  {name:<{NAME + BAR - 4}}{_gib(peak):>11}")
     return [*lines, "docs/how-to/more_than_one_card.md says what each of these ways needs"]
-
-
-def _bar(name: str, size: int, share: float) -> str:
-    return f"  {name[:NAME]:<{NAME}} {'█' * round(BAR * share):<{BAR}} {_gib(size):>10}"
 
 
 def _count(number: int) -> str:

@@ -144,9 +144,11 @@ BAD_LINES = {
         "has no `prompt`, only ['answer', 'question']: rename the column to prompt"
     ),
     '{"prompt": 3}': "prompt is 3, must be text or a list of chat messages",
-    '{"prompt": [{"role": "user"}]}': "every message of prompt needs `role` and `content`",
-    '{"prompt": [{"role": "user", "content": 3}]}': "a message of prompt has the role",
-    '{"prompt": [{"role": 5, "content": "a"}]}': "the role must be text",
+    '{"prompt": [{"role": "user"}]}': "a message of prompt is {'role': 'user'}: it needs a `role`",
+    '{"prompt": [{"role": "user", "content": 3}]}': "and a `content`, which is text or a list",
+    '{"prompt": [{"role": 5, "content": "a"}]}': "it needs a `role`, which is text",
+    '{"prompt": [{"role": "user", "tool_calls": [], "name": "a"}]}': "a message of prompt is",
+    '{"prompt": ["Why?"]}': "a message of prompt is 'Why?': it needs a `role`",
 }
 
 
@@ -175,7 +177,7 @@ def test_a_bad_csv_line_is_named_with_its_number(tmp_path, text, message):
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
     rows = [{"prompt": [USER]}, {"prompt": [{"role": "user", "content": None}]}]
-    refused(table(tmp_path, rows), "row 2: a message of prompt has the role 'user' and")
+    refused(table(tmp_path, rows), "row 2: a message of prompt is {'")
 
 
 EMPTY = [{"prompt": text, "answer": n} for n, text in enumerate(["Why?", " ", None, "", "How?"])]
@@ -428,7 +430,7 @@ WRONG_GYM = {
     "{level: 12}": "reasoning_gym:chain_sum has the levels 1 to 11, not 12",
     "{level: [1, true]}": "has the levels 1 to 11, not True",
     "{settings: {max_term: 3}}": "unexpected keyword argument 'max_term'",
-    "{settings: {seed: 3}}": "data.settings has 'seed': leave it out",
+    "{settings: {seed: 3}}": "multiple values for keyword argument 'seed'): change data.settings",
     "{settings: {max_terms: 1}}": "cannot make prompts with the settings {'max_terms': 1}",
 }
 

@@ -158,7 +158,7 @@ def test_a_row_of_another_dataset_is_named(row, tmp_path):
         ("gsm8k:nothing.jsonl", "train", "'nothing.jsonl' does not exist"),
         ("dapo-math", "held_out", "dapo-math has no held-out split"),
         ("gsm8k:one.jsonl", "held_out", "gsm8k has no held-out split"),
-        ("gsm8k", "test", "split 'test' of gsm8k must be train or held_out"),
+        ("gsm8k", "test", "gsm8k has the splits train and held_out, not 'test'"),
     ],
 )
 def test_a_split_that_a_known_dataset_has_not_is_refused(name, split, message):

@@ -87,10 +87,10 @@ def load(folder):
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def test_bad_magic_asks_for_a_gguf_file(tmp_path):
+def test_a_file_of_another_kind_asks_for_another_download(tmp_path):
     path = tmp_path / "page.gguf"
     path.write_bytes(b"<html>not here</html>")
-    with pytest.raises(ModelError, match=r"is not a GGUF file.*give the path of a \.gguf file"):
+    with pytest.raises(ModelError, match=r"is not a GGUF file.*damaged, .*download it again"):
         convert(path, tmp_path / "cache")
 
 
@@ -167,18 +167,19 @@ def answers(tokenizer):
 
 
 @pytest.mark.parametrize("template", [CHATML, NAMES_EOS])
-def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template):
+def test_the_tokenizer_read_first_is_that_of_the_folder(tmp_path, template, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", template=template)
     cache = tmp_path / "cache"
-    first = read_tokenizer(path, cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    first = read_tokenizer(path)
     assert not cache.exists()
-    assert answers(first) == answers(load(convert(path, cache))[1])
+    assert answers(first) == answers(load(convert(path))[1]) == answers(read_tokenizer(path))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_control_and_user_defined_tokens_stay_whole(tmp_path, architecture):
     path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
-    tokenizer = read_tokenizer(path, tmp_path)
+    tokenizer = read_tokenizer(path)
     opened, closed, turn = tokenizer.convert_tokens_to_ids([*THINK, "<|turn|>"])
     ids = tokenizer("<|turn|><think>t</think>").input_ids
     assert [ids[0], ids[1], ids[-1]] == [turn, opened, closed]
@@ -192,7 +193,7 @@ def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture
     path = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
     slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     slow.add_tokens([*THINK, "<|turn|>"])  # which it splits
-    assert answers(read_tokenizer(path, tmp_path))[:3] == answers(slow)[:3]
+    assert answers(read_tokenizer(path))[:3] == answers(slow)[:3]
 
 
 def test_the_folder_is_reused_until_the_file_changes(tmp_path):

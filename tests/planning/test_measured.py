@@ -1,6 +1,7 @@
 """The plan against what a driver measured: no measured peak is above the planned one."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.machine.hardware import find_card
 from rloo_kit.models.shape import read_shape, shape_of_config
 from rloo_kit.planning.memory import Job, plan_memory, planned_engine
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import USUAL
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Qwen3 of almost no size
@@ -34,21 +38,20 @@ def job_of(name, data):
     own = "own copy" in name
     rows, prompt, completion = (8, 64, 32) if model == "toy" else (16, 256, 512)
     room = find_card(f"{data['card']}GB").usable
+    measured = {
+        "in_4bit": in_4bit, "optimizer": "adamw_8bit" if in_4bit else "adamw_torch",
+        "checkpointing": "plain" if own else "unsloth", "engine": "vllm" if own else "shared",
+        "rows": rows, "at_once": rows, "step_rows": rows, "prompt": prompt,
+        "completion": completion, "max_length": prompt + completion,
+    }  # fmt: skip
     return Job(
         shape=replace(shape, packed=in_4bit),
         on_gpu=True,
         room=room,
         card=room,
-        in_4bit=in_4bit,
         targets=PROJECTIONS,
-        optimizer="adamw_8bit" if in_4bit else "adamw_torch",
-        checkpointing="plain" if own else "unsloth",
-        rows=rows,
-        step_rows=rows,
-        prompt=prompt,
-        completion=completion,
-        max_length=prompt + completion,
-        engine="vllm" if own else "shared",
+        adapted_layers=shape.num_layers,
+        **USUAL | measured,
     )
 
 

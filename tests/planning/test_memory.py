@@ -1,7 +1,9 @@
 """Bytes of each part against what torch and bitsandbytes hold; cards; shapes of models."""
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -34,6 +36,9 @@ from rloo_kit.planning.memory import (
     plan_memory,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import USUAL
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -46,8 +51,8 @@ def four_billion():
 
 
 def job_of(shape, **settings):
-    usual = {"on_gpu": True, "room": 12 * GIB, "targets": PROJECTIONS, "checkpointing": "unsloth"}
-    return Job(shape=shape, **{**usual, **settings})
+    card = {"on_gpu": True, "room": 12 * GIB, "card": 12 * GIB, "targets": PROJECTIONS}
+    return Job(shape=shape, adapted_layers=shape.num_layers, **USUAL | card | settings)
 
 
 # --- the shape -----------------------------------------------------------------------------------
@@ -218,7 +223,7 @@ def test_peak_is_the_largest_phase_not_the_sum(four_billion):
     ("change", "phase"),
     [
         ({"in_4bit": False}, SAMPLE),
-        ({"rows": 32}, SAMPLE),
+        ({"rows": 32, "at_once": 32}, SAMPLE),
         ({"completion": 1024, "max_length": 2048}, SAMPLE),
         ({"optimizer": "adamw_torch"}, LEARN),
         ({"rank": 64}, LEARN),
@@ -254,4 +259,7 @@ def test_cpu_plan_counts_the_process_and_its_libraries(tiny):
     usual = job_of(tiny, on_gpu=False, checkpointing="none", room=8 * GIB)
     small = plan_memory(replace(usual, prompt=20, completion=48)).peak_bytes
     assert 1000 * MIB < small < 1200 * MIB
-    assert plan_memory(replace(usual, rows=256, step_rows=256)).peak_bytes > small + 300 * MIB
+    assert (
+        plan_memory(replace(usual, rows=256, at_once=256, step_rows=256)).peak_bytes
+        > small + 300 * MIB
+    )

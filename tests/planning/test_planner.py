@@ -99,6 +99,15 @@ def test_memory_that_ran_out_has_a_remedy_though_the_plan_fits():
     assert remedy(lost, 100 * GIB, base=EXAMPLES) == ""
 
 
+@pytest.mark.parametrize(("layers", "number"), [("0", 1), ("3", 1), ("[0,2]", 2)])
+def test_layers_without_an_adapter_are_not_counted(layers, number):
+    name = "qwen3-4b-thinking-12gb"
+    every = plan_of(name, "12GB").memory.parts["LoRA adapter, float32"]
+    some = plan_of(name, "12GB", f"lora.layers_to_transform={layers}")
+    (size,) = {*some.memory.parts["LoRA adapter, float32"].values()}
+    assert size == every["learn"] * number // 36
+
+
 # --- the picture ---------------------------------------------------------------------------------
 
 
