@@ -85,8 +85,9 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with exam.engine(one, [of]) as engine:
-            samples = exam.evaluate(one, engine, of, judge, temperature=0.0).samples
+        with exam.settings(one, [of], print) as settings, one.using(of) as model:
+            how = settings | {"temperature": 0.0}
+            samples = rk.evaluate(model, one.tokenizer, exam.prompts, judge, **how).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]
         note(name, [sample["completion"] for sample in samples], scores)
 

@@ -13,17 +13,15 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
-from rloo_kit.sampling.engine import Sampling, draw_from
+from rloo_kit.sampling.engine import Engine, Sampling, draw_from
+from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.numbers import mean_or_none
-from rloo_kit.text.thoughts import find_thoughts, thought_marks
+from rloo_kit.text.thoughts import ThoughtMarks, find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Model, Score, Tokenizer
+from rloo_kit.types import Model, Row, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Completions
-    from rloo_kit.sampling.completer import Completer
-    from rloo_kit.sampling.engine import Engine
-    from rloo_kit.scoring.specs import LoadedReward, RewardSpec
     from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
@@ -41,9 +39,8 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
-    judged_by: str | None = (
-        None  # reward that decides what is correct; "": no reward; None: see `correct_by`
-    )
+    # reward that decides what is correct; "": no reward; None: see `correct_by`
+    judged_by: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as plain values for JSON, with intervals, pass@k and mean lengths."""
@@ -83,7 +80,7 @@ class Evaluation:
 
         ``name`` is the reward.
         """
-        return [mean_or_none([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
+        return [mean_or_none(sample["rewards"][name] for sample in one) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
         """Return a reward's mean over prompts with its 95% interval; None if it scored nothing."""
@@ -127,19 +124,19 @@ class Evaluation:
     @property
     def thinking_length(self) -> float | None:
         """Mean number of tokens in a thought; None if no completion has a closed thought."""
-        return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
+        return mean_or_none(sample.get("thought_tokens") for sample in self.samples)
 
     @property
     def cut_off(self) -> float | None:
         """Share of completions that a limit cut off before their end token; None if unknown."""
-        return mean_or_none([sample.get("cut_off") for sample in self.samples])
+        return mean_or_none(sample.get("cut_off") for sample in self.samples)
 
 
 def evaluate(
     model: Model,
     tokenizer: Tokenizer,
     dataset: Any,
-    rewards: "Sequence[RewardSpec] | str",
+    rewards: Sequence[RewardSpec] | str,
     *,
     max_completion_length: int = 256,
     temperature: float = 1.0,
@@ -147,7 +144,7 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 42,
-    engine: "Engine | None" = None,
+    engine: Engine | None = None,
     num_samples: int = 1,
     thinking_budget: int | None = None,
     sample: "Callable[[list[Any]], Completions] | None" = None,
@@ -194,44 +191,7 @@ def evaluate(
         RewardContractError: A reward raised an error, or did not return one score per completion.
         RewardLoadError: A reward cannot be loaded.
     """
-    from rloo_kit.scoring.specs import load_rewards  # torch, which takes seconds to load
-
     check_not_released(model)
-    rows = _repeated(dataset, num_samples, temperature)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
-    ends = tuple(model.generation_config.eos_token_id)
-    limit = thought_limit(tokenizer, thinking_budget)
-    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
-    completer = make_completer(
-        model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, loaded
-    )
-    completer.tool_loop = tool_loop
-    has_environments = tool_loop is not None and tool_loop.environments is not None
-    # The environments of a batch are used again for the next one
-    size = batch_size if has_environments else len(rows)
-    samples: list[dict[str, Any]] = []
-    for at in range(0, len(rows), size):
-        batch = rows[at : at + size]
-        completions = (sample or completer.sample)(batch)
-        found = completer.score(batch, completions).result()
-        scores = {reward.name: own for reward, own in zip(loaded, found, strict=True)}
-        samples += _samples(tokenizer, completions, scores)
-    means = {
-        reward.name: mean_or_none([one["rewards"][reward.name] for one in samples])
-        for reward in loaded
-    }
-    length = fmean(one["tokens"] for one in samples)
-    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
-
-
-def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
-    """Return the rows of a dataset, each repeated ``num_samples`` times in a row.
-
-    Raises:
-        ConfigError: Several greedy completions of a prompt were asked for.
-        DataError: The dataset is empty.
-    """
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: set num_samples to 1, "
@@ -240,35 +200,46 @@ def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
-    return rows
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    ends = tuple(model.generation_config.eos_token_id)
+    limit = thought_limit(tokenizer, thinking_budget)
+    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
+    batches = sample_and_score(
+        model, tokenizer, rows, how, chat_template_kwargs, batch_size, seed, engine, loaded,
+        tool_loop, sample,
+    )  # fmt: skip
+    marks = thought_marks(tokenizer)
+    samples = [one for _, *batch in batches for one in _samples(marks, *batch)]
+    means = {
+        reward.name: mean_or_none(one["rewards"][reward.name] for one in samples)
+        for reward in loaded
+    }
+    length = fmean(one["tokens"] for one in samples)
+    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
 def _samples(
-    tokenizer: Tokenizer, completions: "Completions", scores: dict[str, list[Score]]
-) -> list[dict[str, Any]]:
-    """Return one sample (prompt, completion, scores, token counts) for each completion.
+    marks: ThoughtMarks | None, completions: "Completions", scores: dict[str, list[Score]]
+) -> Iterator[dict[str, Any]]:
+    """Yield one sample (prompt, completion, scores, token counts) for each completion.
 
-    ``scores`` has a list for each reward, with one score per completion.
+    Args:
+        marks: The marks around a thought of the model; None if they are not known.
+        completions: The completions.
+        scores: For each reward, a list with one score per completion.
     """
-    marks = thought_marks(tokenizer)
-    rows = zip(
-        completions.prompts,
-        map(text_of, completions.completions),
-        completions.tokens.turns,
-        completions.ended,
-        strict=True,
-    )
-    return [
-        {
+    texts = map(text_of, completions.completions)
+    rows = zip(completions.prompts, texts, completions.tokens.turns, completions.ended, strict=True)
+    for number, (prompt, text, turns, ended) in enumerate(rows):
+        yield {
             "prompt": prompt,
             "completion": text,
-            "rewards": {name: own[i] for name, own in scores.items()},
+            "rewards": {name: own[number] for name, own in scores.items()},
             "tokens": sum(map(len, turns)),
             "thought_tokens": find_thoughts(marks, turns, text)["thought_tokens"],
             "cut_off": not ended,
         }
-        for i, (prompt, text, turns, ended) in enumerate(rows)
-    ]
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
@@ -292,32 +263,42 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def make_completer(
+def sample_and_score(
     model: Model,
     tokenizer: Tokenizer,
+    rows: Sequence[Row],
     how: Sampling,
     template_settings: dict[str, Any] | None,
     batch_size: int,
     seed: int,
-    engine: "Engine | None",
-    rewards: "Sequence[LoadedReward]" = (),
-) -> "Completer":
-    """Return a completer that samples and scores completions without a trainer.
+    engine: Engine | None,
+    rewards: Sequence[LoadedReward],
+    tool_loop: "ToolLoop | None",
+    sample: "Callable[[Sequence[Row]], Completions] | None" = None,
+) -> "Iterator[tuple[Sequence[Row], Completions, dict[str, list[Score]]]]":
+    """Sample one completion of each row without a trainer, and score it.
+
+    Yield (rows, their completions, scores of each reward) for each batch of rows. All rows are one
+    batch, except with environments: those of a batch are used again for the next one.
 
     Args:
         model: A causal language model, with or without an adapter.
         tokenizer: The model's tokenizer.
+        rows: Rows with ``prompt`` and the columns that the rewards read.
         how: Sampling settings, with the maximum length and the tokens that end a completion.
         template_settings: Arguments of the chat template.
-        batch_size: Number of completions that ``model.generate`` samples at a time.
+        batch_size: Number of completions that ``model.generate`` samples at a time, and number of
+            rows in a batch with environments.
         seed: Seed of sampling.
         engine: Engine that samples instead of ``model.generate``.
         rewards: Rewards that score the completions.
+        tool_loop: Loop that runs the tools that completions call. None means no tools.
+        sample: Function that samples a batch instead of ``model`` and ``engine``; see ``evaluate``.
     """
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
-    of_samples: dict[str, Any] = {
+    of_samples = {
         "temperature": how.temperature,
         "top_p": how.top_p,
         "top_k": how.top_k,
@@ -350,13 +331,22 @@ def make_completer(
         with _inference(model, of_turn), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
-    return Completer(
+    completer = Completer(
         draw=draw,
         processing_class=tokenizer,
         template_settings=template_settings,
         ends=frozenset((*how.stop_token_ids, tokenizer.pad_token_id)),
         functions=lambda: [reward.func for reward in rewards],
+        tool_loop=tool_loop,
     )
+    has_environments = tool_loop is not None and tool_loop.environments is not None
+    size = batch_size if has_environments else len(rows)
+    for at in range(0, len(rows), size):
+        batch = rows[at : at + size]
+        completions = (sample or completer.sample)(batch)
+        found = completer.score(batch, completions).result()
+        names = [reward.name for reward in rewards]
+        yield batch, completions, dict(zip(names, found, strict=True))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.evaluator import Evaluation, evaluate
 from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
@@ -174,11 +174,14 @@ def score_models(
     rows = []
     for base, on_it in by_base(models):
         rewards = rewards_for(base.tokenizer)
-        with held_out.engine(base, on_it, say) as engine:
-            sampler = "transformers" if engine is None else engine.name
-            for trained, settings in itertools.product(on_it, how):
+        with held_out.settings(base, on_it, say) as settings:
+            sampler = getattr(settings["engine"], "name", "transformers")
+            for trained, changes in itertools.product(on_it, how):
                 began = time.monotonic()
-                scored = held_out.evaluate(base, engine, trained, rewards, **settings)
+                with base.using(trained) as model:
+                    scored = evaluate(
+                        model, base.tokenizer, held_out.prompts, rewards, **settings | changes
+                    )
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
                 say(_line(rows[-1]))
     names = [one.name for one in models]
@@ -233,12 +236,15 @@ def _scores(found: Evaluation) -> dict[str, str]:
 
 def _cells(row: Row) -> dict[str, str]:
     found = row.evaluation
-    cells = {"model": row.model, "drawn": row.mode, **_scores(found)}
     thinking = found.thinking_length
-    cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
-    cells["tokens"] = f"{found.mean_length:.1f}"
-    cells["cut off"] = f"{found.cut_off or 0:.0%}"
-    return cells
+    return {
+        "model": row.model,
+        "drawn": row.mode,
+        **_scores(found),
+        "thinking": "none" if thinking is None else f"{thinking:.1f}",
+        "tokens": f"{found.mean_length:.1f}",
+        "cut off": f"{found.cut_off or 0:.0%}",
+    }
 
 
 def _table(rows: list[dict[str, str]]) -> list[str]:

@@ -56,8 +56,6 @@ class TrainedModel:
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base model alone, as a ``TrainedModel`` without an adapter."""
-        if self.adapter is None:
-            return self
         return replace(self, name=f"base of {self.name}", adapter=None)
 
 

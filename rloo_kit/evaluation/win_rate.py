@@ -239,6 +239,5 @@ def _describe(spec: Spec, judge: LoadedReward) -> str:
         inner = judge.func.reward
         return f"{inner.model}, asked in both orders (a tie if they disagree), for {inner.rubric}"
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
-    name = json.dumps(spec) if isinstance(spec, Mapping) else judge.name
-    name = spec if isinstance(spec, str) else name
+    name = json.dumps(spec) if isinstance(spec, Mapping) else spec or judge.name
     return f"{name}, the {wins} score wins"

@@ -32,7 +32,7 @@ from rloo_kit.rewards._classifier import (
     token_ids,
 )
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.types import Completion, Model, Row, Say, Tokenizer
+from rloo_kit.types import Completion, Row, Say, Tokenizer
 
 # A prompt and a completion, in the form that a reward gets
 Text = tuple[Completion, Completion]
@@ -272,17 +272,18 @@ def _train_and_save(
     The caller's session releases the model afterwards.
     """
     hardware = setup().hardware
+    from datasets import Dataset
     from trl.trainer.reward_config import RewardConfig  # after Unsloth
+    from trl.trainer.reward_trainer import RewardTrainer
 
-    from rloo_kit.training.supervised import make_arguments, memory_errors
+    from rloo_kit.training.supervised import make_arguments, make_trainer, memory_errors
 
     folder = free_folder(output_dir)
     check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
         # TRL need not cut the texts, because `_read` does
-        fixed = {"max_length": None, "output_dir": scratch}
-        settings = {"seed": job.seed, **job.settings}
-        arguments = make_arguments(RewardConfig, WHAT, fixed, settings)
+        fixed = {"max_length": None, "output_dir": scratch, "seed": job.seed}
+        arguments = make_arguments(RewardConfig, WHAT, fixed, job.settings)
         model, tokenizer = _load(job, hardware)
         train_ids = _read(tokenizer, train, job)
         held_ids = _read(tokenizer, held, job)
@@ -291,7 +292,16 @@ def _train_and_save(
             f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
         )
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
-        trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
+        rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in train_ids]
+        trainer = make_trainer(
+            RewardTrainer,
+            say,
+            ("accuracy",),
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
         before = _scores(trainer, held_ids)
         with memory_errors(WHAT, REMEDY):
             seconds = trainer.train().metrics["train_runtime"]
@@ -349,27 +359,6 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
             "keep_thought if only the thoughts differ"
         )
     return different
-
-
-def _make_trainer(
-    arguments: Any, model: Model, tokenizer: Tokenizer, ids: Sequence[Ids], say: Say
-) -> Any:
-    """Return TRL's ``RewardTrainer``, set up to train on tokenized pairs."""
-    from datasets import Dataset
-    from trl.trainer.reward_trainer import RewardTrainer
-
-    from rloo_kit.training.supervised import make_trainer
-
-    columns = {"chosen_ids": [c for c, _ in ids], "rejected_ids": [r for _, r in ids]}
-    return make_trainer(
-        RewardTrainer,
-        say,
-        ("accuracy",),
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=tokenizer,
-    )
 
 
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
