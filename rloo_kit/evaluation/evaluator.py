@@ -232,12 +232,13 @@ def _samples(
     texts = map(text_of, completions.completions)
     rows = zip(completions.prompts, texts, completions.tokens.turns, completions.ended, strict=True)
     for number, (prompt, text, turns, ended) in enumerate(rows):
+        thought = find_thoughts(marks, turns, text)
         yield {
             "prompt": prompt,
             "completion": text,
             "rewards": {name: own[number] for name, own in scores.items()},
-            "tokens": sum(map(len, turns)),
-            "thought_tokens": find_thoughts(marks, turns, text)["thought_tokens"],
+            "tokens": thought["tokens"],
+            "thought_tokens": thought["thought_tokens"],
             "cut_off": not ended,
         }
 

@@ -19,6 +19,7 @@ from rloo_kit.evaluation.evaluator import settings_of
 from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.cleanup import add_to_session, session
+from rloo_kit.models.shape import read_shape
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import choose
@@ -148,6 +149,7 @@ def read_held_out(
     Raises:
         ConfigError: An argument is out of range, or an override changes the model.
         DataError: There are no held-out prompts, or the run did not hold them out.
+        ModelError: There is no model of one of the names.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -163,7 +165,9 @@ def read_held_out(
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
-    args = job.args
+    args = job.args  # imports Unsloth, which must come before transformers
+    for one in models:  # a wrong name ends the command before other models are sampled
+        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
     given = read_overrides(overrides)
     of_data = given.get("data") or {}
     choose_engine(args, given.get("trainer") or {})

@@ -14,8 +14,6 @@ from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
 from rloo_kit.machine.cleanup import session
-from rloo_kit.machine.environment import setup
-from rloo_kit.models.shape import read_shape
 from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
@@ -129,16 +127,13 @@ def evaluate_models(  # noqa: PLR0913
         more = "0 or more" if greedy else "1 or more, or enable greedy"
         raise ConfigError(f"num_samples is {num_samples}: set it to {more}")
     found = [find_trained(model) for model in models]
-    setup(found[0].model.backend)  # imports Unsloth, which must come before transformers
-    for one in found:  # a wrong name ends the evaluation before other models are sampled
-        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
     if base and all(one.adapter for one in found):  # otherwise a base is already among them
         found = [found[0].without_adapter(), *found]
-    folder = results_folder(output, next((one.run for one in found if one.run), None))
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
         held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size)
+        folder = results_folder(output, next((one.run for one in found if one.run), None))
         rows = judge_alike(score_models(held_out, found, how, held_out.rewards, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:

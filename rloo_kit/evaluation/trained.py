@@ -6,7 +6,7 @@ Several adapters of the same base model share one loaded base.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.thoughts import give_marks
 from rloo_kit.text.wording import first_line, format_value, resume_command
-from rloo_kit.types import Model, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -146,13 +145,13 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 # --- loading -------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class LoadedBase:
     """A base model in memory, with several adapters of which at most one is active at a time."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
-        self.model: Any = model
-        self.tokenizer: Any = tokenizer
-        self._names: dict[Path, str] = {}
+    model: Any
+    tokenizer: Any
+    _names: dict[Path, str] = field(default_factory=dict, init=False)  # folder -> name in PEFT
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:

@@ -144,7 +144,7 @@ def _answers(
     If the judge is a reward, the completions in the rows are scored.
     """
     # One judge serves all tokenizers with the same vocabulary and chat template
-    judges: dict[tuple[str, frozenset], LoadedReward] = {}
+    judges = {}
 
     def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
         read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())

@@ -177,7 +177,7 @@ def _sampled(
         model, tokenizer, repeated, how, args.chat_template_kwargs,
         args.per_device_train_batch_size, args.seed, engine, own, job.tool_loop,
     )  # fmt: skip
-    found: list[Row] = []
+    found = []
     for rows, drawn, scores in batches:
         columns = zip(rows, drawn.completions, drawn.tokens.turns, drawn.ended, strict=True)
         for place, (row, completion, turns, ended) in enumerate(columns):
@@ -224,7 +224,7 @@ def _batch_of(
     texts = [text_of(row["completion"]) for row in rows]
     ids = columns.get("completion_ids")
     truncated = columns.get(TRUNCATED, columns.get("truncated"))
-    groups: dict[str, list[int]] = {}
+    groups = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0
         group = row.get(GROUP, row.get("group"))
@@ -258,7 +258,7 @@ def _examined(
         limit: Maximum number of tokens in a completion; None if it is not known.
         notes: Gets one more line for each reward that could not be checked.
     """
-    ids: list[Any] = [row.get("completion_ids") for row in rows]
+    ids = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
     columns = reward_columns(rows, completions, ids if all(ids) else None)
     probed = []

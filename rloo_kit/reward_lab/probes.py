@@ -20,7 +20,7 @@ from rloo_kit.scoring.contract import (
 )
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion
 
 # A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
@@ -82,8 +82,8 @@ def _with_probes(
         # The prompt opens the thought
         calls["opened"] = _altered("opened", own)
     limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-    scores: dict[str, list[Score]] = {}
-    errors: dict[str, str] = {}
+    scores = {}
+    errors = {}
     seconds = probed.seconds
     for name, given in calls.items():
         asked = replace(func, timeout=limit) if name == "repeated" else func

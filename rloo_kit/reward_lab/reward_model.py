@@ -162,7 +162,15 @@ def train_reward_model(  # noqa: PLR0913
         os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,
         {"num_train_epochs": 1.0, "learning_rate": learning_rate, **settings},
     )  # fmt: skip
-    _check({**vars(job), "learning_rate": learning_rate, "held_out": held_out})
+    given = {**vars(job), "learning_rate": learning_rate, "held_out": held_out}
+    errors = [
+        error
+        for name, kind in ABOVE_0.items()
+        for error in check_value(name, given[name], kind, Rule(above=0))
+    ]
+    errors += check_value("seed", seed, int, Rule(minimum=0))
+    if errors:
+        raise ConfigError("; ".join(errors))
     train, held = split_pairs(read, held_out, seed)
     with session():
         return _train_and_save(job, train, held, Path(output_dir), say)
@@ -233,7 +241,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     sizes = Counter(pair.group for pair in pairs)
     groups = list(sizes)
     random.Random(seed).shuffle(groups)
-    kept: set[str] = set()
+    kept = set()
     for group in groups:
         if sizes[group] <= free:
             kept.add(group)
@@ -250,18 +258,6 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-def _check(given: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if an argument is out of range, before the model is loaded."""
-    errors = [
-        error
-        for name, kind in ABOVE_0.items()
-        for error in check_value(name, given[name], kind, Rule(above=0))
-    ]
-    errors += check_value("seed", given["seed"], int, Rule(minimum=0))
-    if errors:
-        raise ConfigError("; ".join(errors))
 
 
 def _train_and_save(

@@ -159,7 +159,7 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
     The sum is None if no reward scored the completion.
     """
-    totals: list[Score] = []
+    totals = []
     for row in range(len(batch.texts)):
         parts = [r.weight * s for r in rewards if (s := r.scores[row]) is not None]
         totals.append(math.fsum(parts) if parts else None)

@@ -121,13 +121,13 @@ class CheckedReward:
         Raises:
             RewardContractError: A column is missing.
         """
-        if callable(check := getattr(self.reward, "check_columns", None)):
-            check(names)
+        if hasattr(self.reward, "check_columns"):
+            self.reward.check_columns(names)
         self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
         """Release the memory that the reward holds, such as the weights of a reward model."""
-        if callable(getattr(self.reward, "release", None)):
+        if hasattr(self.reward, "release"):
             self.reward.release()
 
     def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
@@ -135,7 +135,7 @@ class CheckedReward:
 
         If the reward has no ``bind`` method, return this wrapper itself.
         """
-        if not callable(getattr(self.reward, "bind", None)):
+        if not hasattr(self.reward, "bind"):
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
 
@@ -151,7 +151,7 @@ class CheckedReward:
         chosen = {
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }
-        if callable(log := chosen.get("log_metric")):
+        if log := chosen.get("log_metric"):
             # Trackers and checkpoints keep the names
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
         return chosen
@@ -185,8 +185,7 @@ class CheckedReward:
 
     def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
         if isinstance(exc, OverdueError):
-            where = f" ({exc})" if str(exc) else ""
-            fault = f" took more than {self.timeout:g} s{where}"
+            fault = f" took more than {self.timeout:g} s ({exc})"
             remedy = "make it faster, or raise trainer.reward_timeout_seconds"
         else:
             fault = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
@@ -206,7 +205,7 @@ class CheckedReward:
             wanted = "return a list of one float (or None) per completion, in order"
             return self._failed(f" returned {got}; {wanted}", columns)
         scores = [_number(value) for value in values]
-        wrong = [row for row, score in enumerate(scores) if score is not None and score != score]
+        wrong = [row for row, score in enumerate(scores) if score != score]
         if self.on_error == "skip":
             self._count_errors(len(wrong), columns)
         elif wrong:
@@ -237,7 +236,7 @@ class AsyncCheckedReward(CheckedReward):
                 # Cancelled from outside
                 raise
             is_overdue = isinstance(exc, TimeoutError) and limit.expired()
-            return self._raised(OverdueError() if is_overdue else exc, columns)
+            return self._raised(OverdueError("it was waiting") if is_overdue else exc, columns)
         return self._scores(output, columns)
 
 

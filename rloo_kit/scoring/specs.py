@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.rewards import BUILTIN, RewardModel
 from rloo_kit.scoring.composition import Composed, WeightSchedule, gated, rescaled, routed
-from rloo_kit.scoring.contract import checked, keywords_of, name_of
+from rloo_kit.scoring.contract import CheckedReward, checked, keywords_of, name_of
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
 from rloo_kit.types import Reward, Say, Tokenizer
 
@@ -61,6 +61,13 @@ class LoadedReward:
     def weight_at(self, progress: float) -> float:
         """Return the weight after the share ``progress`` (0 to 1) of the training."""
         return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
+
+    def renamed(self, name: str) -> "LoadedReward":
+        """Return this reward with another name of its metric."""
+        func = self.func
+        if isinstance(func, CheckedReward):
+            func = replace(func, name=name)
+        return replace(self, func=func, name=name)
 
 
 def with_weights(
@@ -108,7 +115,7 @@ def load_rewards(
             tokenizer.apply_chat_template, **chat_template_kwargs
         )
         tokenizer = with_settings
-    loaded: list[LoadedReward] = []
+    loaded = []
     for spec in [specs] if isinstance(specs, str) else specs:
         reward = load_reward(spec, tokenizer, base_dir, say)
         used = {other.name for other in loaded}
@@ -118,7 +125,7 @@ def load_rewards(
             number += 1
             name = f"{reward.name}_{number}"
         if name != reward.name:
-            reward = replace(reward, func=replace(reward.func, name=name), name=name)
+            reward = reward.renamed(name)
         loaded.append(reward)
     return loaded
 
@@ -184,20 +191,6 @@ def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
     if tokenizer is None or not isinstance(inner, RewardModel):
         return reward
     return replace(reward, func=replace(reward.func, reward=replace(inner, tokenizer=tokenizer)))
-
-
-def reward_behind(name: str) -> Any:
-    """Return the class or factory function of a built-in reward.
-
-    Raises:
-        RewardLoadError: There is no built-in reward of that name.
-    """
-    if name not in BUILTIN:
-        raise RewardLoadError(
-            f"there is no built-in reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give "
-            f"one of: {', '.join(sorted(BUILTIN))}"
-        )
-    return BUILTIN[name]
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
@@ -309,19 +302,17 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
                 "to the run file, or an absolute one"
             )
         here = Path.cwd()
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
-        _announce(str(shown), attribute, say)
-        return _attribute(_load_file(path, what), attribute, name, what)
-    if not colon:
+        place = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        load = functools.partial(_load_file, path, what)
+    elif colon:
+        place = f"the installed module {home}"
+        load = functools.partial(_import, home, name, what)
+    else:
         return None
-    _announce(f"the installed module {home}", attribute, say)
-    return _attribute(_import(home, name, what), attribute, name, what)
-
-
-def _announce(place: str, attribute: str, say: Say | None) -> None:
     if say is not None:
         function = printable(attribute) or "no function named"
         say(f"running code of {printable(place)} ({function})")
+    return _attribute(load(), attribute, name, what)
 
 
 def _path(text: str, base: Path) -> Path:
@@ -340,8 +331,6 @@ def _split_weight(spec: str) -> tuple[str, str | float]:
         float(tail)
     except ValueError:
         return spec, 1.0
-    if tail.isidentifier() and head not in BUILTIN and ":" not in Path(head).name:
-        return spec, 1.0  # a function called nan or inf
     return (head, tail) if head else (spec, 1.0)
 
 
@@ -445,12 +434,10 @@ def _unknown(name: str) -> str:
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward with its parameters set.
 
-    A class, or the factory function of a built-in reward, is called with the parameters. An
-    instance of a dataclass is copied with the parameters as new field values. For any other
-    function, the parameters become keyword arguments of a ``functools.partial``.
+    A class, or the factory function of a built-in reward, is called with the parameters. For any
+    other function, the parameters become keyword arguments of a ``functools.partial``.
     """
-    is_instance = hasattr(target, "__dataclass_fields__") and not inspect.isclass(target)
-    known, takes_any, _ = keywords_of(type(target) if is_instance else target)
+    known, takes_any, _ = keywords_of(target)
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(
@@ -461,8 +448,6 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     try:
         if inspect.isclass(target) or name in BUILTIN:
             return target(**parameters)
-        if is_instance and parameters:
-            return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
             f"reward {format_value(name)} cannot be made from {format_value(parameters)} "

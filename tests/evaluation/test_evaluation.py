@@ -236,6 +236,8 @@ def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
         rk.evaluate_models([run, "no/such"], say=str)
     with pytest.raises(ModelError, match="'no/such'"):
         rk.evaluate_models("no/such", say=str)
+    with pytest.raises(ModelError, match="'no/such'"):
+        rk.judge_models(run, against="no/such", say=str)
 
 
 @pytest.mark.long
