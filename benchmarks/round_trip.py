@@ -94,7 +94,7 @@ def main() -> None:
     def elsewhere(name: str, python: str, code: str, model: Path) -> None:
         asked = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.prompts]
         ends = list(one.model.generation_config.eos_token_id)
-        most = exam.args.max_completion_length
+        most = exam.job.args.max_completion_length
         with tempfile.NamedTemporaryFile("w+", suffix=".json") as file:
             room = trained.model.max_seq_length
             json.dump({"ids": asked, "most": most, "ends": ends, "room": room}, file)

@@ -210,7 +210,7 @@ def evaluate(
         tool_loop, sample,
     )  # fmt: skip
     marks = thought_marks(tokenizer)
-    samples = [one for _, *batch in batches for one in _samples(marks, *batch)]
+    samples = [one for _, drawn, scores in batches for one in _samples(marks, drawn, scores)]
     means = {
         reward.name: mean_or_none(one["rewards"][reward.name] for one in samples)
         for reward in loaded
@@ -267,7 +267,7 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
 def sample_and_score(
     model: Model,
     tokenizer: Tokenizer,
-    rows: Sequence[Row],
+    rows: list[Row],
     how: Sampling,
     template_settings: dict[str, Any] | None,
     batch_size: int,
@@ -275,8 +275,8 @@ def sample_and_score(
     engine: Engine | None,
     rewards: Sequence[LoadedReward],
     tool_loop: "ToolLoop | None",
-    sample: "Callable[[Sequence[Row]], Completions] | None" = None,
-) -> "Iterator[tuple[Sequence[Row], Completions, dict[str, list[Score]]]]":
+    sample: "Callable[[list[Any]], Completions] | None" = None,
+) -> "Iterator[tuple[list[Row], Completions, dict[str, list[Score]]]]":
     """Sample one completion of each row without a trainer, and score it.
 
     Yield (rows, their completions, scores of each reward) for each batch of rows. All rows are one

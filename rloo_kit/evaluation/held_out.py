@@ -48,11 +48,6 @@ class HeldOut:
     batch_size: int | None = None  # completions at a time; None: as many as are known to fit
     why_not: str | None = None  # why vLLM cannot sample for all of the models; None if it can
 
-    @property
-    def args(self) -> "LeaveOneOutConfig":
-        """Settings of the trainer, from the run file."""
-        return self.job.args
-
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
@@ -63,7 +58,7 @@ class HeldOut:
             specs: Rewards, written as in a run file. None uses the rewards with which the run
                 scores its held-out prompts.
         """
-        template = self.args.chat_template_kwargs
+        template = self.job.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         if specs is None:
             config = self.job.config
@@ -91,7 +86,7 @@ class HeldOut:
         """
         from rloo_kit.training.tools import make_tool_loop
 
-        args = copy.copy(self.args)
+        args = copy.copy(self.job.args)
         config = self.job.config
         prompts = self.prompts["prompt"][:]
         ids = tokenize_prompts(base.tokenizer, prompts, args.chat_template_kwargs)
@@ -256,7 +251,7 @@ def _prompts(
             )
         return kept_out.select(range(len(kept_out))[:most])
     if is_task(name):  # its held-out split
-        how: dict[str, Any] = {
+        how = {
             "split": "held_out",
             "num_prompts": most or data.held_out or MAX_HELD_OUT,
         }

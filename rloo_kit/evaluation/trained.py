@@ -47,10 +47,9 @@ class TrainedModel:
         It is ``base`` for a base model alone, and ``adapter`` if the name of the folder is "" or
         ``base``.
         """
-        folder = self.run or self.adapter
-        if self.adapter is None or folder is None:
+        if self.adapter is None:
             return "base"
-        name = folder.resolve().name
+        name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
 
     def without_adapter(self) -> "TrainedModel":
@@ -106,15 +105,13 @@ def _adapter_of(run: Path) -> Path:
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
     base = config.model.name
-    started = adapter_in(config.model.name)
-    loaded = None
-    if started is not None:  # it trained another run's adapter further
+    if started := adapter_in(base):  # it trained another run's adapter further
         base = find_trained(started).base
     elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
-    if _is_on_hub(base):  # PEFT recorded the name of the model that was really loaded
-        loaded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
-        loaded = loaded if _is_on_hub(loaded) else None
+    # PEFT recorded the name of the model that was really loaded
+    recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
+    loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else None
     return TrainedModel(name, base, adapter, run, config, loaded)
 
 

@@ -73,7 +73,7 @@ def check_rewards(  # noqa: PLR0913
         source: Path of a run file, name of a run file that ships with the kit, or a ``RunConfig``.
             It may be None if both ``rewards`` and ``completions`` are given.
         overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
-        rewards: Rewards to check instead of those in the run file.
+        rewards: Rewards to check instead of those in the run file, with weights of their own.
         completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
             rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
             model is then not loaded.
@@ -181,7 +181,7 @@ def _sampled(
     for rows, drawn, scores in batches:
         columns = zip(rows, drawn.completions, drawn.tokens.turns, drawn.ended, strict=True)
         for place, (row, completion, turns, ended) in enumerate(columns):
-            more = {} if job.tool_loop is None else {"completion_turns": turns}
+            more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
             if own:
                 more[OF_ENVIRONMENTS] = {name: one[place] for name, one in scores.items()}
             found.append(
@@ -258,7 +258,7 @@ def _examined(
         limit: Maximum number of tokens in a completion; None if it is not known.
         notes: Gets one more line for each reward that could not be checked.
     """
-    ids = [row.get("completion_ids") for row in rows]
+    ids: list[Any] = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
     columns = reward_columns(rows, completions, ids if all(ids) else None)
     probed = []
@@ -275,13 +275,12 @@ def _examined(
     played = [row.get(OF_ENVIRONMENTS) or {} for row in rows]
     probed.extend(
         Probed(name, 1.0, [scores.get(name) for scores in played])
-        for name in dict.fromkeys(name for scores in played for name in scores)
+        for name in dict.fromkeys(chain(*played))
     )
     totals = total_scores(probed, batch)
     signal = signal_of(totals, batch)
-    calls = None
-    if config.tools or config.environment:
-        calls = call_numbers(completions, totals, batch.groups)
+    has_tools = config.tools or config.environment
+    calls = call_numbers(completions, totals, batch.groups) if has_tools else None
     findings = find_all(probed, batch, signal, calls)
     samples = [
         {

@@ -49,16 +49,17 @@ def probe(
     """
     func = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)
-    bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
+    weight = reward.weight_at(0.0)
     started = time.perf_counter()
     try:
         scores = call_reward(func, columns)
     except RewardContractError as exc:
-        return replace(bare, fault=_fault(func, columns, exc))
+        fault = _fault(func, columns, exc)
+        return Probed(reward.name, weight, [None] * count, fault=fault)
     seconds = (time.perf_counter() - started) / count
     num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
     rows = [row * count // num for row in range(num)]
-    first = replace(bare, scores=scores, seconds=seconds, rows=rows)
+    first = Probed(reward.name, weight, scores, seconds, rows=rows)
     return _with_probes(first, func, columns, batch)
 
 

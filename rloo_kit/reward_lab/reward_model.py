@@ -197,8 +197,6 @@ def _pair(row: Row, place: str, *, chat: bool) -> Pair:
     prompt = row.get("prompt")
     if not isinstance(prompt, str | None):
         check_messages(prompt, "prompt", place)
-    if row["chosen"] == row["rejected"]:
-        raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")
     chosen, rejected = (
         _text(prompt, row[name], f"{place}: {name}", chat=chat) for name in ("chosen", "rejected")
     )
@@ -385,11 +383,29 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
-    """Write the folder under a temporary name, then rename it, so that it is never incomplete."""
+    """Write the folder under a temporary name, then rename it, so that it is never incomplete.
+
+    ``reward_model.json`` records settings, results, and where the base model is.
+    """
     model = trainer.model
     part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
-    facts = _facts(job, result, trainer.state.global_step)
+    facts = {
+        "base": job.model,
+        **vars(job),
+        **vars(result),
+        "steps": trainer.state.global_step,
+        "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
+    }
+    del facts["model"], facts["folder"]
+    place = Path(job.place)
+    if place.is_dir():
+        facts["base_fingerprint"] = fingerprint(place)
+        if job.model not in EMBEDDED:
+            with contextlib.suppress(ValueError):
+                # On Windows no relative path leads to another drive
+                relative = os.path.relpath(place.resolve(), result.folder.resolve())
+                facts["base_folder"] = Path(relative).as_posix()
     try:
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
@@ -403,24 +419,3 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
         part.rename(result.folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
-    """Return what ``reward_model.json`` records: settings, results, and where the base model is."""
-    facts = {
-        "base": job.model,
-        **vars(job),
-        **vars(result),
-        "steps": steps,
-        "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
-    }
-    del facts["model"], facts["folder"]
-    place = Path(job.place)
-    if place.is_dir():
-        facts["base_fingerprint"] = fingerprint(place)
-        if job.model not in EMBEDDED:
-            with contextlib.suppress(ValueError):
-                # On Windows no relative path leads to another drive
-                relative = os.path.relpath(place.resolve(), result.folder.resolve())
-                facts["base_folder"] = Path(relative).as_posix()
-    return facts

@@ -185,12 +185,16 @@ class CheckedReward:
 
     def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
         if isinstance(exc, OverdueError):
-            fault = f" took more than {self.timeout:g} s ({exc})"
-            remedy = "make it faster, or raise trainer.reward_timeout_seconds"
+            fault = (
+                f" took more than {self.timeout:g} s ({exc}); make it faster, or raise "
+                "trainer.reward_timeout_seconds"
+            )
         else:
-            fault = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
-            remedy = "correct it, or return None for a row it cannot score"
-        return self._failed(f"{fault}; {remedy}", columns, exc)
+            fault = (
+                f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}; correct it, or "
+                "return None for a row it cannot score"
+            )
+        return self._failed(fault, columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions = columns["completions"]
@@ -202,8 +206,10 @@ class CheckedReward:
         elif len(values) != len(completions):
             got = f"{len(values)} scores for {len(completions)} completions"
         if got:
-            wanted = "return a list of one float (or None) per completion, in order"
-            return self._failed(f" returned {got}; {wanted}", columns)
+            return self._failed(
+                f" returned {got}; return a list of one float (or None) per completion, in order",
+                columns,
+            )
         scores = [_number(value) for value in values]
         wrong = [row for row, score in enumerate(scores) if score != score]
         if self.on_error == "skip":
@@ -280,7 +286,7 @@ def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
 
 def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score]:
     """Call a reward, wait for the result if the reward is async, and return the scores."""
-    found: Any = func(**columns)
+    found = func(**columns)
     if not inspect.iscoroutine(found):
         return found
     try:

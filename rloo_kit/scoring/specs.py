@@ -60,7 +60,8 @@ class LoadedReward:
 
     def weight_at(self, progress: float) -> float:
         """Return the weight after the share ``progress`` (0 to 1) of the training."""
-        return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
+        weight = self.weight
+        return weight.at(progress) if isinstance(weight, WeightSchedule) else weight
 
     def renamed(self, name: str) -> "LoadedReward":
         """Return this reward with another name of its metric."""

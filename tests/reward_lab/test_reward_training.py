@@ -91,7 +91,6 @@ def test_a_conversation_is_read_in_every_form(row):
 
 REMEDIES = {
     '{"prompt": "a", "chosen": "b"}': "rejected is None, must be text or a list",
-    '{"prompt": "a", "chosen": "b", "rejected": "b"}': "same text; delete the pair",
     '{"chosen": [{"role": "x"}], "rejected": "b"}': "needs `role` and `content`",
     '{"chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant", '
     '"content": "c"}]}': "chosen must be a conversation that ends with",
