@@ -16,9 +16,9 @@ from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine, Sampling, draw_from
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.numbers import mean_or_none
-from rloo_kit.text.thoughts import ThoughtMarks, find_thoughts, thought_marks
+from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Model, Row, Score, Tokenizer
+from rloo_kit.types import Completion, Model, Row, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Completions
@@ -205,42 +205,30 @@ def evaluate(
     ends = tuple(model.generation_config.eos_token_id)
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
-    batches = sample_and_score(
+    marks = thought_marks(tokenizer)
+    samples = []
+    for _, prompt, completion, turns, ended, scores in sample_and_score(
         model, tokenizer, rows, how, chat_template_kwargs, batch_size, seed, engine, loaded,
         tool_loop, sample,
-    )  # fmt: skip
-    marks = thought_marks(tokenizer)
-    samples = [one for _, drawn, scores in batches for one in _samples(marks, drawn, scores)]
+    ):  # fmt: skip
+        text = text_of(completion)
+        thought = find_thoughts(marks, turns, text)
+        samples.append(
+            {
+                "prompt": prompt,
+                "completion": text,
+                "rewards": scores,
+                "tokens": thought["tokens"],
+                "thought_tokens": thought["thought_tokens"],
+                "cut_off": not ended,
+            }
+        )
     means = {
         reward.name: mean_or_none(one["rewards"][reward.name] for one in samples)
         for reward in loaded
     }
     length = fmean(one["tokens"] for one in samples)
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
-
-
-def _samples(
-    marks: ThoughtMarks | None, completions: "Completions", scores: dict[str, list[Score]]
-) -> Iterator[dict[str, Any]]:
-    """Yield one sample (prompt, completion, scores, token counts) for each completion.
-
-    Args:
-        marks: The marks around a thought of the model; None if they are not known.
-        completions: The completions.
-        scores: For each reward, a list with one score per completion.
-    """
-    texts = map(text_of, completions.completions)
-    rows = zip(completions.prompts, texts, completions.tokens.turns, completions.ended, strict=True)
-    for number, (prompt, text, turns, ended) in enumerate(rows):
-        thought = find_thoughts(marks, turns, text)
-        yield {
-            "prompt": prompt,
-            "completion": text,
-            "rewards": {name: own[number] for name, own in scores.items()},
-            "tokens": thought["tokens"],
-            "thought_tokens": thought["thought_tokens"],
-            "cut_off": not ended,
-        }
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
@@ -276,11 +264,11 @@ def sample_and_score(
     rewards: Sequence[LoadedReward],
     tool_loop: "ToolLoop | None",
     sample: "Callable[[list[Any]], Completions] | None" = None,
-) -> "Iterator[tuple[list[Row], Completions, dict[str, list[Score]]]]":
+) -> Iterator[tuple[Row, Any, Completion, list[list[int]], bool, dict[str, Score]]]:
     """Sample one completion of each row without a trainer, and score it.
 
-    Yield (rows, their completions, scores of each reward) for each batch of rows. All rows are one
-    batch, except with environments: those of a batch are used again for the next one.
+    All rows are one batch, except with environments: those of a batch are used again for the next
+    one.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -295,6 +283,10 @@ def sample_and_score(
         rewards: Rewards that score the completions.
         tool_loop: Loop that runs the tools that completions call. None means no tools.
         sample: Function that samples a batch instead of ``model`` and ``engine``; see ``evaluate``.
+
+    Yields:
+        For each row: the row, its prompt (with the observations of an environment), the completion,
+        the token ids of its turns, whether it ended before a limit, and reward -> score.
     """
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
@@ -326,9 +318,9 @@ def sample_and_score(
         check_finite(p for p in model.parameters() if p.requires_grad)
         if engine is not None:
             engine.sync(model)
-            drawn = draw_from(engine, prompt_ids, how, of_turn)
+            completion_ids = draw_from(engine, prompt_ids, how, of_turn).completion_ids
             engine.sleep()  # rewards on the GPU need the memory
-            return drawn.completion_ids, None
+            return completion_ids, None
         with _inference(model, of_turn), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
@@ -344,10 +336,14 @@ def sample_and_score(
     size = batch_size if has_environments else len(rows)
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
-        completions = (sample or completer.sample)(batch)
-        found = completer.score(batch, completions).result()
-        names = [reward.name for reward in rewards]
-        yield batch, completions, dict(zip(names, found, strict=True))
+        drawn = (sample or completer.sample)(batch)
+        found = completer.score(batch, drawn).result()
+        scores = [
+            {reward.name: own[place] for reward, own in zip(rewards, found, strict=True)}
+            for place in range(len(batch))
+        ]
+        columns = (batch, drawn.prompts, drawn.completions, drawn.tokens.turns, drawn.ended, scores)
+        yield from zip(*columns, strict=True)
 
 
 @contextlib.contextmanager

@@ -173,27 +173,24 @@ def _sampled(
     ends = model.generation_config.eos_token_id
     how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
     own = load_rewards(job.of_environments)  # their environments exist only in this process
-    batches = sample_and_score(
+    found = []
+    for row, _, completion, turns, ended, scores in sample_and_score(
         model, tokenizer, repeated, how, args.chat_template_kwargs,
         args.per_device_train_batch_size, args.seed, engine, own, job.tool_loop,
-    )  # fmt: skip
-    found = []
-    for rows, drawn, scores in batches:
-        columns = zip(rows, drawn.completions, drawn.tokens.turns, drawn.ended, strict=True)
-        for place, (row, completion, turns, ended) in enumerate(columns):
-            more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
-            if own:
-                more[OF_ENVIRONMENTS] = {name: one[place] for name, one in scores.items()}
-            found.append(
-                {
-                    **row,
-                    "completion": completion,
-                    "completion_ids": [*chain(*turns)],
-                    GROUP: len(found) // size,
-                    TRUNCATED: not ended,
-                    **more,
-                }
-            )
+    ):  # fmt: skip
+        more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
+        if own:
+            more[OF_ENVIRONMENTS] = scores
+        found.append(
+            {
+                **row,
+                "completion": completion,
+                "completion_ids": [*chain(*turns)],
+                GROUP: len(found) // size,
+                TRUNCATED: not ended,
+                **more,
+            }
+        )
     return found
 
 
