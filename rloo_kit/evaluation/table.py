@@ -66,12 +66,16 @@ class EvalTable:
 
     def __str__(self) -> str:
         samplers = " and ".join(sorted({row.sampler for row in self.rows}))
-        lines = [
+        head = (
             f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}, "
             f"completions by {samplers}"
-        ]
-        lines += _table(list(map(_cells, self.rows)))
-        return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
+        )
+        cells = list(map(_cells, self.rows))
+        titles = list(max(cells, key=len))
+        lines = [titles, *([row.get(title, "") for title in titles] for row in cells)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([head, *table, "", *map(str, self.compared)]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as plain values for JSON, without the completions."""
@@ -240,13 +244,6 @@ def _cells(row: Row) -> dict[str, str]:
         "tokens": f"{found.mean_length:.1f}",
         "cut off": f"{found.cut_off or 0:.0%}",
     }
-
-
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    titles = list(max(rows, key=len))
-    lines = [titles, *([row.get(title, "") for title in titles] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def _line(row: Row) -> str:

@@ -14,7 +14,6 @@ from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
     call_reward,
-    guarded,
     keywords_of,
     take_rows,
 )
@@ -47,7 +46,7 @@ def probe(
         The scores of all calls. If the first call fails, every score is None and ``fault`` says
         why.
     """
-    func = guarded(reward.func, timeout, "stop")
+    func: CheckedReward = replace(reward.func, timeout=timeout)
     count = len(batch.texts)
     weight = reward.weight_at(0.0)
     started = time.perf_counter()

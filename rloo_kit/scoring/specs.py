@@ -179,19 +179,20 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
             f"reward_processing_classes has {len(listed)} entries, but reward_funcs has "
             f"{len(rewards)}: give a tokenizer or None for each reward"
         )
-    return list(map(_with_tokenizer, rewards, listed))
-
-
-def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
-    inner: Any = getattr(reward.func, "reward", None)
-    if isinstance(inner, Composed) and tokenizer is not None:
-        raise ConfigError(
-            f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
-            "of other rewards: give None there, and give the tokenizer to the reward model in it"
-        )
-    if tokenizer is None or not isinstance(inner, RewardModel):
-        return reward
-    return replace(reward, func=replace(reward.func, reward=replace(inner, tokenizer=tokenizer)))
+    found = []
+    for reward, tokenizer in zip(rewards, listed, strict=True):
+        inner = getattr(reward.func, "reward", None)
+        if tokenizer is not None and isinstance(inner, Composed):
+            raise ConfigError(
+                f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
+                "of other rewards: give None there, and give the tokenizer to the reward model in "
+                "it"
+            )
+        if tokenizer is not None and isinstance(inner, RewardModel):
+            inner = replace(inner, tokenizer=tokenizer)
+            reward = replace(reward, func=replace(reward.func, reward=inner))
+        found.append(reward)
+    return found
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
