@@ -291,12 +291,14 @@ def sample_and_score(
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
-    of_samples = {
-        "temperature": how.temperature,
-        "top_p": how.top_p,
-        "top_k": how.top_k,
-        "min_p": how.min_p or None,
-    }
+    of_samples = {}
+    if how.temperature > 0:
+        of_samples = {
+            "temperature": how.temperature,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "min_p": how.min_p or None,
+        }
     # these settings override the model's own generation_config
     of_piece = functools.partial(
         complete,
@@ -308,7 +310,7 @@ def sample_and_score(
         repetition_penalty=how.repetition_penalty,
         do_sample=how.temperature > 0,
         use_cache=True,
-        **(of_samples if how.temperature > 0 else {}),
+        **of_samples,
     )
 
     turns = itertools.count(seed)  # with tools, each turn of a conversation has its own seed

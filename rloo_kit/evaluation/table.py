@@ -12,8 +12,8 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.evaluator import Evaluation, evaluate
 from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
-from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
-from rloo_kit.machine.cleanup import session
+from rloo_kit.evaluation.trained import TrainedModel, find_trained, load_base
+from rloo_kit.machine.cleanup import release, session
 from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
@@ -171,7 +171,11 @@ def score_models(
         say: Function that is called with each line of output.
     """
     rows = []
-    for base, on_it in by_base(models):
+    waiting = list(models)
+    while waiting:
+        on_it = [one for one in waiting if one.model == waiting[0].model]
+        waiting = [one for one in waiting if one not in on_it]
+        base = load_base(on_it[0])
         rewards = rewards_for(base.tokenizer)
         with held_out.settings(base, on_it, say) as settings:
             sampler = getattr(settings["engine"], "name", "transformers")
@@ -183,6 +187,7 @@ def score_models(
                     )
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
                 say(_line(rows[-1]))
+        release(base.model)
     names = [one.name for one in models]
     return sorted(rows, key=lambda row: names.index(row.model))
 

@@ -14,7 +14,6 @@ from typing import Any
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.machine.cleanup import release
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
@@ -214,17 +213,3 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
             module.max_seq_length = max(limit, longest)
     give_marks(tokenizer, **vars((trained.config or RunConfig()).thinking))
     return LoadedBase(model, tokenizer)
-
-
-def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base model once, and yield it with the list of models that are based on it.
-
-    Each base is released before the next one is loaded.
-    """
-    waiting = list(models)
-    while waiting:
-        same = [one for one in waiting if one.model == waiting[0].model]
-        waiting = [one for one in waiting if one not in same]
-        base = load_base(same[0])
-        yield base, same
-        release(base.model)

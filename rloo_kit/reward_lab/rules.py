@@ -91,8 +91,7 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
 )
 def _never_applies(probed: Probed) -> Iterator[Seen]:
     if not known(probed.scores):
-        evidence = f"it returned None for all {len(probed.scores)} completions"
-        yield Seen(evidence, reward=probed.name)
+        yield Seen(f"it returned None for all {len(probed.scores)} completions", reward=probed.name)
 
 
 @RULES.rule(

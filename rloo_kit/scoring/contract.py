@@ -246,7 +246,9 @@ class AsyncCheckedReward(CheckedReward):
         return self._scores(output, columns)
 
 
-def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
+def checked(
+    func: Callable[..., Any], name: str | None = None, given: object = None
+) -> CheckedReward:
     """Return a wrapper around a reward that checks its calls and its scores.
 
     The wrapper passes only the keyword arguments that the reward accepts, so that
@@ -256,16 +258,18 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
     Args:
         func: The reward, or a wrapper of a reward.
         name: Name of its metric; None: the name of the function or class.
+        given: What the user wrote for the reward, for the error message; None: ``func``.
 
     Raises:
         RewardLoadError: ``func`` cannot be called.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
-    if not callable(func):
+    if inspect.isclass(func) or not callable(func):
         raise RewardLoadError(
-            f"reward {format_value(func)} is not a function: load it first with load_rewards, or "
-            "write the composition as a table, such as {name: accuracy, only_if: length}"
+            f"reward {format_value(given or func)} is a {type(func).__name__}, which cannot be "
+            "called as a reward; give a function, an instance with __call__, or, in place of a "
+            "name, load_rewards(name)[0].func"
         )
     kind = AsyncCheckedReward if _is_async(func) else CheckedReward
     return kind(func, name or name_of(func))

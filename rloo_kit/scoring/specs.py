@@ -152,7 +152,6 @@ def load_reward(
     elif hasattr(spec, "get_rewards"):
         # An object with a method get_rewards(prompts, completions), as in older notebooks
         func = checked(func.get_rewards, type(spec).__name__)
-    _refuse_non_reward(func, spec)
     reward = checked(func)
     if tokenizer is not None:
         reward = reward.bind(tokenizer)
@@ -185,8 +184,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
         if tokenizer is not None and isinstance(inner, Composed):
             raise ConfigError(
                 f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
-                "of other rewards: give None there, and give the tokenizer to the reward model in "
-                "it"
+                "of other rewards: give None there, and the tokenizer to the reward model in it"
             )
         if tokenizer is not None and isinstance(inner, RewardModel):
             inner = replace(inner, tokenizer=tokenizer)
@@ -235,7 +233,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
         base: Folder to which paths are relative.
         say: See ``load_rewards``.
     """
-    _refuse_non_reward(reward, name)
+    reward = checked(reward, given=name)
     try:
         if "scaled_by" in keys or "clipped_to" in keys:
             reward = rescaled(reward, scale=keys.get("scaled_by", 1.0), clip=keys.get("clipped_to"))
@@ -430,7 +428,7 @@ def _unknown(name: str) -> str:
     )
 
 
-# --- objects: parameters, refusals -------------------------------------------------------------
+# --- objects and their parameters --------------------------------------------------------------
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
@@ -456,11 +454,3 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
             f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters) if parameters else target
-
-
-def _refuse_non_reward(func: object, spec: object) -> None:
-    if inspect.isclass(func) or not callable(func):
-        raise RewardLoadError(
-            f"reward {format_value(spec)} is a {type(func).__name__}, which cannot be called as a "
-            f"reward; give a function, an instance with __call__, or {_TABLE_HINT}"
-        )
