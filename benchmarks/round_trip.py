@@ -85,15 +85,16 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with exam.engine(one, [of]) as engine:
-            samples = exam.evaluate(one, engine, of, judge, temperature=0.0).samples
+        with exam.settings(one, [of], print) as settings, one.using(of) as model:
+            how = settings | {"temperature": 0.0}
+            samples = rk.evaluate(model, one.tokenizer, exam.prompts, judge, **how).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]
         note(name, [sample["completion"] for sample in samples], scores)
 
     def elsewhere(name: str, python: str, code: str, model: Path) -> None:
         asked = [prompt_ids(one.tokenizer, row["prompt"]) for row in exam.prompts]
         ends = list(one.model.generation_config.eos_token_id)
-        most = exam.args.max_completion_length
+        most = exam.job.args.max_completion_length
         with tempfile.NamedTemporaryFile("w+", suffix=".json") as file:
             room = trained.model.max_seq_length
             json.dump({"ids": asked, "most": most, "ends": ends, "room": room}, file)

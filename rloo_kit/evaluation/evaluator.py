@@ -13,17 +13,15 @@ from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
-from rloo_kit.sampling.engine import Sampling, draw_from
+from rloo_kit.sampling.engine import Engine, Sampling, draw_from
+from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.numbers import mean_or_none
 from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Model, Score, Tokenizer
+from rloo_kit.types import Completion, Model, Row, Score, Tokenizer
 
 if TYPE_CHECKING:
     from rloo_kit.rloo.rollout import Completions
-    from rloo_kit.sampling.completer import Completer
-    from rloo_kit.sampling.engine import Engine
-    from rloo_kit.scoring.specs import LoadedReward, RewardSpec
     from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
@@ -41,9 +39,8 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
-    judged_by: str | None = (
-        None  # reward that decides what is correct; "": no reward; None: see `correct_by`
-    )
+    # reward that decides what is correct; "": no reward; None: see `correct_by`
+    judged_by: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as plain values for JSON, with intervals, pass@k and mean lengths."""
@@ -83,7 +80,7 @@ class Evaluation:
 
         ``name`` is the reward.
         """
-        return [mean_or_none([sample["rewards"][name] for sample in one]) for one in self.by_prompt]
+        return [mean_or_none(sample["rewards"][name] for sample in one) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
         """Return a reward's mean over prompts with its 95% interval; None if it scored nothing."""
@@ -127,19 +124,19 @@ class Evaluation:
     @property
     def thinking_length(self) -> float | None:
         """Mean number of tokens in a thought; None if no completion has a closed thought."""
-        return mean_or_none([sample.get("thought_tokens") for sample in self.samples])
+        return mean_or_none(sample.get("thought_tokens") for sample in self.samples)
 
     @property
     def cut_off(self) -> float | None:
         """Share of completions that a limit cut off before their end token; None if unknown."""
-        return mean_or_none([sample.get("cut_off") for sample in self.samples])
+        return mean_or_none(sample.get("cut_off") for sample in self.samples)
 
 
 def evaluate(
     model: Model,
     tokenizer: Tokenizer,
     dataset: Any,
-    rewards: "Sequence[RewardSpec] | str",
+    rewards: Sequence[RewardSpec] | str,
     *,
     max_completion_length: int = 256,
     temperature: float = 1.0,
@@ -147,7 +144,7 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 42,
-    engine: "Engine | None" = None,
+    engine: Engine | None = None,
     num_samples: int = 1,
     thinking_budget: int | None = None,
     sample: "Callable[[list[Any]], Completions] | None" = None,
@@ -195,44 +192,7 @@ def evaluate(
         RewardContractError: A reward raised an error, or did not return one score per completion.
         RewardLoadError: A reward cannot be loaded.
     """
-    from rloo_kit.scoring.specs import load_rewards  # torch, which takes seconds to load
-
     check_not_released(model)
-    rows = _repeated(dataset, num_samples, temperature)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
-    ends = tuple(model.generation_config.eos_token_id)
-    limit = thought_limit(tokenizer, thinking_budget)
-    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
-    completer = make_completer(
-        model, tokenizer, how, chat_template_kwargs, batch_size, seed, engine, loaded
-    )
-    completer.tool_loop = tool_loop
-    has_environments = tool_loop is not None and tool_loop.environments is not None
-    # The environments of a batch are used again for the next one
-    size = batch_size if has_environments else len(rows)
-    samples: list[dict[str, Any]] = []
-    for at in range(0, len(rows), size):
-        batch = rows[at : at + size]
-        completions = (sample or completer.sample)(batch)
-        found = completer.score(batch, completions).result()
-        scores = {reward.name: own for reward, own in zip(loaded, found, strict=True)}
-        samples += _samples(tokenizer, completions, scores)
-    means = {
-        reward.name: mean_or_none([one["rewards"][reward.name] for one in samples])
-        for reward in loaded
-    }
-    length = fmean(one["tokens"] for one in samples)
-    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
-
-
-def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
-    """Return the rows of a dataset, each repeated ``num_samples`` times in a row.
-
-    Raises:
-        ConfigError: Several greedy completions of a prompt were asked for.
-        DataError: The dataset is empty.
-    """
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: set num_samples to 1, "
@@ -241,35 +201,35 @@ def _repeated(dataset: Any, num_samples: int, temperature: float) -> list[Any]:
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
-    return rows
-
-
-def _samples(
-    tokenizer: Tokenizer, completions: "Completions", scores: dict[str, list[Score]]
-) -> list[dict[str, Any]]:
-    """Return one sample (prompt, completion, scores, token counts) for each completion.
-
-    ``scores`` has a list for each reward, with one score per completion.
-    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    ends = tuple(model.generation_config.eos_token_id)
+    limit = thought_limit(tokenizer, thinking_budget)
+    how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     marks = thought_marks(tokenizer)
-    rows = zip(
-        completions.prompts,
-        map(text_of, completions.completions),
-        completions.tokens.turns,
-        completions.ended,
-        strict=True,
-    )
-    return [
-        {
-            "prompt": prompt,
-            "completion": text,
-            "rewards": {name: own[i] for name, own in scores.items()},
-            "tokens": sum(map(len, turns)),
-            "thought_tokens": find_thoughts(marks, turns, text)["thought_tokens"],
-            "cut_off": not ended,
-        }
-        for i, (prompt, text, turns, ended) in enumerate(rows)
-    ]
+    samples = []
+    for _, prompt, completion, turns, ended, scores in sample_and_score(
+        model, tokenizer, rows, how, chat_template_kwargs, batch_size, seed, engine, loaded,
+        tool_loop, sample,
+    ):  # fmt: skip
+        text = text_of(completion)
+        thought = find_thoughts(marks, turns, text)
+        samples.append(
+            {
+                "prompt": prompt,
+                "completion": text,
+                "rewards": scores,
+                "tokens": thought["tokens"],
+                "thought_tokens": thought["thought_tokens"],
+                "cut_off": not ended,
+            }
+        )
+    means = {
+        reward.name: mean_or_none(one["rewards"][reward.name] for one in samples)
+        for reward in loaded
+    }
+    length = fmean(one["tokens"] for one in samples)
+    return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
@@ -294,27 +254,41 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def make_completer(
+def sample_and_score(
     model: Model,
     tokenizer: Tokenizer,
+    rows: list[Row],
     how: Sampling,
     template_settings: dict[str, Any] | None,
     batch_size: int,
     seed: int,
-    engine: "Engine | None",
-    rewards: "Sequence[LoadedReward]" = (),
-) -> "Completer":
-    """Return a completer that samples and scores completions without a trainer.
+    engine: Engine | None,
+    rewards: Sequence[LoadedReward],
+    tool_loop: "ToolLoop | None",
+    sample: "Callable[[list[Any]], Completions] | None" = None,
+) -> Iterator[tuple[Row, Any, Completion, list[list[int]], bool, dict[str, Score]]]:
+    """Sample one completion of each row without a trainer, and score it.
+
+    All rows are one batch, except with environments: those of a batch are used again for the next
+    one.
 
     Args:
         model: A causal language model, with or without an adapter.
         tokenizer: The model's tokenizer.
+        rows: Rows with ``prompt`` and the columns that the rewards read.
         how: Sampling settings, with the maximum length and the tokens that end a completion.
         template_settings: Arguments of the chat template.
-        batch_size: Number of completions that ``model.generate`` samples at a time.
+        batch_size: Number of completions that ``model.generate`` samples at a time, and number of
+            rows in a batch with environments.
         seed: Seed of sampling.
         engine: Engine that samples instead of ``model.generate``.
         rewards: Rewards that score the completions.
+        tool_loop: Loop that runs the tools that completions call. None means no tools.
+        sample: Function that samples a batch instead of ``model`` and ``engine``; see ``evaluate``.
+
+    Yields:
+        For each row: the row, its prompt (with the observations of an environment), the completion,
+        the token ids of its turns, whether it ended before a limit, and reward -> score.
     """
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
@@ -349,19 +323,32 @@ def make_completer(
         check_finite(p for p in model.parameters() if p.requires_grad)
         if engine is not None:
             engine.sync(model)
-            drawn = draw_from(engine, prompt_ids, how, of_turn)
+            completion_ids = draw_from(engine, prompt_ids, how, of_turn).completion_ids
             engine.sleep()  # rewards on the GPU need the memory
-            return drawn.completion_ids, None
+            return completion_ids, None
         with _inference(model, of_turn), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
-    return Completer(
+    completer = Completer(
         draw=draw,
         processing_class=tokenizer,
         template_settings=template_settings,
         ends=frozenset((*how.stop_token_ids, tokenizer.pad_token_id)),
         functions=lambda: [reward.func for reward in rewards],
+        tool_loop=tool_loop,
     )
+    has_environments = tool_loop is not None and tool_loop.environments is not None
+    size = batch_size if has_environments else len(rows)
+    for at in range(0, len(rows), size):
+        batch = rows[at : at + size]
+        drawn = (sample or completer.sample)(batch)
+        found = completer.score(batch, drawn).result()
+        scores = [
+            {reward.name: own[place] for reward, own in zip(rewards, found, strict=True)}
+            for place in range(len(batch))
+        ]
+        columns = (batch, drawn.prompts, drawn.completions, drawn.tokens.turns, drawn.ended, scores)
+        yield from zip(*columns, strict=True)
 
 
 @contextlib.contextmanager

@@ -15,21 +15,20 @@ from rloo_kit.data.hub_tasks import hub_task
 from rloo_kit.data.lengths import drop_long_prompts, tokenize_prompts
 from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError
-from rloo_kit.evaluation.evaluator import Evaluation, evaluate, settings_of
+from rloo_kit.evaluation.evaluator import settings_of
 from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.cleanup import add_to_session, session
-from rloo_kit.models.loading import load_tokenizer
+from rloo_kit.models.shape import read_shape
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.choice import check_engine, start_engine
-from rloo_kit.sampling.engine import Engine, choose
+from rloo_kit.sampling.engine import choose
 from rloo_kit.scoring.specs import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Say, Tokenizer
 
 if TYPE_CHECKING:
-    from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
 # Number of tokens (prompts and completions) that a CPU samples at a time. On a GPU the batch size
@@ -43,16 +42,11 @@ NUM_SEQUENCES = 256
 class HeldOut:
     """The prompts, rewards and sampling settings that every compared model gets."""
 
-    job: PreparedJob  # the run's settings and rewards; its model is not used
+    job: PreparedJob  # the run's settings, tokenizer and rewards; its model is not loaded
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # file, task or dataset of the prompts
     batch_size: int | None = None  # completions at a time; None: as many as are known to fit
     why_not: str | None = None  # why vLLM cannot sample for all of the models; None if it can
-
-    @property
-    def args(self) -> "LeaveOneOutConfig":
-        """Settings of the trainer, from the run file."""
-        return self.job.args
 
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
@@ -64,7 +58,7 @@ class HeldOut:
             specs: Rewards, written as in a run file. None uses the rewards with which the run
                 scores its held-out prompts.
         """
-        template = self.args.chat_template_kwargs
+        template = self.job.args.chat_template_kwargs
         load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
         if specs is None:
             config = self.job.config
@@ -78,23 +72,30 @@ class HeldOut:
         return found
 
     @contextlib.contextmanager
-    def engine(
-        self, base: LoadedBase, models: Sequence[TrainedModel], say: Say = print
-    ) -> Iterator[Engine | None]:
-        """Load the adapters of the models on one base; yield the engine for a ``with`` block.
+    def settings(
+        self, base: LoadedBase, models: Sequence[TrainedModel], say: Say
+    ) -> Iterator[dict[str, Any]]:
+        """Start the engine for a base with the adapters of the models, for a ``with`` block.
 
-        None is yielded if transformers samples, which needs no engine.
+        Yield the keyword arguments with which ``evaluate`` samples as the run does. Among them,
+        ``engine`` is None if transformers samples.
 
         Raises:
             DataError: The longest prompt and its completion exceed the model's context length.
             GenerationError: vLLM was requested by name but cannot sample here, or does not start.
         """
+        from rloo_kit.training.tools import make_tool_loop
+
+        args = copy.copy(self.job.args)
+        config = self.job.config
         prompts = self.prompts["prompt"][:]
-        template = self.args.chat_template_kwargs
-        longest = max(map(len, tokenize_prompts(base.tokenizer, prompts, template)))
-        length = longest + self.args.max_completion_length
-        if self.job.tool_loop is not None:  # tools and environments add tokens to a prompt
-            length = max(length, self.job.config.model.max_seq_length)
+        ids = tokenize_prompts(base.tokenizer, prompts, args.chat_template_kwargs)
+        length = max(map(len, ids)) + args.max_completion_length
+        tool_loop = make_tool_loop(
+            *self.job.tools, base.tokenizer, args, config.model.max_seq_length
+        )
+        if tool_loop is not None:  # tools and environments add tokens to a prompt
+            length = max(length, config.model.max_seq_length)
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise DataError(
@@ -104,8 +105,13 @@ class HeldOut:
             )
         for trained in models:
             base.load(trained)
+        size = self.batch_size or args.per_device_train_batch_size
+        # Without gradients more rows than the run's batch fit in a CPU's memory. The run has only
+        # as many environments as its batch has rows.
+        is_cpu = base.model.device.type == "cpu"
+        if self.batch_size is None and is_cpu and not config.environment:
+            size = max(size, BATCH_TOKENS // config.model.max_seq_length)
         # Nothing trains next to the engine, so it need not sleep, and it gets large batches
-        args = copy.copy(self.args)
         args.vllm_max_model_length = length
         args.vllm_enable_sleep_mode = False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
@@ -113,44 +119,8 @@ class HeldOut:
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
             if choice.reason is not None:
                 say(f"completions by transformers, not vLLM: {choice.reason}")
-            yield engine
-
-    def _tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
-        """Return the loop that runs the run's tools, or None if the run has no tools."""
-        from rloo_kit.training.tools import make_tool_loop
-
-        args = copy.copy(self.args)
-        return make_tool_loop(
-            *self.job.tools, tokenizer, args, self.job.config.model.max_seq_length
-        )
-
-    def evaluate(
-        self,
-        base: LoadedBase,
-        engine: Engine | None,
-        trained: TrainedModel,
-        rewards: Sequence[LoadedReward],
-        **how: Any,
-    ) -> Evaluation:
-        """Sample and score one model on the prompts.
-
-        Args:
-            base: The loaded base of the model.
-            engine: Engine that samples; None for transformers.
-            trained: The model, whose adapter is active during the evaluation.
-            rewards: Rewards that score the completions.
-            **how: Keyword arguments of ``evaluate`` that replace the run's settings.
-        """
-        size = self.batch_size or self.args.per_device_train_batch_size
-        # Without gradients more rows than the run's batch fit in a CPU's memory. The run has only
-        # as many environments as its batch has rows.
-        is_cpu = base.model.device.type == "cpu"
-        if self.batch_size is None and is_cpu and not self.job.config.environment:
-            size = max(size, BATCH_TOKENS // self.job.config.model.max_seq_length)
-        settings = settings_of(self.args) | {"batch_size": size, "engine": engine}
-        settings |= {"tool_loop": self._tool_loop(base.tokenizer)} | how
-        with base.using(trained) as model:
-            return evaluate(model, base.tokenizer, self.prompts, rewards, **settings)
+            how = {"batch_size": size, "engine": engine, "tool_loop": tool_loop}
+            yield settings_of(args) | how
 
 
 # --- reading what is held out --------------------------------------------------------------------
@@ -165,15 +135,16 @@ def read_held_out(
 ) -> HeldOut:
     """Read the prompts and settings that several models share, from the first run among them.
 
-    If no model comes from a run, the kit's default settings are used. Prompts longer than
-    ``data.max_prompt_tokens`` are left out. Their tokens are counted with the first model's
-    tokenizer, so that all models get the same prompts.
+    If no model comes from a run, the kit's default settings and the first model's tokenizer are
+    used. Prompts longer than ``data.max_prompt_tokens`` are left out. Their tokens are counted with
+    one tokenizer, so that all models get the same prompts.
 
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
     Raises:
         ConfigError: An argument is out of range, or an override changes the model.
         DataError: There are no held-out prompts, or the run did not hold them out.
+        ModelError: There is no model of one of the names.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -184,31 +155,28 @@ def read_held_out(
                 f"--set {format_value(override)} would change a model that is already trained: "
                 "leave it out, or name another model"
             )
-    config, run = next(((m.config, m.run) for m in models if m.config), (RunConfig(), None))
+    first = next((one for one in models if one.config), models[0])
+    config = replace(first.config or RunConfig(), model=first.model)
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
-    args = job.args
+    args = job.args  # imports Unsloth, which must come before transformers
+    for one in models:  # a wrong name ends the command before other models are sampled
+        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
     given = read_overrides(overrides)
+    of_data = given.get("data") or {}
     choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
-    found = _prompts(config, prompts, num_prompts, given.get("data") or {})
+    found = _prompts(config, prompts, num_prompts, of_data)
     _ = job.tool_loop  # the tokens of the tools count as part of the prompts
     limit = config.data.max_prompt_tokens
     if limit is not None:
-        first = models[0].model
-        tokenizer = load_tokenizer(
-            first.name,
-            trust_remote_code=first.trust_remote_code,
-            revision=first.revision,
-            chat_template=first.chat_template,
-        )
-        found, _ = drop_long_prompts(found, tokenizer, limit, args.chat_template_kwargs)
+        found, _ = drop_long_prompts(found, job.tokenizer, limit, args.chat_template_kwargs)
     of_file = prompts is None and not (is_task(config.data.prompts) or config.environment)
-    if run is not None and of_file:
-        _check_not_trained(run, found, given.get("data") or {})
+    if first.run is not None and of_file:
+        _check_not_trained(first.run, found, of_data)
     return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
 
 
@@ -272,7 +240,7 @@ def _prompts(
         given: Settings under ``data`` that the user gave for the evaluation.
     """
     data = config.data
-    name = str(prompts or config.data.prompts)
+    name = str(prompts or data.prompts)
     is_the_runs = name == data.prompts
     if prompts is None or (is_the_runs and hub_task(name) and not is_task(name)):
         _, kept_out = read_prompts(config, EXAMPLES)
@@ -281,9 +249,9 @@ def _prompts(
                 "the run held out no prompts from training (data.held_out: 0): name a file, task "
                 "or dataset with --prompts"
             )
-        return kept_out if most is None else kept_out.select(range(min(most, len(kept_out))))
+        return kept_out.select(range(len(kept_out))[:most])
     if is_task(name):  # its held-out split
-        how: dict[str, Any] = {
+        how = {
             "split": "held_out",
             "num_prompts": most or data.held_out or MAX_HELD_OUT,
         }

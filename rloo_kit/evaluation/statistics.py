@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 
@@ -112,8 +114,6 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
 
 
 def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]:
-    import numpy as np
-
     if not len(values):
         raise ValueError("an interval needs at least one value")
     array = np.asarray(values, dtype=np.float64)
@@ -124,8 +124,6 @@ def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]
 
 
 def _sign_flip(moved: Sequence[float], seed: int) -> float:
-    import numpy as np
-
     array = np.asarray([value for value in moved if value], dtype=np.float64)
     num = len(array)
     if not num:

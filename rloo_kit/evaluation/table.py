@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.evaluator import Evaluation, evaluate
 from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
-from rloo_kit.evaluation.trained import TrainedModel, by_base, find_trained
-from rloo_kit.machine.cleanup import session
-from rloo_kit.machine.environment import setup
-from rloo_kit.models.shape import read_shape
+from rloo_kit.evaluation.trained import TrainedModel, find_trained, load_base
+from rloo_kit.machine.cleanup import release, session
 from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
@@ -68,12 +66,16 @@ class EvalTable:
 
     def __str__(self) -> str:
         samplers = " and ".join(sorted({row.sampler for row in self.rows}))
-        lines = [
+        head = (
             f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}, "
             f"completions by {samplers}"
-        ]
-        lines += _table(list(map(_cells, self.rows)))
-        return "\n".join([*lines, "", *map(str, self.compared)]).rstrip()
+        )
+        cells = list(map(_cells, self.rows))
+        titles = list(max(cells, key=len))
+        lines = [titles, *([row.get(title, "") for title in titles] for row in cells)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([head, *table, "", *map(str, self.compared)]).rstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as plain values for JSON, without the completions."""
@@ -129,16 +131,13 @@ def evaluate_models(  # noqa: PLR0913
         more = "0 or more" if greedy else "1 or more, or enable greedy"
         raise ConfigError(f"num_samples is {num_samples}: set it to {more}")
     found = [find_trained(model) for model in models]
-    setup(found[0].model.backend)  # imports Unsloth, which must come before transformers
-    for one in found:  # a wrong name ends the evaluation before other models are sampled
-        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
     if base and all(one.adapter for one in found):  # otherwise a base is already among them
         found = [found[0].without_adapter(), *found]
-    folder = results_folder(output, next((one.run for one in found if one.run), None))
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
         held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size)
+        folder = results_folder(output, next((one.run for one in found if one.run), None))
         rows = judge_alike(score_models(held_out, found, how, held_out.rewards, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:
@@ -172,15 +171,23 @@ def score_models(
         say: Function that is called with each line of output.
     """
     rows = []
-    for base, on_it in by_base(models):
+    waiting = list(models)
+    while waiting:
+        on_it = [one for one in waiting if one.model == waiting[0].model]
+        waiting = [one for one in waiting if one not in on_it]
+        base = load_base(on_it[0])
         rewards = rewards_for(base.tokenizer)
-        with held_out.engine(base, on_it, say) as engine:
-            sampler = "transformers" if engine is None else engine.name
-            for trained, settings in itertools.product(on_it, how):
+        with held_out.settings(base, on_it, say) as settings:
+            sampler = getattr(settings["engine"], "name", "transformers")
+            for trained, changes in itertools.product(on_it, how):
                 began = time.monotonic()
-                scored = held_out.evaluate(base, engine, trained, rewards, **settings)
+                with base.using(trained) as model:
+                    scored = evaluate(
+                        model, base.tokenizer, held_out.prompts, rewards, **settings | changes
+                    )
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
                 say(_line(rows[-1]))
+        release(base.model)
     names = [one.name for one in models]
     return sorted(rows, key=lambda row: names.index(row.model))
 
@@ -233,19 +240,15 @@ def _scores(found: Evaluation) -> dict[str, str]:
 
 def _cells(row: Row) -> dict[str, str]:
     found = row.evaluation
-    cells = {"model": row.model, "drawn": row.mode, **_scores(found)}
     thinking = found.thinking_length
-    cells["thinking"] = "none" if thinking is None else f"{thinking:.1f}"
-    cells["tokens"] = f"{found.mean_length:.1f}"
-    cells["cut off"] = f"{found.cut_off or 0:.0%}"
-    return cells
-
-
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    titles = list(max(rows, key=len))
-    lines = [titles, *([row.get(title, "") for title in titles] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return {
+        "model": row.model,
+        "drawn": row.mode,
+        **_scores(found),
+        "thinking": "none" if thinking is None else f"{thinking:.1f}",
+        "tokens": f"{found.mean_length:.1f}",
+        "cut off": f"{found.cut_off or 0:.0%}",
+    }
 
 
 def _line(row: Row) -> str:

@@ -6,7 +6,7 @@ Several adapters of the same base model share one loaded base.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +14,12 @@ from typing import Any
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.machine.cleanup import release
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
 from rloo_kit.models.loading import load_model
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.thoughts import give_marks
 from rloo_kit.text.wording import first_line, format_value, resume_command
-from rloo_kit.types import Model, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,13 @@ class TrainedModel:
         It is ``base`` for a base model alone, and ``adapter`` if the name of the folder is "" or
         ``base``.
         """
-        folder = self.run or self.adapter
-        if self.adapter is None or folder is None:
+        if self.adapter is None:
             return "base"
-        name = folder.resolve().name
+        name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base model alone, as a ``TrainedModel`` without an adapter."""
-        if self.adapter is None:
-            return self
         return replace(self, name=f"base of {self.name}", adapter=None)
 
 
@@ -109,15 +104,13 @@ def _adapter_of(run: Path) -> Path:
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
     base = config.model.name
-    started = adapter_in(config.model.name)
-    loaded = None
-    if started is not None:  # it trained another run's adapter further
+    if started := adapter_in(base):  # it trained another run's adapter further
         base = find_trained(started).base
     elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
-    if _is_on_hub(base):  # PEFT recorded the name of the model that was really loaded
-        loaded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
-        loaded = loaded if _is_on_hub(loaded) else None
+    # PEFT recorded the name of the model that was really loaded
+    recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
+    loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else None
     return TrainedModel(name, base, adapter, run, config, loaded)
 
 
@@ -148,13 +141,13 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 # --- loading -------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class LoadedBase:
     """A base model in memory, with several adapters of which at most one is active at a time."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer) -> None:
-        self.model: Any = model
-        self.tokenizer: Any = tokenizer
-        self._names: dict[Path, str] = {}
+    model: Any
+    tokenizer: Any
+    _names: dict[Path, str] = field(default_factory=dict, init=False)  # folder -> name in PEFT
 
     @contextlib.contextmanager
     def using(self, trained: TrainedModel) -> Iterator[Any]:
@@ -220,17 +213,3 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
             module.max_seq_length = max(limit, longest)
     give_marks(tokenizer, **vars((trained.config or RunConfig()).thinking))
     return LoadedBase(model, tokenizer)
-
-
-def by_base(models: Sequence[TrainedModel]) -> Iterator[tuple[LoadedBase, list[TrainedModel]]]:
-    """Load each base model once, and yield it with the list of models that are based on it.
-
-    Each base is released before the next one is loaded.
-    """
-    waiting = list(models)
-    while waiting:
-        same = [one for one in waiting if one.model == waiting[0].model]
-        waiting = [one for one in waiting if one not in same]
-        base = load_base(same[0])
-        yield base, same
-        release(base.model)

@@ -18,7 +18,7 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.table import Row, results_folder, score_models, write_results
-from rloo_kit.evaluation.trained import TrainedModel, find_trained
+from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.machine.cleanup import session
 from rloo_kit.sampling.completer import as_completions
 from rloo_kit.scoring.contract import call_reward
@@ -114,8 +114,18 @@ def judge_models(  # noqa: PLR0913
     with session():
         held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size)
         folder = results_folder(output, mine.run)
+        # One judge serves all tokenizers with the same vocabulary and chat template
+        judges = {}
+
+        def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
+            read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())
+            if read not in judges:
+                judges[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
+            return [] if _compares(judges[read]) else [judges[read]]
+
         how = {} if sampled else {"temperature": 0.0}
-        judge, rows = _answers(held_out, [mine, other], spec, how, say)
+        rows = score_models(held_out, [mine, other], [how], rewards_for, say)
+        judge = next(iter(judges.values()))
         first, second = (row.evaluation for row in rows)
         won = verdicts(judge, first, second)
         result = _win_rate(rows, held_out, won, _describe(spec, judge))
@@ -134,26 +144,6 @@ def judge_models(  # noqa: PLR0913
 
 
 # --- the verdicts --------------------------------------------------------------------------------
-
-
-def _answers(
-    held_out: HeldOut, models: list[TrainedModel], spec: Spec, how: dict[str, Any], say: Say
-) -> tuple[LoadedReward, list[Row]]:
-    """Let both models complete the prompts; return the judge and a row for each model.
-
-    If the judge is a reward, the completions in the rows are scored.
-    """
-    # One judge serves all tokenizers with the same vocabulary and chat template
-    judges: dict[tuple[str, frozenset], LoadedReward] = {}
-
-    def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
-        read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())
-        if read not in judges:
-            judges[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
-        return [] if _compares(judges[read]) else [judges[read]]
-
-    rows = score_models(held_out, models, [how], rewards_for, say)
-    return next(iter(judges.values())), rows
 
 
 def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
@@ -239,6 +229,5 @@ def _describe(spec: Spec, judge: LoadedReward) -> str:
         inner = judge.func.reward
         return f"{inner.model}, asked in both orders (a tie if they disagree), for {inner.rubric}"
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
-    name = json.dumps(spec) if isinstance(spec, Mapping) else judge.name
-    name = spec if isinstance(spec, str) else name
+    name = json.dumps(spec) if isinstance(spec, Mapping) else spec or judge.name
     return f"{name}, the {wins} score wins"

@@ -18,10 +18,9 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.files import placed_rows
 from rloo_kit.errors import ConfigError, KitError
-from rloo_kit.evaluation.evaluator import make_completer
+from rloo_kit.evaluation.evaluator import sample_and_score
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.cleanup import add_to_session, session
-from rloo_kit.machine.environment import load_env_file
 from rloo_kit.output_folder import check_writable, free_folder, write_json
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
@@ -67,13 +66,14 @@ def check_rewards(  # noqa: PLR0913
 ) -> RewardCheck:
     """Call every reward of a run on completions of its model, and report the faults found.
 
-    On a GPU a separate process loads the model and samples. The rewards are called in this process.
+    On a GPU a separate process loads the model and samples, so that all of its GPU memory is free
+    again for a training that may follow. The rewards are called in this process.
 
     Args:
         source: Path of a run file, name of a run file that ships with the kit, or a ``RunConfig``.
             It may be None if both ``rewards`` and ``completions`` are given.
         overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
-        rewards: Rewards to check instead of those in the run file.
+        rewards: Rewards to check instead of those in the run file, with weights of their own.
         completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
             rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
             model is then not loaded.
@@ -99,23 +99,24 @@ def check_rewards(  # noqa: PLR0913
     folder = None if output_dir is None else free_folder(output_dir)
     if folder is not None:
         check_writable(folder.parent)
-    load_env_file()
-    has_run = source is not None
-    config, base = read_config(source, overrides) if has_run else (RunConfig(), Path())
+    config, base = read_config(RunConfig() if source is None else source, overrides)
     job = PreparedJob(config, base, say)
     _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
     with session() as opened:
         if completions is None:
-            rows = _sample(job, num_prompts or NUM_PROMPTS, num_generations)
+            asked = (config, base, num_prompts or NUM_PROMPTS, num_generations)
+            on_cpu = job.environment.hardware.device == "cpu"
+            rows = _sampled(*asked, say) if on_cpu else call_in_child(_sampled, asked, say)
         else:
             rows = [row for _, row in placed_rows(completions, ("prompt", "completion"))]
-        tokenizer = None
-        if has_run:
+        limit = tokenizer = None
+        if source is not None:
+            limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
             # Completions in a file can be checked without the model
             with contextlib.suppress(KitError, OSError, ValueError):
                 tokenizer = job.tokenizer
         notes = [NO_TOKENIZER] if tokenizer is None else []
-        check = _examined(rows, _load(job, rewards, tokenizer), config if has_run else None, notes)
+        check = _examined(rows, _load(job, rewards, tokenizer), config, limit, notes)
     say(f"\n{check}")
     if folder is not None:
         _write(folder, check, rows, say)
@@ -133,18 +134,6 @@ def _check_counts(completions: object, **counts: int | None) -> None:
 
 
 # --- completions ---------------------------------------------------------------------------------
-
-
-def _sample(job: PreparedJob, num_prompts: int, num_generations: int | None) -> list[Row]:
-    """Sample completions with the run's model and return them as rows.
-
-    On a GPU this happens in a separate process. When that process ends, all of its GPU memory is
-    free again for a training that may follow.
-    """
-    asked = (job.config, job.base, num_prompts, num_generations)
-    if job.environment.hardware.device == "cpu":
-        return _sampled(*asked, job.say)
-    return call_in_child(_sampled, asked, job.say)
 
 
 def _sampled(
@@ -180,38 +169,28 @@ def _sampled(
         f"sampling {num_prompts} prompts x {size} completions of {config.model.name}, "
         f"temperature {args.temperature:g}, at most {args.max_completion_length} tokens"
     )
-    repeated = prompts.select([number for number in numbers for _ in range(size)])
+    repeated = list(prompts.select([number for number in numbers for _ in range(size)]))
     ends = model.generation_config.eos_token_id
     how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
-    batch_size = args.per_device_train_batch_size
     own = load_rewards(job.of_environments)  # their environments exist only in this process
-    completer = make_completer(
-        model, tokenizer, how, args.chat_template_kwargs, batch_size, args.seed, engine, own
-    )
-    completer.tool_loop = job.tool_loop
-    at_once = batch_size if config.environment else len(repeated)  # environments are used again
-    found: list[Row] = []
-    for at in range(0, len(repeated), at_once):
-        rows = list(repeated.select(range(at, min(at + at_once, len(repeated)))))
-        drawn = completer.sample(rows)
-        scores = completer.score(rows, drawn).result()
-        columns = (rows, drawn.completions, drawn.tokens.turns, drawn.ended)
-        found += [
+    found = []
+    for row, _, completion, turns, ended, scores in sample_and_score(
+        model, tokenizer, repeated, how, args.chat_template_kwargs,
+        args.per_device_train_batch_size, args.seed, engine, own, job.tool_loop,
+    ):  # fmt: skip
+        more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
+        if own:
+            more[OF_ENVIRONMENTS] = scores
+        found.append(
             {
                 **row,
                 "completion": completion,
                 "completion_ids": [*chain(*turns)],
-                **({"completion_turns": turns} if job.tool_loop is not None else {}),
-                GROUP: (at + place) // size,
+                GROUP: len(found) // size,
                 TRUNCATED: not ended,
-                **(
-                    {OF_ENVIRONMENTS: {r.name: s[place] for r, s in zip(own, scores, strict=True)}}
-                    if own
-                    else {}
-                ),
+                **more,
             }
-            for place, (row, completion, turns, ended) in enumerate(zip(*columns, strict=True))
-        ]
+        )
     return found
 
 
@@ -236,26 +215,13 @@ def _load(
 # --- calling the rewards -------------------------------------------------------------------------
 
 
-def columns_of(rows: list[Row]) -> dict[str, Any]:
-    """Return the keyword arguments that the trainer would pass to a reward for these rows.
-
-    Args:
-        rows: Rows with ``prompt``, ``completion`` and, if known, ``completion_ids``.
-    """
-    ids: list[Any] = [row.get("completion_ids") for row in rows]
-    completions = [row["completion"] for row in rows]
-    return reward_columns(rows, completions, ids if all(ids) else None)
-
-
-def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None) -> Batch:
-    limit = longest = None
-    if config is not None:
-        longest = config.model.max_seq_length
-        limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+def _batch_of(
+    rows: list[Row], columns: dict[str, Any], limit: int | None, max_seq_length: int
+) -> Batch:
     texts = [text_of(row["completion"]) for row in rows]
     ids = columns.get("completion_ids")
     truncated = columns.get(TRUNCATED, columns.get("truncated"))
-    groups: dict[str, list[int]] = {}
+    groups = {}
     for number, row in enumerate(rows):
         # A run's completions.jsonl counts the groups of every step from 0
         group = row.get(GROUP, row.get("group"))
@@ -269,41 +235,49 @@ def _batch_of(rows: list[Row], columns: dict[str, Any], config: RunConfig | None
         lengths=[len(one) for one in ids or texts],
         truncated=truncated,
         max_completion_length=limit,
-        max_seq_length=longest,
+        max_seq_length=max_seq_length,
     )
 
 
 def _examined(
-    rows: list[Row], rewards: list[LoadedReward], config: RunConfig | None, notes: list[str]
+    rows: list[Row],
+    rewards: list[LoadedReward],
+    config: RunConfig,
+    limit: int | None,
+    notes: list[str],
 ) -> RewardCheck:
     """Call and probe every reward on the rows, and return the resulting check.
 
-    ``config`` has the run's limits and its time limit for rewards; None means that there is no
-    run. ``notes`` gets one more line for each reward that could not be checked.
+    Args:
+        rows: The completions, with their prompts and the columns that the rewards read.
+        rewards: The rewards.
+        config: Settings of the run, or the default settings if there is no run.
+        limit: Maximum number of tokens in a completion; None if it is not known.
+        notes: Gets one more line for each reward that could not be checked.
     """
-    columns = columns_of(rows)
+    ids: list[Any] = [row.get("completion_ids") for row in rows]
+    completions = [row["completion"] for row in rows]
+    columns = reward_columns(rows, completions, ids if all(ids) else None)
     probed = []
-    batch = _batch_of(rows, columns, config)
-    timeout = config.trainer.get("reward_timeout_seconds") if config is not None else None
+    batch = _batch_of(rows, columns, limit, config.model.max_seq_length)
+    timeout = config.trainer.get("reward_timeout_seconds")
     for reward in rewards:
-        asked = keywords_of(getattr(reward.func, "reward", reward.func))[2]
-        if "environments" in asked:
+        if not isinstance(reward.func, CheckedReward):
+            notes.append(f"note: {reward.name} is a model object, which was not checked")
+        elif "environments" in keywords_of(reward.func.reward)[2]:
             notes.append(f"note: {reward.name} reads the environments, so it was not checked")
-        elif isinstance(reward.func, CheckedReward):
+        else:
             add_to_session(reward.func)
             probed.append(probe(reward, columns, batch, timeout))
-        else:
-            notes.append(f"note: {reward.name} is a model object, which was not checked")
     played = [row.get(OF_ENVIRONMENTS) or {} for row in rows]
     probed.extend(
         Probed(name, 1.0, [scores.get(name) for scores in played])
-        for name in dict.fromkeys(name for scores in played for name in scores)
+        for name in dict.fromkeys(chain(*played))
     )
     totals = total_scores(probed, batch)
     signal = signal_of(totals, batch)
-    calls = None
-    if config is not None and (config.tools or config.environment):
-        calls = call_numbers([row["completion"] for row in rows], totals, batch.groups)
+    has_tools = config.tools or config.environment
+    calls = call_numbers(completions, totals, batch.groups) if has_tools else None
     findings = find_all(probed, batch, signal, calls)
     samples = [
         {

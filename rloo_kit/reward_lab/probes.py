@@ -3,26 +3,23 @@
 import random
 import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from rloo_kit.diagnosis.registry import Seen
 from rloo_kit.errors import RewardContractError
-from rloo_kit.reward_lab.rules import wanted_probes
-from rloo_kit.reward_lab.score_statistics import Batch, Probed
+from rloo_kit.reward_lab.score_statistics import Batch, Probed, is_constant
 from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
     call_reward,
-    guarded,
     keywords_of,
     take_rows,
 )
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
-from rloo_kit.types import Completion, Score
+from rloo_kit.types import Completion
 
 # A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
@@ -37,8 +34,7 @@ def probe(
     """Score completions with a reward, first unchanged and then altered.
 
     The first call scores all completions of the batch. If it succeeds, more calls score some of
-    them again: unchanged, in another order, and altered (for example cut off or masked;
-    ``wanted_probes`` describes every alteration).
+    them again: unchanged, in another order, and altered (see ``_ALTERED``).
 
     Args:
         reward: The reward.
@@ -50,18 +46,19 @@ def probe(
         The scores of all calls. If the first call fails, every score is None and ``fault`` says
         why.
     """
-    func = guarded(reward.func, timeout, "stop")
+    func: CheckedReward = replace(reward.func, timeout=timeout)
     count = len(batch.texts)
-    bare = Probed(reward.name, reward.weight_at(0.0), [None] * count)
+    weight = reward.weight_at(0.0)
     started = time.perf_counter()
     try:
         scores = call_reward(func, columns)
     except RewardContractError as exc:
-        return replace(bare, fault=_fault(func, columns, exc))
+        fault = _fault(func, columns, exc)
+        return Probed(reward.name, weight, [None] * count, fault=fault)
     seconds = (time.perf_counter() - started) / count
     num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
     rows = [row * count // num for row in range(num)]
-    first = replace(bare, scores=scores, seconds=seconds, rows=rows)
+    first = Probed(reward.name, weight, scores, seconds, rows=rows)
     return _with_probes(first, func, columns, batch)
 
 
@@ -74,19 +71,22 @@ def _with_probes(
     order = random.Random(0).sample(range(count), count)
     calls = {"first": own} if count < len(probed.scores) else {}
     calls |= {"again": own, "permuted": take_rows(own, order)}
-    calls |= dict.fromkeys(wanted_probes(batch, probed), own)
-    scores: dict[str, list[Score]] = {}
-    errors: dict[str, str] = {}
+    calls |= {name: _altered(name, own) for name in ("empty", "unclosed")}
+    if is_constant(probed.scores):
+        # A very long text: only one row
+        calls["repeated"] = _altered("repeated", take_rows(own, [0]))
+    else:
+        calls["masked"] = _altered("masked", own)
+    closed = [text for text in batch.texts if "</think>" in text]
+    if sum("<think>" not in text for text in closed) > len(closed) / 2:
+        # The prompt opens the thought
+        calls["opened"] = _altered("opened", own)
+    limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
+    scores = {}
+    errors = {}
     seconds = probed.seconds
     for name, given in calls.items():
-        asked = func
-        if name == "repeated":
-            # A very long text: only one row, with a short time limit
-            limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-            asked = guarded(func, limit, "stop")
-            given = take_rows(own, [0])
-        if name in _ALTERED:
-            given = _altered(name, given)
+        asked = replace(func, timeout=limit) if name == "repeated" else func
         started = time.perf_counter()
         try:
             scores[name] = call_reward(asked, given)
@@ -117,22 +117,27 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractErro
 # --- altered completions -------------------------------------------------------------------------
 
 
-# Probe -> functions that alter the text and the token ids; see `wanted_probes`
-_ALTERED: dict[str, tuple[Callable[[str], str], Callable[[list[int]], list[int]]]] = {
-    "opened": (
-        lambda text: text if "<think>" in text else f"<think>\n{text}",
-        lambda ids: ids,
+# Probe -> functions that alter the text and the token ids
+_ALTERED = {
+    # No text
+    "empty": (lambda text: "", lambda ids: []),
+    # Cut off in the middle of the thought
+    "unclosed": (
+        lambda text: text.partition("</think>")[0][: max(1, len(text) // 2)],
+        lambda ids: ids[: len(ids) // 2],
     ),
-    "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    # Repeats the beginning, so that the thought gets long and is still closed
+    # If all scores are equal. The beginning is repeated 200 times, so that the thought gets long
+    # and is still closed
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
     ),
-    "empty": (lambda text: "", lambda ids: []),
-    "unclosed": (
-        lambda text: text.partition("</think>")[0][: max(1, len(text) // 2)],
-        lambda ids: ids[: len(ids) // 2],
+    # If scores differ. Every character except white space is replaced, so that the length stays
+    "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
+    # If the prompts open the thought
+    "opened": (
+        lambda text: text if "<think>" in text else f"<think>\n{text}",
+        lambda ids: ids,
     ),
 }
 

@@ -32,7 +32,7 @@ from rloo_kit.rewards._classifier import (
     token_ids,
 )
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.types import Completion, Model, Row, Say, Tokenizer
+from rloo_kit.types import Completion, Row, Say, Tokenizer
 
 # A prompt and a completion, in the form that a reward gets
 Text = tuple[Completion, Completion]
@@ -162,7 +162,15 @@ def train_reward_model(  # noqa: PLR0913
         os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,
         {"num_train_epochs": 1.0, "learning_rate": learning_rate, **settings},
     )  # fmt: skip
-    _check({**vars(job), "learning_rate": learning_rate, "held_out": held_out})
+    given = {**vars(job), "learning_rate": learning_rate, "held_out": held_out}
+    errors = [
+        error
+        for name, kind in ABOVE_0.items()
+        for error in check_value(name, given[name], kind, Rule(above=0))
+    ]
+    errors += check_value("seed", seed, int, Rule(minimum=0))
+    if errors:
+        raise ConfigError("; ".join(errors))
     train, held = split_pairs(read, held_out, seed)
     with session():
         return _train_and_save(job, train, held, Path(output_dir), say)
@@ -189,8 +197,6 @@ def _pair(row: Row, place: str, *, chat: bool) -> Pair:
     prompt = row.get("prompt")
     if not isinstance(prompt, str | None):
         check_messages(prompt, "prompt", place)
-    if row["chosen"] == row["rejected"]:
-        raise DataError(f"{place}: chosen and rejected are the same text; delete the pair")
     chosen, rejected = (
         _text(prompt, row[name], f"{place}: {name}", chat=chat) for name in ("chosen", "rejected")
     )
@@ -233,7 +239,7 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
     sizes = Counter(pair.group for pair in pairs)
     groups = list(sizes)
     random.Random(seed).shuffle(groups)
-    kept: set[str] = set()
+    kept = set()
     for group in groups:
         if sizes[group] <= free:
             kept.add(group)
@@ -252,18 +258,6 @@ def split_pairs(pairs: list[Pair], held_out: float, seed: int) -> tuple[list[Pai
 # --- training ------------------------------------------------------------------------------------
 
 
-def _check(given: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if an argument is out of range, before the model is loaded."""
-    errors = [
-        error
-        for name, kind in ABOVE_0.items()
-        for error in check_value(name, given[name], kind, Rule(above=0))
-    ]
-    errors += check_value("seed", given["seed"], int, Rule(minimum=0))
-    if errors:
-        raise ConfigError("; ".join(errors))
-
-
 def _train_and_save(
     job: _Job, train: list[Pair], held: list[Pair], output_dir: Path, say: Say
 ) -> RewardModelResult:
@@ -272,17 +266,18 @@ def _train_and_save(
     The caller's session releases the model afterwards.
     """
     hardware = setup().hardware
+    from datasets import Dataset
     from trl.trainer.reward_config import RewardConfig  # after Unsloth
+    from trl.trainer.reward_trainer import RewardTrainer
 
-    from rloo_kit.training.supervised import make_arguments, memory_errors
+    from rloo_kit.training.supervised import make_arguments, make_trainer, memory_errors
 
     folder = free_folder(output_dir)
     check_writable(folder.parent)
     with tempfile.TemporaryDirectory() as scratch:
         # TRL need not cut the texts, because `_read` does
-        fixed = {"max_length": None, "output_dir": scratch}
-        settings = {"seed": job.seed, **job.settings}
-        arguments = make_arguments(RewardConfig, WHAT, fixed, settings)
+        fixed = {"max_length": None, "output_dir": scratch, "seed": job.seed}
+        arguments = make_arguments(RewardConfig, WHAT, fixed, job.settings)
         model, tokenizer = _load(job, hardware)
         train_ids = _read(tokenizer, train, job)
         held_ids = _read(tokenizer, held, job)
@@ -291,7 +286,16 @@ def _train_and_save(
             f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
         )
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
-        trainer = _make_trainer(arguments, model, tokenizer, train_ids, say)
+        rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in train_ids]
+        trainer = make_trainer(
+            RewardTrainer,
+            say,
+            ("accuracy",),
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
         before = _scores(trainer, held_ids)
         with memory_errors(WHAT, REMEDY):
             seconds = trainer.train().metrics["train_runtime"]
@@ -351,27 +355,6 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     return different
 
 
-def _make_trainer(
-    arguments: Any, model: Model, tokenizer: Tokenizer, ids: Sequence[Ids], say: Say
-) -> Any:
-    """Return TRL's ``RewardTrainer``, set up to train on tokenized pairs."""
-    from datasets import Dataset
-    from trl.trainer.reward_trainer import RewardTrainer
-
-    from rloo_kit.training.supervised import make_trainer
-
-    columns = {"chosen_ids": [c for c, _ in ids], "rejected_ids": [r for _, r in ids]}
-    return make_trainer(
-        RewardTrainer,
-        say,
-        ("accuracy",),
-        model=model,
-        args=arguments,
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=tokenizer,
-    )
-
-
 def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     """Score held-out pairs with the current model.
 
@@ -400,11 +383,29 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 
 
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
-    """Write the folder under a temporary name, then rename it, so that it is never incomplete."""
+    """Write the folder under a temporary name, then rename it, so that it is never incomplete.
+
+    ``reward_model.json`` records settings, results, and where the base model is.
+    """
     model = trainer.model
     part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
-    facts = _facts(job, result, trainer.state.global_step)
+    facts = {
+        "base": job.model,
+        **vars(job),
+        **vars(result),
+        "steps": trainer.state.global_step,
+        "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
+    }
+    del facts["model"], facts["folder"]
+    place = Path(job.place)
+    if place.is_dir():
+        facts["base_fingerprint"] = fingerprint(place)
+        if job.model not in EMBEDDED:
+            with contextlib.suppress(ValueError):
+                # On Windows no relative path leads to another drive
+                relative = os.path.relpath(place.resolve(), result.folder.resolve())
+                facts["base_folder"] = Path(relative).as_posix()
     try:
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
@@ -418,24 +419,3 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
         part.rename(result.folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:
-    """Return what ``reward_model.json`` records: settings, results, and where the base model is."""
-    facts = {
-        "base": job.model,
-        **vars(job),
-        **vars(result),
-        "steps": steps,
-        "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
-    }
-    del facts["model"], facts["folder"]
-    place = Path(job.place)
-    if place.is_dir():
-        facts["base_fingerprint"] = fingerprint(place)
-        if job.model not in EMBEDDED:
-            with contextlib.suppress(ValueError):
-                # On Windows no relative path leads to another drive
-                relative = os.path.relpath(place.resolve(), result.folder.resolve())
-                facts["base_folder"] = Path(relative).as_posix()
-    return facts

@@ -14,7 +14,6 @@ from rloo_kit.diagnosis.registry import (
     Seen,
 )
 from rloo_kit.diagnosis.run_rules import four_times_longer
-from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
 from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.reward_lab.score_statistics import (
     Batch,
@@ -60,34 +59,6 @@ for _kind, _texts in _STOPPING.items():
     RULES.rule(_kind, *_texts, stops=True, about_signal=True)
 
 
-# --- probes --------------------------------------------------------------------------------------
-
-
-def wanted_probes(batch: Batch, probed: Probed) -> list[str]:
-    """Return the names of the probes that a reward needs.
-
-    A probe calls the reward on altered completions:
-
-    - ``empty``: no text
-    - ``unclosed``: cut off in the middle of the thought
-    - ``repeated``, if all scores are equal: one completion alone, with its beginning repeated
-      200 times
-    - ``masked``, if scores differ: every character except white space replaced, so that the
-      length stays
-    - ``opened``, if the prompts open the thought: with ``<think>`` put before the text
-
-    Args:
-        batch: The completions.
-        probed: The reward's scores for the completions.
-    """
-    wanted = ["empty", "unclosed", "repeated" if is_constant(probed.scores) else "masked"]
-    closed = [text for text in batch.texts if "</think>" in text]
-    if sum("<think>" not in text for text in closed) > len(closed) / 2:
-        # The prompt opens the thought
-        wanted.append("opened")
-    return wanted
-
-
 # --- one reward ----------------------------------------------------------------------------------
 
 
@@ -102,7 +73,7 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     if probed.fault:
         return [RULES.finding(probed.fault.kind, probed.fault)]
     cause = _never_applies(probed) or _noisy(probed) or _moved(probed)
-    if cause or not probed.counts:
+    if cause or not probed.weight:
         return cause or _fragile(probed)
     if is_constant(probed.scores):
         cause = _blind(probed, least=0.1) or ([] if excused else _constant(probed))
@@ -120,8 +91,7 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
 )
 def _never_applies(probed: Probed) -> Iterator[Seen]:
     if not known(probed.scores):
-        evidence = f"it returned None for all {len(probed.scores)} completions"
-        yield Seen(evidence, reward=probed.name)
+        yield Seen(f"it returned None for all {len(probed.scores)} completions", reward=probed.name)
 
 
 @RULES.rule(
@@ -151,11 +121,9 @@ def _blind(probed: Probed, least: float) -> Iterator[Seen]:
 
     ``least`` is the share of completions whose score must rise.
     """
-    opened = probed.probes.get("opened")
+    opened = probed.probes.get("opened", [])
     now = probed.first
-    if not opened:
-        return
-    gains = [a - b for a, b in zip(opened, now, strict=True) if a is not None and b is not None]
+    gains = [a - b for a, b in zip(opened, now, strict=False) if a is not None and b is not None]
     rises = sum(gain > 1e-6 for gain in gains)
     falls = sum(gain < -1e-6 for gain in gains)
     if rises >= max(1, 4 * falls, least * len(opened)):
@@ -315,11 +283,6 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
 add_kinds(RULES)
 
 
-@RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
-def _tools(calls: Mapping[str, float]) -> Iterator[Seen]:
-    yield from seen_in_calls(calls)
-
-
 # --- all findings, and the verdict ---------------------------------------------------------------
 
 
@@ -339,17 +302,19 @@ def find_all(
         signal: How many groups differ in their total scores, from ``signal_of``.
         calls: Metrics of the tool calls, from ``call_numbers``; None if the run has no tools.
     """
-    dull = any(r.counts and is_constant(r.scores) for r in rewards)
+    dull = any(r.weight and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
     found = [f for r in rewards for f in find_in_reward(r, batch, excused=excused)]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}
-    live = [r for r in rewards if r.counts and r.name not in dead and not is_constant(r.scores)]
+    live = [r for r in rewards if r.weight and r.name not in dead and not is_constant(r.scores)]
     if not live:
         # A reward without signal is an error if no other reward has any
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
-    found += fault + ([] if calls is None else _tools(calls))
+    found += fault
+    if calls is not None:
+        found += [RULES.finding(seen.kind, seen) for seen in seen_in_calls(calls)]
     if not excused and (any(known(r.scores) for r in live) or not dead):
         found += _no_signal(signal)
     return RULES.ordered(found)

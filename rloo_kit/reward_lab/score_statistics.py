@@ -7,11 +7,12 @@ reward does not apply. The functions here call no reward: they read its scores f
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev, stdev
+from statistics import pstdev, stdev
 
 import pandas as pd
 
 from rloo_kit.diagnosis.registry import Seen
+from rloo_kit.text.numbers import mean_or_none
 from rloo_kit.types import Score
 
 
@@ -38,7 +39,7 @@ class Probed:
     """
 
     name: str
-    weight: float
+    weight: float  # with 0, the reward is only logged
     scores: list[Score]  # of each completion, as in the run; all None if the call failed
     seconds: float = 0.0  # time of a call, divided by the number of completions
     # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
@@ -46,11 +47,6 @@ class Probed:
     rows: list[int] = field(default_factory=list)  # indices of the completions that were probed
     probes: dict[str, list[Score]] = field(default_factory=dict)  # probe -> scores of `rows`
     probe_errors: dict[str, str] = field(default_factory=dict)  # probe -> error of the reward
-
-    @property
-    def counts(self) -> bool:
-        """True if the reward is part of the total score; with weight 0 it is only logged."""
-        return self.weight != 0
 
     @property
     def first(self) -> list[Score]:
@@ -141,17 +137,17 @@ def scored_groups(scores: Sequence[Score], batch: Batch) -> list[list[float]]:
 def statistics_of(probed: Probed, batch: Batch) -> RewardStats:
     """Return the statistics of the scores of one reward."""
     values = known(probed.scores)
-    spreads = [stdev(group) for group in scored_groups(probed.scores, batch)]
+    spreads = map(stdev, scored_groups(probed.scores, batch))
     return RewardStats(
         name=probed.name,
         weight=probed.weight,
         none_share=1 - len(values) / len(probed.scores),
-        mean=fmean(values) if values else None,
+        mean=mean_or_none(values),
         std=pstdev(values) if values else None,
-        group_std=fmean(spreads) if spreads else None,
+        group_std=mean_or_none(spreads),
         low=min(values, default=None),
         high=max(values, default=None),
-        fires=sum(value > 0 for value in values) / len(values) if values else None,
+        fires=mean_or_none(value > 0 for value in values),
         milliseconds=round(probed.seconds * 1000, 2),
         length_correlation=rank_correlation(batch.lengths, probed.scores),
         fault=probed.fault.evidence if probed.fault else None,
@@ -163,7 +159,7 @@ def total_scores(rewards: Sequence[Probed], batch: Batch) -> list[Score]:
 
     The sum is None if no reward scored the completion.
     """
-    totals: list[Score] = []
+    totals = []
     for row in range(len(batch.texts)):
         parts = [r.weight * s for r in rewards if (s := r.scores[row]) is not None]
         totals.append(math.fsum(parts) if parts else None)
@@ -183,7 +179,7 @@ def signal_of(totals: Sequence[Score], batch: Batch) -> Signal:
     return Signal(
         num_groups=len(groups),
         num_with_signal=len(groups) - len(equal),
-        group_std=fmean(map(stdev, groups)) if groups else None,
+        group_std=mean_or_none(map(stdev, groups)),
         all_lowest=sum(is_same(score, min(values)) for score in equal),
         all_highest=sum(is_same(score, max(values)) for score in equal),
     )

@@ -10,8 +10,9 @@ import textwrap
 import typing
 from dataclasses import dataclass
 
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.rewards import BUILTIN
-from rloo_kit.scoring.specs import reward_behind
+from rloo_kit.text.wording import did_you_mean, format_value
 from rloo_kit.types import Reward
 
 
@@ -45,7 +46,12 @@ def describe_reward(name: str) -> Entry:
     Raises:
         RewardLoadError: There is no built-in reward of that name.
     """
-    target = reward_behind(name)
+    if name not in BUILTIN:
+        raise RewardLoadError(
+            f"there is no built-in reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give "
+            f"one of: {', '.join(sorted(BUILTIN))}"
+        )
+    target = BUILTIN[name]
     text = inspect.getdoc(target) or ""
     return Entry(name, text.partition("\n")[0], text, tuple(_parameters(target)))
 
@@ -74,7 +80,7 @@ def _parameters(target: Reward) -> list[Parameter]:
     """
     is_class = inspect.isclass(target)
     kinds = [target] if is_class else typing.get_args(typing.get_type_hints(target)["return"])
-    texts: dict[str, str] = {}
+    texts = {}
     for kind in kinds:
         texts |= _field_texts(kind)
     values = {
@@ -93,7 +99,7 @@ def _field_texts(kind: type) -> dict[str, str]:
 
     The description is the string literal that follows the field in the source code.
     """
-    texts: dict[str, str] = {}
+    texts = {}
     for base in reversed(kind.__mro__[:-1]):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         for field, below in itertools.pairwise(getattr(tree.body[0], "body", ())):

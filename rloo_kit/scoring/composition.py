@@ -37,8 +37,7 @@ def gated(
         at_least: Lowest score of the gate with which a completion passes.
         otherwise: Score of the completions that do not pass.
     """
-    limits = {"at_least": float(at_least), "otherwise": float(otherwise)}
-    return Composed((checked(reward), checked(by)), _gated, limits)
+    return _Gated((checked(reward), checked(by)), float(at_least), float(otherwise))
 
 
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
@@ -60,7 +59,7 @@ def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
         column: list(values) if isinstance(values, list | tuple | set) else [values]
         for column, values in only_for.items()
     }
-    return Composed((checked(reward),), _routed, {"only_for": wanted})
+    return _Routed((checked(reward),), wanted)
 
 
 def rescaled(
@@ -84,8 +83,7 @@ def rescaled(
         raise ValueError(
             f"clip {format_value(clip)} is not (low, high); give the lower number first"
         )
-    limits = {"scale": float(scale), "low": float(low), "high": float(high)}
-    return Composed((checked(reward),), _rescaled, limits)
+    return _Rescaled((checked(reward),), float(scale), float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,10 @@ class Composed:
 
     # The first part is the reward whose scores are used. The composed reward has its name.
     parts: tuple[CheckedReward, ...]
-    # Function that is called with (columns, *parts, **settings) and returns the scores
-    scores: Callable[..., Coroutine[Any, Any, list[Score]]]
-    settings: dict[str, Any]
+
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Return one score per completion."""
+        raise NotImplementedError
 
     @property
     def __name__(self) -> str:
@@ -162,15 +161,13 @@ class Composed:
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the columns that the parts and ``only_for`` read.
+        """Check that a dataset has the columns that the reward reads.
 
         Raises:
             RewardContractError: A column is missing.
         """
         for part in self.parts:
             part.check_columns(names)
-        for column in set(self.settings.get("only_for", ())) - set(names):
-            raise _without_routing(self.parts[0], column)
 
     def release(self) -> None:
         """Release the memory of the parts."""
@@ -179,7 +176,7 @@ class Composed:
 
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
         """Return one score per completion, or a coroutine that returns them if a part is async."""
-        coroutine = self.scores(columns, *self.parts, **self.settings)
+        coroutine = self.scores(columns)
         if self.is_async:
             return coroutine
         # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in the
@@ -191,50 +188,73 @@ class Composed:
         raise AssertionError("no part of this reward is async, but its call awaited something")
 
 
-async def _gated(
-    columns: dict[str, Any],
-    reward: CheckedReward,
-    by: CheckedReward,
-    *,
-    at_least: float,
-    otherwise: float,
-) -> list[Score]:
-    """Call the gate, then call the reward for the rows that passed the gate.
+@dataclass(frozen=True)
+class _Gated(Composed):
+    """Reward whose second part, the gate, decides for which rows the first part is called.
 
     The share of rows that passed is logged as the metric ``rewards/NAME/gate_open``.
     """
-    gate = await _call(by, columns)
-    rows = [row for row, score in enumerate(gate) if score is not None and score >= at_least]
-    if "log_metric" in columns and gate:
-        columns["log_metric"](f"rewards/{reward.name}/gate_open", len(rows) / len(gate))
-    return await _scores_of(reward, rows, columns, otherwise)
+
+    at_least: float
+    otherwise: float
+
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Call the gate, then call the reward for the rows that passed the gate."""
+        reward, by = self.parts
+        gate = await _call(by, columns)
+        least = self.at_least
+        rows = [row for row, score in enumerate(gate) if score is not None and score >= least]
+        if "log_metric" in columns and gate:
+            columns["log_metric"](f"rewards/{reward.name}/gate_open", len(rows) / len(gate))
+        return await _scores_of(reward, rows, columns, self.otherwise)
 
 
-async def _routed(
-    columns: dict[str, Any], reward: CheckedReward, *, only_for: dict[str, list[Any]]
-) -> list[Score]:
-    """Call the reward for the rows whose columns have the values of ``only_for``."""
-    rows = list(range(len(columns["completions"])))
-    for column, values in only_for.items():
-        if column not in columns:
-            raise _without_routing(reward, column)
-        rows = [row for row in rows if columns[column][row] in values]
-    return await _scores_of(reward, rows, columns, None)
+@dataclass(frozen=True)
+class _Routed(Composed):
+    """Reward that is called for the rows whose columns have given values."""
+
+    only_for: dict[str, list[Any]]
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Check that a dataset has the columns that the part and ``only_for`` read.
+
+        Raises:
+            RewardContractError: A column is missing.
+        """
+        super().check_columns(names)
+        for column in self.only_for.keys() - set(names):
+            raise RewardContractError(
+                f"reward {self.__name__!r} is only for some values of {format_name(column)}, but "
+                f"the dataset has no column {format_value(column)}; add the column, or drop "
+                "only_for"
+            )
+
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Call the reward for the chosen rows; the others get None."""
+        self.check_columns(columns)
+        rows = [
+            row
+            for row in range(len(columns["completions"]))
+            if all(columns[column][row] in values for column, values in self.only_for.items())
+        ]
+        return await _scores_of(self.parts[0], rows, columns, None)
 
 
-def _without_routing(reward: CheckedReward, column: str) -> RewardContractError:
-    return RewardContractError(
-        f"reward {reward.name!r} is only for some values of {format_name(column)}, but the "
-        f"dataset has no column {format_value(column)}; add the column, or drop only_for"
-    )
+@dataclass(frozen=True)
+class _Rescaled(Composed):
+    """Reward whose scores are multiplied by ``scale`` and clipped to [``low``, ``high``]."""
 
+    scale: float
+    low: float
+    high: float
 
-async def _rescaled(
-    columns: dict[str, Any], reward: CheckedReward, *, scale: float, low: float, high: float
-) -> list[Score]:
-    """Call the reward, then scale and clip its scores."""
-    scores = await _call(reward, columns)
-    return [None if score is None else min(max(score * scale, low), high) for score in scores]
+    async def scores(self, columns: dict[str, Any]) -> list[Score]:
+        """Call the reward, then scale and clip its scores."""
+        found = await _call(self.parts[0], columns)
+        return [
+            None if score is None else min(max(score * self.scale, self.low), self.high)
+            for score in found
+        ]
 
 
 async def _scores_of(
@@ -242,31 +262,24 @@ async def _scores_of(
 ) -> list[Score]:
     """Call the reward for the given rows, and return the scores of all rows.
 
-    Rows that are not given get the score ``other``.
+    Rows that are not given get the score ``other``. Values that the reward logs with ``log_extra``
+    are filled up with None for these rows.
     """
-    found = await _call(reward, _only(columns, rows)) if rows else []
-    by_row = dict(zip(rows, found, strict=True))
-    return [by_row.get(row, other) for row in range(len(columns["completions"]))]
+    count = len(columns["completions"])
+
+    def filled(values: Iterable[Any], other: Score) -> list[Any]:
+        by_row = dict(zip(rows, values, strict=True))
+        return [by_row.get(row, other) for row in range(count)]
+
+    if not rows:
+        return [other] * count
+    chosen = take_rows(columns, rows)
+    if "log_extra" in columns:
+        log = columns["log_extra"]
+        chosen["log_extra"] = lambda column, values: log(column, filled(values, None))
+    return filled(await _call(reward, chosen), other)
 
 
 async def _call(reward: CheckedReward, columns: dict[str, Any]) -> list[Score]:
-    if isinstance(reward, AsyncCheckedReward):
-        return await reward(**columns)
-    return reward(**columns)
-
-
-def _only(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Return the columns with only the given rows.
-
-    Values that the reward logs with ``log_extra`` are filled up with None for the other rows.
-    """
-    chosen = take_rows(columns, rows)
-    count = len(columns["completions"])
-    if "log_extra" in columns:
-
-        def log_extra(column: str, values: list[Any]) -> None:
-            by_row = dict(zip(rows, values, strict=True))
-            columns["log_extra"](column, [by_row.get(row) for row in range(count)])
-
-        chosen["log_extra"] = log_extra
-    return chosen
+    found: Any = reward(**columns)
+    return await found if isinstance(reward, AsyncCheckedReward) else found

@@ -121,13 +121,13 @@ class CheckedReward:
         Raises:
             RewardContractError: A column is missing.
         """
-        if callable(check := getattr(self.reward, "check_columns", None)):
-            check(names)
+        if hasattr(self.reward, "check_columns"):
+            self.reward.check_columns(names)
         self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
         """Release the memory that the reward holds, such as the weights of a reward model."""
-        if callable(getattr(self.reward, "release", None)):
+        if hasattr(self.reward, "release"):
             self.reward.release()
 
     def bind(self, tokenizer: Tokenizer) -> "CheckedReward":
@@ -135,7 +135,7 @@ class CheckedReward:
 
         If the reward has no ``bind`` method, return this wrapper itself.
         """
-        if not callable(getattr(self.reward, "bind", None)):
+        if not hasattr(self.reward, "bind"):
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
 
@@ -151,7 +151,7 @@ class CheckedReward:
         chosen = {
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }
-        if callable(log := chosen.get("log_metric")):
+        if log := chosen.get("log_metric"):
             # Trackers and checkpoints keep the names
             chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
         return chosen
@@ -185,13 +185,16 @@ class CheckedReward:
 
     def _raised(self, exc: BaseException, columns: dict[str, Any]) -> list[Score]:
         if isinstance(exc, OverdueError):
-            where = f" ({exc})" if str(exc) else ""
-            fault = f" took more than {self.timeout:g} s{where}"
-            remedy = "make it faster, or raise trainer.reward_timeout_seconds"
+            fault = (
+                f" took more than {self.timeout:g} s ({exc}); make it faster, or raise "
+                "trainer.reward_timeout_seconds"
+            )
         else:
-            fault = f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}"
-            remedy = "correct it, or return None for a row it cannot score"
-        return self._failed(f"{fault}; {remedy}", columns, exc)
+            fault = (
+                f" raised {type(exc).__name__}: {first_line(exc)}{_place_of(exc)}; correct it, or "
+                "return None for a row it cannot score"
+            )
+        return self._failed(fault, columns, exc)
 
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions = columns["completions"]
@@ -203,10 +206,12 @@ class CheckedReward:
         elif len(values) != len(completions):
             got = f"{len(values)} scores for {len(completions)} completions"
         if got:
-            wanted = "return a list of one float (or None) per completion, in order"
-            return self._failed(f" returned {got}; {wanted}", columns)
+            return self._failed(
+                f" returned {got}; return a list of one float (or None) per completion, in order",
+                columns,
+            )
         scores = [_number(value) for value in values]
-        wrong = [row for row, score in enumerate(scores) if score is not None and score != score]
+        wrong = [row for row, score in enumerate(scores) if score != score]
         if self.on_error == "skip":
             self._count_errors(len(wrong), columns)
         elif wrong:
@@ -237,11 +242,13 @@ class AsyncCheckedReward(CheckedReward):
                 # Cancelled from outside
                 raise
             is_overdue = isinstance(exc, TimeoutError) and limit.expired()
-            return self._raised(OverdueError() if is_overdue else exc, columns)
+            return self._raised(OverdueError("it was waiting") if is_overdue else exc, columns)
         return self._scores(output, columns)
 
 
-def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
+def checked(
+    func: Callable[..., Any], name: str | None = None, given: object = None
+) -> CheckedReward:
     """Return a wrapper around a reward that checks its calls and its scores.
 
     The wrapper passes only the keyword arguments that the reward accepts, so that
@@ -251,16 +258,18 @@ def checked(func: Callable[..., Any], name: str | None = None) -> CheckedReward:
     Args:
         func: The reward, or a wrapper of a reward.
         name: Name of its metric; None: the name of the function or class.
+        given: What the user wrote for the reward, for the error message; None: ``func``.
 
     Raises:
         RewardLoadError: ``func`` cannot be called.
     """
     if isinstance(func, CheckedReward):
         return replace(func, name=name or func.name)
-    if not callable(func):
+    if inspect.isclass(func) or not callable(func):
         raise RewardLoadError(
-            f"reward {format_value(func)} is not a function: load it first with load_rewards, or "
-            "write the composition as a table, such as {name: accuracy, only_if: length}"
+            f"reward {format_value(given or func)} is a {type(func).__name__}, which cannot be "
+            "called as a reward; give a function, an instance with __call__, or, in place of a "
+            "name, load_rewards(name)[0].func"
         )
     kind = AsyncCheckedReward if _is_async(func) else CheckedReward
     return kind(func, name or name_of(func))
@@ -281,7 +290,7 @@ def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
 
 def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score]:
     """Call a reward, wait for the result if the reward is async, and return the scores."""
-    found: Any = func(**columns)
+    found = func(**columns)
     if not inspect.iscoroutine(found):
         return found
     try:

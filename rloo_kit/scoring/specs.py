@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.rewards import BUILTIN, RewardModel
 from rloo_kit.scoring.composition import Composed, WeightSchedule, gated, rescaled, routed
-from rloo_kit.scoring.contract import checked, keywords_of, name_of
+from rloo_kit.scoring.contract import CheckedReward, checked, keywords_of, name_of
 from rloo_kit.text.wording import did_you_mean, first_line, format_value, printable
 from rloo_kit.types import Reward, Say, Tokenizer
 
@@ -60,7 +60,15 @@ class LoadedReward:
 
     def weight_at(self, progress: float) -> float:
         """Return the weight after the share ``progress`` (0 to 1) of the training."""
-        return self.weight if isinstance(self.weight, int | float) else self.weight.at(progress)
+        weight = self.weight
+        return weight.at(progress) if isinstance(weight, WeightSchedule) else weight
+
+    def renamed(self, name: str) -> "LoadedReward":
+        """Return this reward with another name of its metric."""
+        func = self.func
+        if isinstance(func, CheckedReward):
+            func = replace(func, name=name)
+        return replace(self, func=func, name=name)
 
 
 def with_weights(
@@ -108,7 +116,7 @@ def load_rewards(
             tokenizer.apply_chat_template, **chat_template_kwargs
         )
         tokenizer = with_settings
-    loaded: list[LoadedReward] = []
+    loaded = []
     for spec in [specs] if isinstance(specs, str) else specs:
         reward = load_reward(spec, tokenizer, base_dir, say)
         used = {other.name for other in loaded}
@@ -118,7 +126,7 @@ def load_rewards(
             number += 1
             name = f"{reward.name}_{number}"
         if name != reward.name:
-            reward = replace(reward, func=replace(reward.func, name=name), name=name)
+            reward = reward.renamed(name)
         loaded.append(reward)
     return loaded
 
@@ -144,7 +152,6 @@ def load_reward(
     elif hasattr(spec, "get_rewards"):
         # An object with a method get_rewards(prompts, completions), as in older notebooks
         func = checked(func.get_rewards, type(spec).__name__)
-    _refuse_non_reward(func, spec)
     reward = checked(func)
     if tokenizer is not None:
         reward = reward.bind(tokenizer)
@@ -171,33 +178,19 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
             f"reward_processing_classes has {len(listed)} entries, but reward_funcs has "
             f"{len(rewards)}: give a tokenizer or None for each reward"
         )
-    return list(map(_with_tokenizer, rewards, listed))
-
-
-def _with_tokenizer(reward: LoadedReward, tokenizer: object) -> LoadedReward:
-    inner: Any = getattr(reward.func, "reward", None)
-    if isinstance(inner, Composed) and tokenizer is not None:
-        raise ConfigError(
-            f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
-            "of other rewards: give None there, and give the tokenizer to the reward model in it"
-        )
-    if tokenizer is None or not isinstance(inner, RewardModel):
-        return reward
-    return replace(reward, func=replace(reward.func, reward=replace(inner, tokenizer=tokenizer)))
-
-
-def reward_behind(name: str) -> Any:
-    """Return the class or factory function of a built-in reward.
-
-    Raises:
-        RewardLoadError: There is no built-in reward of that name.
-    """
-    if name not in BUILTIN:
-        raise RewardLoadError(
-            f"there is no built-in reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give "
-            f"one of: {', '.join(sorted(BUILTIN))}"
-        )
-    return BUILTIN[name]
+    found = []
+    for reward, tokenizer in zip(rewards, listed, strict=True):
+        inner = getattr(reward.func, "reward", None)
+        if tokenizer is not None and isinstance(inner, Composed):
+            raise ConfigError(
+                f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
+                "of other rewards: give None there, and the tokenizer to the reward model in it"
+            )
+        if tokenizer is not None and isinstance(inner, RewardModel):
+            inner = replace(inner, tokenizer=tokenizer)
+            reward = replace(reward, func=replace(reward.func, reward=inner))
+        found.append(reward)
+    return found
 
 
 # --- a spec in parts ---------------------------------------------------------------------------
@@ -240,7 +233,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
         base: Folder to which paths are relative.
         say: See ``load_rewards``.
     """
-    _refuse_non_reward(reward, name)
+    reward = checked(reward, given=name)
     try:
         if "scaled_by" in keys or "clipped_to" in keys:
             reward = rescaled(reward, scale=keys.get("scaled_by", 1.0), clip=keys.get("clipped_to"))
@@ -309,19 +302,17 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
                 "to the run file, or an absolute one"
             )
         here = Path.cwd()
-        shown = path.relative_to(here) if path.is_relative_to(here) else path
-        _announce(str(shown), attribute, say)
-        return _attribute(_load_file(path, what), attribute, name, what)
-    if not colon:
+        place = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        load = functools.partial(_load_file, path, what)
+    elif colon:
+        place = f"the installed module {home}"
+        load = functools.partial(_import, home, name, what)
+    else:
         return None
-    _announce(f"the installed module {home}", attribute, say)
-    return _attribute(_import(home, name, what), attribute, name, what)
-
-
-def _announce(place: str, attribute: str, say: Say | None) -> None:
     if say is not None:
         function = printable(attribute) or "no function named"
         say(f"running code of {printable(place)} ({function})")
+    return _attribute(load(), attribute, name, what)
 
 
 def _path(text: str, base: Path) -> Path:
@@ -340,8 +331,6 @@ def _split_weight(spec: str) -> tuple[str, str | float]:
         float(tail)
     except ValueError:
         return spec, 1.0
-    if tail.isidentifier() and head not in BUILTIN and ":" not in Path(head).name:
-        return spec, 1.0  # a function called nan or inf
     return (head, tail) if head else (spec, 1.0)
 
 
@@ -439,18 +428,16 @@ def _unknown(name: str) -> str:
     )
 
 
-# --- objects: parameters, refusals -------------------------------------------------------------
+# --- objects and their parameters --------------------------------------------------------------
 
 
 def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     """Return a reward with its parameters set.
 
-    A class, or the factory function of a built-in reward, is called with the parameters. An
-    instance of a dataclass is copied with the parameters as new field values. For any other
-    function, the parameters become keyword arguments of a ``functools.partial``.
+    A class, or the factory function of a built-in reward, is called with the parameters. For any
+    other function, the parameters become keyword arguments of a ``functools.partial``.
     """
-    is_instance = hasattr(target, "__dataclass_fields__") and not inspect.isclass(target)
-    known, takes_any, _ = keywords_of(type(target) if is_instance else target)
+    known, takes_any, _ = keywords_of(target)
     for parameter in parameters:
         if parameter not in known and not (takes_any and inspect.isclass(target)):
             raise RewardLoadError(
@@ -461,19 +448,9 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
     try:
         if inspect.isclass(target) or name in BUILTIN:
             return target(**parameters)
-        if is_instance and parameters:
-            return replace(target, **parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(
             f"reward {format_value(name)} cannot be made from {format_value(parameters)} "
             f"({first_line(exc)}); {_TABLE_HINT}"
         ) from exc
     return functools.partial(target, **parameters) if parameters else target
-
-
-def _refuse_non_reward(func: object, spec: object) -> None:
-    if inspect.isclass(func) or not callable(func):
-        raise RewardLoadError(
-            f"reward {format_value(spec)} is a {type(func).__name__}, which cannot be called as a "
-            f"reward; give a function, an instance with __call__, or {_TABLE_HINT}"
-        )

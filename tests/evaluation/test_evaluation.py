@@ -231,11 +231,13 @@ def test_a_reward_model_is_no_policy(tmp_path):
 
 
 def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
-    monkeypatch.setattr("rloo_kit.evaluation.table.by_base", refused)
+    monkeypatch.setattr("rloo_kit.evaluation.table.load_base", refused)
     with pytest.raises(ModelError, match="the config of model 'no/such' cannot be read"):
         rk.evaluate_models([run, "no/such"], say=str)
     with pytest.raises(ModelError, match="'no/such'"):
         rk.evaluate_models("no/such", say=str)
+    with pytest.raises(ModelError, match="'no/such'"):
+        rk.judge_models(run, against="no/such", say=str)
 
 
 @pytest.mark.long
@@ -382,7 +384,7 @@ def test_engine_that_was_asked_for_and_does_not_start_ends_the_evaluation(run, m
 
 def test_models_vllm_cannot_sample_are_refused_before_loading(run, monkeypatch):
     monkeypatch.setattr("rloo_kit.sampling.choice.why_not_vllm", lambda: None)
-    monkeypatch.setattr("rloo_kit.evaluation.table.by_base", refused)
+    monkeypatch.setattr("rloo_kit.evaluation.table.load_base", refused)
     by_vllm = ["trainer.generation=vllm"]
     with pytest.raises(GenerationError, match="tiny-thinker has no adapter"):
         rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)

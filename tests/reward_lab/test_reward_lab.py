@@ -284,6 +284,11 @@ def test_plain_texts_are_grouped_by_their_prompt():
         ({"source": "quickstart", "num_prompts": 0}, ConfigError, "must be at least 1"),
         ({"completions": ROWS, "rewards": [right], "num_prompts": 3}, ConfigError, "no effect on"),
         ({"completions": [], "rewards": [right]}, DataError, "there are no rows: add at least one"),
+        (
+            {"completions": ROWS, "rewards": [right], "overrides": ["seed=1"]},
+            ConfigError,
+            "not applied to a RunConfig: give a run file",
+        ),
         ({"completions": "none.jsonl", "rewards": [right]}, DataError, "give the path of a .jsonl"),
         ({"completions": [{"prompt": "a"}], "rewards": [right]}, DataError, "row 1: completion is"),
         (

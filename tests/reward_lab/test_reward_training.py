@@ -91,7 +91,6 @@ def test_a_conversation_is_read_in_every_form(row):
 
 REMEDIES = {
     '{"prompt": "a", "chosen": "b"}': "rejected is None, must be text or a list",
-    '{"prompt": "a", "chosen": "b", "rejected": "b"}': "same text; delete the pair",
     '{"chosen": [{"role": "x"}], "rejected": "b"}': "needs `role` and `content`",
     '{"chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant", '
     '"content": "c"}]}': "chosen must be a conversation that ends with",
@@ -156,9 +155,10 @@ def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
 
 @pytest.mark.long
 def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path):
-    result = train_reward_model(
-        ROWS, str(packed_thinker), output_dir=tmp_path / "taste", say=lambda _: None, **SHORT
-    )
+    equal = {"prompt": "x", "chosen": "y", "rejected": "y"}  # left out
+    how = {"output_dir": tmp_path / "taste", "say": lambda _: None, **SHORT}
+    result = train_reward_model([*ROWS, equal], str(packed_thinker), **how)
+    assert result.num_pairs + result.num_held_out == len(ROWS)
     reward = RewardModel(str(result.folder))
     first, second = reward(prompts=["x", "x"], completions=["a", "b c"])
     assert first != second

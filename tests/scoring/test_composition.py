@@ -10,7 +10,7 @@ from rloo_kit.rewards import Accuracy, Length
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
 from rloo_kit.scoring.contract import AsyncCheckedReward, checked
-from rloo_kit.scoring.specs import load_reward
+from rloo_kit.scoring.specs import load_reward, load_rewards
 
 COLUMNS = {
     "prompts": ["p", "p", "p", "p"],
@@ -58,8 +58,11 @@ def test_a_gate_lets_the_reward_count_only_where_it_is_open():
     assert logged == {"rewards/accuracy/gate_open": 0.75}
     assert score(gated(Accuracy(), by=half, at_least=0.5, otherwise=-1)) == [1.0, 0.0, 0.0, -1.0]
     assert score(gated(Accuracy(), by=half, at_least=0.6)) == [0.0] * 4
-    with pytest.raises(RewardLoadError, match="'length' is not a function: load it first"):
+    with pytest.raises(
+        RewardLoadError, match=r"'length' is a str, .* load_rewards\(name\)\[0\].func"
+    ):
         gated(Accuracy(), by="length")
+    assert score(gated(short, by=load_rewards("accuracy")[0].func)) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_row_behind_a_closed_gate_is_never_scored():

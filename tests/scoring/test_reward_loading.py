@@ -172,6 +172,10 @@ def test_a_model_object_is_left_to_trl():
 
     model = torch.nn.Linear(1, 1)
     assert load_reward(model).func is model
+    both = load_rewards([model, model])
+    assert [(one.name, one.func) for one in both] == [
+        ("reward_model", model), ("reward_model_2", model)
+    ]  # fmt: skip
 
 
 def test_an_object_with_get_rewards_is_a_reward():
