@@ -29,7 +29,6 @@ CHECKS_IN_A_ROW = 3
 # First step at which a finding is reported; findings about equal scores need more steps
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
-BY_HELD_OUT = frozenset({"reward_hacking"})
 # Of n logs, one in every n // CHECKS is checked. A check takes 12 microseconds per log of the run,
 # so the checks together take one or two milliseconds per log.
 CHECKS = 100
@@ -78,9 +77,12 @@ class BestWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Later steps do not change the tensors in it."""
-        batches = list(self._batches)
-        weights = list(self._kept)
-        return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
+        return {
+            "step": self.step,
+            "value": self.value,
+            "batches": list(self._batches),
+            "weights": self._kept,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned."""
@@ -94,8 +96,7 @@ class BestWeights:
 
     def release(self) -> None:
         """Drop the references to the model's weights and to their copies, to free the memory."""
-        self._parameters = []
-        self._kept = []
+        self._parameters = self._kept = []
 
 
 class RunWatch(TrainerCallback):
@@ -125,7 +126,7 @@ class RunWatch(TrainerCallback):
         self.config = config
         self.tell = tell
         self.stop = stop
-        self.stop_on = frozenset(stop_on)
+        self.stop_on = stop_on
         self.parameters = parameters
         self._evaluation: dict[str, Any] = {}
         self._begin()
@@ -137,7 +138,7 @@ class RunWatch(TrainerCallback):
         self._completions: list[dict[str, Any]] = []  # the first and the last ones
         self._num_checks = self._num_evaluations = 0
         self._since: dict[str, tuple[int, int]] = {}
-        self._suspected: set[str] = set()
+        self._is_waiting = False  # a finding that can end the run waits to be confirmed
         self._failed = False
 
     @property
@@ -190,7 +191,7 @@ class RunWatch(TrainerCallback):
         if self.best is not None and not self.by_held_out:
             scores = rollout.sampled.scores.view(-1, rollout.num_generations)  # (P, G)
             means = finite_numbers(scores.nanmean(dim=1).tolist())
-            if means and not self.stop_on & self._suspected:
+            if means and not self._is_waiting:
                 self.best.see_batch(state.global_step, fmean(means))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
@@ -208,10 +209,9 @@ class RunWatch(TrainerCallback):
         self._see_scores(step, evaluation)
 
     def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:
-        name = next(iter(evaluation["rewards"]), None)
-        scores = finite_numbers(one["rewards"].get(name) for one in evaluation["samples"])
-        if self.best is not None and scores:
-            self.best.see(step, fmean(scores))
+        score = next(iter(evaluation["rewards"].values()), None)
+        if self.best is not None and score is not None:
+            self.best.see(step, score)
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
@@ -231,8 +231,7 @@ class RunWatch(TrainerCallback):
         if "reward" not in logs or self.stopped_on or self._failed:
             return
         num_logs = sum("reward" in row for row in state.log_history)
-        is_waiting = self.stop_on & self._suspected
-        if not is_waiting and num_logs % max(1, num_logs // CHECKS):
+        if not self._is_waiting and num_logs % max(1, num_logs // CHECKS):
             return
         try:
             self._check(state)
@@ -261,19 +260,22 @@ class RunWatch(TrainerCallback):
         self._num_checks += 1
         now = (self._num_checks, self._num_evaluations)
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
-        self._suspected = {f.kind for f in found if f.level == "error"}
+        self._is_waiting = any(map(self._can_end, found))
         confirmed = [f for f in found if self._is_confirmed(f, state.global_step)]
         if list(map(_identity, confirmed)) != list(map(_identity, self.findings)):
             self.tell(confirmed)
         self.findings = confirmed
-        harmful = (f for f in confirmed if f.kind in self.stop_on and f.level == "error")
-        if ending := next(harmful, None):
+        if ending := next(filter(self._can_end, confirmed), None):
             self.stopped_on = ending
             self.stop(self._why(ending))
 
+    def _can_end(self, finding: Finding) -> bool:
+        return finding.kind in self.stop_on and finding.level == "error"
+
     def _is_confirmed(self, finding: Finding, step: int) -> bool:
         check, evaluation = self._since[finding.kind]
-        if finding.kind in BY_HELD_OUT and self._num_evaluations == evaluation:
+        # Only held-out prompts show this kind
+        if finding.kind == "reward_hacking" and self._num_evaluations == evaluation:
             return False
         about_signal = KINDS[finding.kind].about_signal
         needed = FIRST_STEPS_OF_SIGNAL if about_signal else FIRST_STEPS
