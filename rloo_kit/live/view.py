@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -17,14 +17,9 @@ from rloo_kit.live.progress import Progress, finding_line
 
 
 class LiveView(TrainerCallback):
-    """View that records the progress of a run but shows nothing. Subclasses show it.
+    """View that records the progress of a run but shows nothing. Subclasses show it."""
 
-    Args:
-        stream: Stream that text is written to. None uses stdout.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stdout
+    def __init__(self) -> None:
         self.progress = Progress()
         self._open = False
 
@@ -103,5 +98,5 @@ class PlainLines(LiveView):
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)
-                self.stream.write(f"{line}\n")
-        self.stream.flush()
+                sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

@@ -54,7 +54,8 @@ def run_content(
         "curves": curves_of(record, charts),
         "points": held_out_points(record),
         **kept_groups(record.folder, GROUP_BYTES // share),
-        "beta": _beta(record),
+        # The penalty for a nat of KL; None if the penalty is per token
+        "beta": None if record.setting("token_level_kl") else record.setting("beta"),
         "config": _settings(record.config),
         "environment": _environment(record),
         "command": _command(record),
@@ -84,7 +85,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
     A run that was killed or still trains has no end.json. It counts as ``finished`` if it was
     evaluated after training, and as ``open`` otherwise.
     """
-    times = finite_numbers(row.get("time") for row in record.metrics)
+    times = finite_numbers(row.get("time") for row in record.metrics) or [None]
     end = record.end
     last_step = max(metrics_of(record).steps, default=0)
     return {
@@ -94,8 +95,8 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "planned": record.setting("max_steps"),
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
-        "began": times[0] if times else None,
-        "ended": finite_number(end.get("time")) or (times[-1] if times else None),
+        "began": times[0],
+        "ended": finite_number(end.get("time")) or times[-1],
     }
 
 
@@ -183,11 +184,6 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 # --- settings and environment --------------------------------------------------------------------
 
 
-def _beta(record: RunRecord) -> float | None:
-    """Return ``beta``, the penalty for a nat of KL; None if the KL penalty is per token."""
-    return None if record.setting("token_level_kl") else record.setting("beta")
-
-
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return a row for each setting: its name, value and default, and if the two differ."""
     if config is None:
@@ -219,20 +215,21 @@ def _text(value: object) -> str:
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and package versions as pairs of name and value."""
     facts = record.environment
-    found = []
     hardware = as_dict(facts.get("hardware"))
-    if hardware.get("name"):
-        memory = finite_number(hardware.get("total_memory"))
-        size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
-        found.append(("hardware", f"{hardware['name']}{size}"))
-    if facts.get("backend"):
-        found.append(("backend", str(facts["backend"])))
-    if facts.get("step"):
-        found.append(("training step", str(facts["step"])))
-    if (processes := finite_number(facts.get("processes")) or 1) > 1:
-        found.append(("processes", f"{processes:g}"))
+    memory = finite_number(hardware.get("total_memory"))
+    size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
+    processes = finite_number(facts.get("processes")) or 1
+    found = {
+        "hardware": hardware.get("name") and f"{hardware['name']}{size}",
+        "backend": facts.get("backend"),
+        "training step": facts.get("step"),
+        "processes": f"{processes:g}" if processes > 1 else None,
+    }
     versions = as_dict(facts.get("versions")).items()
-    return found + [(str(name), str(version or "not installed")) for name, version in versions]
+    return [
+        *((name, str(value)) for name, value in found.items() if value),
+        *((name, str(version or "not installed")) for name, version in versions),
+    ]
 
 
 def _command(record: RunRecord) -> str:
