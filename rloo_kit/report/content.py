@@ -76,7 +76,7 @@ def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
     # Several settings are one text, "a.b=1, a.c=2", and values may contain commas too
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
-    return {**asdict(finding), "settings": settings, "command": command if settings else ""}
+    return {**asdict(finding), "settings": settings, "command": command}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     if config is None:
         return []
     trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")
-    defaults = _flat(RunConfig()) | {f"trainer.{key}": _text(v) for key, v in trainer.items()}
+    defaults = _flat(RunConfig(trainer=trainer))
     rows = []
     for name, value in _flat(config).items():
         default = defaults.get(name, UNKNOWN)

@@ -27,13 +27,10 @@ def metrics_of(record: RunRecord) -> Metrics:
     If a resumed run repeated a step, the newer metrics are used.
     """
     found: dict[int, dict[str, Any]] = {}
-    step = 0
     for row in record.metrics:
-        if "train_runtime" in row:
-            continue
-        given = finite_number(row.get("step"))  # TRL's own log has none
-        step = step + 1 if given is None else int(given)
-        found.setdefault(step, {}).update(row)
+        step = finite_number(row.get("step"))
+        if step is not None and "train_runtime" not in row:
+            found.setdefault(int(step), {}).update(row)
     steps = sorted(found)
     return Metrics(steps, [found[step] for step in steps])
 
