@@ -116,7 +116,7 @@ def _run(
     try:
         place = folder / "input"
         place.write_bytes(given)
-        with place.open("rb") as file:
+        with place.open("r+b") as file:  # the program may erase what it has read
             place.unlink()
             process = _start(file, folder, size, limits, allow_weak=allow_weak)
 
