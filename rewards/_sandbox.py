@@ -4,7 +4,6 @@ This module starts and watches the process. The child runs ``_confinement.py``.
 """
 
 import contextlib
-import functools
 import math
 import os
 import shutil
@@ -38,8 +37,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check that the limits are large enough for a Python process."""
-        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
-        check_least("memory_mib", self.memory_mib, 64, 2**31)
+        check_least(self, "timeout_seconds", 0.1, 2**31)
+        check_least(self, "memory_mib", 64, 2**31)
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,24 @@ def run_python(
     check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
     given = program + stdin.encode("utf-8", "surrogatepass")
-    run = functools.partial(_run, given, len(program), limits, allow_weak=allow_weak)
-    code, header, output, reason = run()
-    # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
-    # finishes its step. The program is not to blame then.
-    if code in (-signal.SIGTERM, -signal.SIGINT):
-        code, header, output, reason = run()
+    for _ in range(2):
+        code, header, output, reason = _run(given, len(program), limits, allow_weak=allow_weak)
+        # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
+        # finishes its step. The program is not to blame then, and runs once more.
+        if code not in (-signal.SIGTERM, -signal.SIGINT):
+            break
     word, *rest = header.decode("ascii").split() or [""]
+    if word == _confinement.REFUSED and set(rest) <= set(_confinement.LAYERS):
+        raise BackendError(
+            f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could "
+            "reach your files or the network; use Linux 5.13 or newer with Landlock on, or set "
+            "allow_weak=True if nothing can be harmed"
+        )
     if word != _confinement.READY:
-        raise BackendError(_refusal(word, rest))
+        raise BackendError(
+            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
+            "processes, raise memory_mib or lower max_workers"
+        )
     if not reason and code:
         reason = "exit" if code > 0 else "signal"
     return Outcome(not reason, reason, output.decode("utf-8", "replace"), tuple(rest))
@@ -196,16 +204,3 @@ def _watch(
             return header, output[:most], "output"
         process.wait()  # it may have closed its output and still run
     return header, output, "" if was_in_time() else "timeout"
-
-
-def _refusal(word: str, rest: list[str]) -> str:
-    if word != _confinement.REFUSED or not set(rest) <= set(_confinement.LAYERS):
-        return (
-            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
-            "processes, raise memory_mib or lower max_workers"
-        )
-    return (
-        f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could reach "
-        "your files or the network; use Linux 5.13 or newer with Landlock on, or set "
-        "allow_weak=True if nothing can be harmed"
-    )

@@ -97,7 +97,7 @@ class Countdown(AnswerReward):
 
     def __post_init__(self) -> None:
         """Check that the score for a missed target is at least 0 and less than 1."""
-        check_least("valid_score", self.valid_score, 0, 1)
+        check_least(self, "valid_score", 0, 1)
 
     def __call__(
         self,

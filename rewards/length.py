@@ -95,7 +95,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
     def __post_init__(self) -> None:
         """Check the band, the falloff, the unit and the part."""
         check_order(self, "low", "high")
-        check_least("falloff", self.falloff, 0)
+        check_least(self, "falloff", 0)
         check_choices(self)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
