@@ -4,6 +4,7 @@ This module starts and watches the process. The child runs ``_confinement.py``.
 """
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -48,7 +49,7 @@ class Outcome:
     ok: bool  # it ended by itself, within its limits, with exit code 0
     reason: str  # "" if it is ok, else "exit", "signal", "timeout" or "output"
     stdout: str  # printed text, up to the limit; bytes that are not UTF-8 are replaced
-    layers: tuple[str, ...] = field(repr=False)  # protections that were active
+    layers: tuple[str, ...]  # protections that were active
 
 
 def run_python(
@@ -72,12 +73,12 @@ def run_python(
     check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
     given = program + stdin.encode("utf-8", "surrogatepass")
-    for _ in range(2):
-        code, header, output, reason = _run(given, len(program), limits, allow_weak=allow_weak)
-        # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
-        # finishes its step. The program is not to blame then, and runs once more.
-        if code not in (-signal.SIGTERM, -signal.SIGINT):
-            break
+    run = functools.partial(_run, given, len(program), limits, allow_weak=allow_weak)
+    code, header, output, reason = run()
+    # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
+    # finishes its step. The program is not to blame then.
+    if code in (-signal.SIGTERM, -signal.SIGINT):
+        code, header, output, reason = run()
     word, *rest = header.decode("ascii").split() or [""]
     if word == _confinement.REFUSED and set(rest) <= set(_confinement.LAYERS):
         raise BackendError(
