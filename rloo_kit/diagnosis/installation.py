@@ -52,8 +52,9 @@ def examine() -> tuple[list[str], bool]:
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    command = install_command(versions["torch"])
-    return [*lines, *([f"install: {command}"] if command else [])], True
+    if command := install_command(versions["torch"]):
+        lines.append(f"install: {command}")
+    return lines, True
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:

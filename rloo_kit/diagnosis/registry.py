@@ -29,6 +29,12 @@ class Finding:
     remedy: str
     setting: str = ""  # suggested settings, as written after ``--set``; "" if there are none
 
+    @property
+    def title(self) -> str:
+        """Level, kind and faulty reward, on one line."""
+        of = f" ({self.reward})" if self.reward else ""
+        return printable(f"{self.level}: {self.kind}{of}")
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -123,8 +129,7 @@ def findings_text(findings: Sequence[Finding]) -> str:
     """Return the findings as a numbered text: evidence, why it matters, and what to do."""
     lines = []
     for number, finding in enumerate(findings, 1):
-        of = f" ({finding.reward})" if finding.reward else ""
-        lines.append(f"{number}. {finding.level}: {finding.kind}{printable(of)}")
+        lines.append(f"{number}. {finding.title}")
         # `wrap` returns no line for an empty text
         for name, text in (
             ("seen", finding.evidence),

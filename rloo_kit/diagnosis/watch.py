@@ -8,10 +8,11 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -19,10 +20,8 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_rows
 from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
+from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.text.numbers import finite_numbers
-
-if TYPE_CHECKING:
-    from rloo_kit.rloo.rollout import Rollout
 
 # Number of checks in a row that must find the same before it is reported
 CHECKS_IN_A_ROW = 3
@@ -99,6 +98,7 @@ class BestWeights:
         self._parameters = self._kept = []
 
 
+@dataclass(eq=False)
 class RunWatch(TrainerCallback):
     """Trainer callback that diagnoses the run while it trains (see ``on_log``).
 
@@ -115,20 +115,15 @@ class RunWatch(TrainerCallback):
         parameters: Function that returns the parameters that are trained.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tell: Callable[[list[Finding]], None],
-        stop: Callable[[str], None],
-        stop_on: Sequence[str] = (),
-        parameters: Callable[[], Sequence[Any]] = list,
-    ) -> None:
-        self.config = config
-        self.tell = tell
-        self.stop = stop
-        self.stop_on = stop_on
-        self.parameters = parameters
-        self._evaluation: dict[str, Any] = {}
+    config: RunConfig
+    tell: Callable[[list[Finding]], None]
+    stop: Callable[[str], None]
+    stop_on: Sequence[str] = ()
+    parameters: Callable[[], Sequence[Any]] = list
+    _evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Set the state to that before training."""
         self._begin()
 
     def _begin(self) -> None:
@@ -156,7 +151,7 @@ class RunWatch(TrainerCallback):
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Add the best weights to the state of a checkpoint, ``held``."""
-        if self.best is not None:
+        if self.best:
             held["best_weights"] = self.best.state_dict()
 
     def on_resume(
@@ -174,7 +169,7 @@ class RunWatch(TrainerCallback):
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         done = state.global_step
         self._completions = [row for row in rows if (row.get("step") or 0) <= done]
-        if self.best is not None and "best_weights" in held:
+        if self.best and "best_weights" in held:
             self.best.load_state_dict(held["best_weights"])
 
     def on_completions(
@@ -183,12 +178,12 @@ class RunWatch(TrainerCallback):
         state: TrainerState,
         *_: Any,
         records: list[dict[str, Any]],
-        rollout: "Rollout",
+        rollout: Rollout,
     ) -> None:
         """Keep the records of a batch, and copy the weights that sampled it if they score best."""
         self._completions += records
         del self._completions[KEPT_ROWS:-KEPT_ROWS]
-        if self.best is not None and not self.by_held_out:
+        if self.best and not self.by_held_out:
             scores = rollout.sampled.scores.view(-1, rollout.num_generations)  # (P, G)
             means = finite_numbers(scores.nanmean(dim=1).tolist())
             if means and not self._is_waiting:
@@ -210,7 +205,7 @@ class RunWatch(TrainerCallback):
 
     def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:
         score = next(iter(evaluation["rewards"].values()), None)
-        if self.best is not None and score is not None:
+        if self.best and score is not None:
             self.best.see(step, score)
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
