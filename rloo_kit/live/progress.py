@@ -85,8 +85,9 @@ def progress_of(record: RunRecord) -> Progress:
     """Rebuild the progress of a run from its record, with the metrics of all steps."""
     rows = record.rows
     total = record.setting("max_steps") or 0
-    first = rows[0] if rows else {}
-    progress = Progress(now=first.get("time", 0.0) - first.get("step_time", 0.0))
+    progress = Progress()
+    if rows:
+        progress.now = rows[0]["time"] - rows[0].get("step_time", 0.0)
     for row in rows:
         progress.add(row["step"], max(total, rows[-1]["step"]), row, row["time"])
     progress.findings = find_in_run(record)
@@ -95,6 +96,5 @@ def progress_of(record: RunRecord) -> Progress:
 
 def finding_line(finding: Finding) -> str:
     """Return one line about a finding: its kind, and the setting or remedy that helps."""
-    of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
-    return printable(f"{finding.level}: {finding.kind}{of}; {rest}")
+    return printable(f"{finding.title}; {rest}")

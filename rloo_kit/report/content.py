@@ -27,8 +27,6 @@ THUMBNAIL_BYTES = 1 << 20
 MAX_SAMPLES = 60
 # Maximum number of characters in a held-out prompt, and in a completion of it
 SAMPLE_LENGTH = 4000
-# Shown for a default value that cannot be read here, such as that of a library not installed
-UNKNOWN = "the library's own"
 
 
 def run_content(
@@ -129,15 +127,15 @@ def _reward_name(reward: object) -> str:
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
     """Return the held-out score of each reward before and after training, and how it changed."""
-    parts = {when: scored(record, when) for when in ("before", "after")}
-    means = {when: _numbers(part.get("rewards")) for when, part in parts.items()}
     rewards: dict[str, dict[str, Any]] = {
         one.name: {**asdict(one), "change": _sign(one.change)} for one in record.scored_twice
     }
-    for name in means["before"] | means["after"]:
-        rewards.setdefault(name, {"name": name, **{when: means[when].get(name) for when in means}})
-    keys = ("num_prompts", "mean_length")
-    facts = {when: {k: finite_number(part.get(k)) for k in keys} for when, part in parts.items()}
+    facts = {}
+    for when in ("before", "after"):
+        part = scored(record, when)
+        facts[when] = {key: finite_number(part.get(key)) for key in ("num_prompts", "mean_length")}
+        for name, mean in _numbers(part.get("rewards")).items():
+            rewards.setdefault(name, {"name": name})[when] = mean
     return {"rewards": [*rewards.values()], **facts}
 
 
@@ -192,7 +190,8 @@ def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     defaults = _flat(RunConfig(trainer=trainer))
     rows = []
     for name, value in _flat(config).items():
-        default = defaults.get(name, UNKNOWN)
+        # A default may be unknown here, such as that of a library not installed
+        default = defaults.get(name, "the library's own")
         differs = value != default
         rows.append({"name": name, "value": value, "default": default, "differs": differs})
     return rows

@@ -59,7 +59,7 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
         chart
         for chart in (first, *of_rewards, *others)
         if chart in of_rewards
-        or any(len(run.curve(line)[0]) for run in runs for line in chart.lines)
+        or any(len(run.values(line.metrics)) for run in runs for line in chart.lines)
     ]
 
 
