@@ -85,7 +85,7 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
     if name not in columns:
         raise RewardContractError(
             f"reward {reward!r} needs the dataset column {name!r}, which is missing; add it, or "
-            "name another one with the parameter 'column'"
+            "name another one in data.columns"
         )
     return columns[name]
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
@@ -171,14 +171,10 @@ class Judge(TemplateAware):
                 log_metric(f"rewards/{self.__name__}/{name}", float(value))
         return scores
 
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Check that the dataset has the column of the references, if the mode is ``pairwise``.
-
-        Raises:
-            RewardContractError: The column is missing.
-        """
-        if self.mode == "pairwise":
-            super().check_columns(names)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The column of the references, if the mode is ``pairwise``."""
+        return (self.column,) if self.mode == "pairwise" else ()
 
     # --- questions and scores --------------------------------------------------------------------
 

@@ -91,18 +91,24 @@ class TemplateAware(Bound):
             opened = template_opens_thought(tokenizer)
         return replace(super().bind(tokenizer), thought_opened=opened)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the dataset's columns that the reward reads."""
+        column = getattr(self, "column", None)
+        return () if column is None else (column,)
+
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the column that the reward reads, if it reads one.
+        """Check that a dataset has the columns that the reward reads.
 
         Args:
             names: Names of the dataset's columns.
 
         Raises:
-            RewardContractError: The column is missing.
+            RewardContractError: A column is missing.
         """
-        column = getattr(self, "column", None)
-        if column is not None:
-            column_of(dict.fromkeys(names), column, self.__name__)
+        columns = dict.fromkeys(names)
+        for name in self.reads:
+            column_of(columns, name, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt ends with an opening ``<think>``."""
@@ -122,9 +128,9 @@ class TemplateAware(Bound):
 
 
 class TextReward(TemplateAware):
-    """Base class of rewards that score each row from its text and its value in a dataset column.
+    """Base class of rewards that score each row from its text and its values in dataset columns.
 
-    A subclass defines ``_score``, and ``column`` if it reads a column.
+    A subclass defines ``_score``, and ``column`` if it reads a column, or ``reads`` for several.
     """
 
     _score: Callable[..., Score]
@@ -136,8 +142,7 @@ class TextReward(TemplateAware):
         **columns: Any,
     ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
-        column = getattr(self, "column", None)
-        read = [] if column is None else [column_of(columns, column, self.__name__)]
+        read = [column_of(columns, name, self.__name__) for name in self.reads]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
 
