@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 
 from rloo_kit.diagnosis.record import REWARD_MEAN, RunRecord
-from rloo_kit.live.series import (
-    CHARTS,
-    Chart,
-    Metrics,
-    reward_line,
-    rounded,
-)
+from rloo_kit.live.series import CHARTS, Chart, Metrics, reward_line, rounded
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 
 # Maximum number of points of a curve. In a longer run a point is the mean of neighbouring steps.
