@@ -167,8 +167,7 @@ class RunWatch(TrainerCallback):
         state of a checkpoint. The weights of the model are not changed.
         """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
-        done = state.global_step
-        self._completions = [row for row in rows if (row.get("step") or 0) <= done]
+        self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
         if self.best and "best_weights" in held:
             self.best.load_state_dict(held["best_weights"])
 

@@ -71,10 +71,10 @@ class Progress:
         parts += [
             f"{name} {CHARTS[chart].text(logs[key])}" for name, key, chart in numbers if key in logs
         ]
-        with_signal = self.metrics.newest(CHARTS["signal"].lines[0])
+        with_signal = self.metrics.newest("signal")
         if with_signal < 1:
             parts.append(f"no signal {1 - with_signal:.0%}")
-        cut_off = self.metrics.newest(CHARTS["truncated"].lines[0])
+        cut_off = self.metrics.newest("truncated")
         if cut_off > 0:
             parts.append(f"cut off {cut_off:.0%}")
         left = format_duration(self.seconds_left)

@@ -118,9 +118,9 @@ class Metrics:
                 return found
         return np.array([])
 
-    def newest(self, line: Line) -> float:
-        """Return the value of a line at the last step, or NaN if there is none."""
-        return next(iter(self.curve(line)[0][-1:]), math.nan)
+    def newest(self, chart: str) -> float:
+        """Return the value of a chart's first line at the last step, or NaN if there is none."""
+        return next(iter(self.curve(CHARTS[chart].lines[0])[0][-1:]), math.nan)
 
     def curve(self, line: Line) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the values of a line, and the lower and the upper edge of its band.

@@ -59,8 +59,8 @@ def run_content(
         "command": _command(record),
     }
     thumbnails = read_thumbnails(record.folder, content, THUMBNAIL_BYTES // share)
-    content = redact_tree(content)  # the files may come from another machine
-    return content | {"thumbnails": thumbnails}
+    # The files may come from another machine
+    return redact_tree(content) | {"thumbnails": thumbnails}
 
 
 def _numbers(value: object) -> dict[str, float | None]:
