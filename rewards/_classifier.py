@@ -158,7 +158,8 @@ def load_classifier(
         load_in_4bit: Quantise the weights to NF4 with bitsandbytes, except the head.
         device: Device of 4-bit weights. Other weights are loaded to main memory.
         base: Base model to use for an adapter, instead of the recorded one; None: the recorded one.
-        tokenizer: Tokenizer (which is copied), or its folder or hub name; None: the model's own.
+        tokenizer: Tokenizer (which is copied), or its folder or hub name. None: the model's own, or
+            else that of its base.
 
     Raises:
         ModelError: The model cannot be loaded, has no trained score weights, has no safetensors
@@ -179,7 +180,15 @@ def load_classifier(
 
             target = device if load_in_4bit else "cpu"
             model = PeftModel.from_pretrained(model, source.place, torch_device=target)
-        tokenizer = _load_tokenizer(source, place, tokenizer)
+        if tokenizer is None or isinstance(tokenizer, str):
+            from transformers import AutoTokenizer
+
+            has_own = (source.folder / "tokenizer_config.json").is_file()
+            tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer or (source.place if has_own else place), trust_remote_code=False
+            )
+        else:
+            tokenizer = copy.deepcopy(tokenizer)
     set_up_tokenizer(model, tokenizer, source.name)
     model.eval()
     return model, tokenizer
@@ -295,17 +304,6 @@ def _adapter_keys(source: Source) -> set[str]:
         )
     with safe_open(str(weights), "pt") as file:
         return {key.removeprefix("base_model.model.") for key in file.keys()}  # noqa: SIM118
-
-
-def _load_tokenizer(source: Source, base: str, given: Any) -> Any:
-    """Return the given tokenizer, or else that of the reward model, or else that of its base."""
-    from transformers import AutoTokenizer
-
-    if given is not None and not isinstance(given, str):
-        return copy.deepcopy(given)
-    has_own = (source.folder / "tokenizer_config.json").is_file()
-    place = given or (source.place if has_own else base)
-    return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
 
 
 def set_up_tokenizer(model: Model, tokenizer: Tokenizer, name: str) -> None:

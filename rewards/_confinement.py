@@ -74,6 +74,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 _SIGKILL = 9
 _CAP_DAC_READ_SEARCH = 1 << 2
 
+# What Python must read besides its own library: shared libraries, time zones
 _READABLE = """
 /lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share/zoneinfo
 /etc/ld.so.cache /etc/localtime /dev/null /dev/urandom
@@ -232,13 +233,6 @@ def _landlock_version(libc: ctypes.CDLL) -> int:
     return max(0, libc.syscall(444, None, 0, 1))
 
 
-def _readable() -> list[str]:
-    """Return the paths that Python must read: its library, shared libraries, time zones."""
-    own = {sys.base_prefix, sys.base_exec_prefix}
-    found = [os.path.join(prefix, name) for prefix in own for name in ("lib", "lib64")]
-    return found + _READABLE.split()
-
-
 def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     """Restrict this process with Landlock, and return whether that worked.
 
@@ -260,7 +254,12 @@ def _restrict_files(libc: ctypes.CDLL, *, writable: bool) -> bool:
     if ruleset < 0:
         return False
 
-    allowed = dict.fromkeys([*_readable(), "."], _READ_FILE | _READ_DIR)
+    own = [
+        os.path.join(prefix, name)
+        for prefix in (sys.base_prefix, sys.base_exec_prefix)
+        for name in ("lib", "lib64")
+    ]
+    allowed = dict.fromkeys([*own, *_READABLE.split(), "."], _READ_FILE | _READ_DIR)
     allowed["/dev/null"] |= _WRITE_AND_TRUNCATE
     if writable:
         allowed["."] = _OWN_FOLDER

@@ -1,6 +1,7 @@
 """Client for the server of a judge, with parallel requests, retries and reading of verdicts."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -239,7 +240,10 @@ class Server:
         what = f"answers {status} ({self._excerpt(answer.text)})"
         if status in _RETRIED or status >= 500:
             remedy = "lower max_concurrency" if status == 429 else "look at the server's log"
-            return Failure(what, remedy, True, _seconds_to_wait(answer.headers))
+            wait = 0.0
+            with contextlib.suppress(ValueError):  # no number
+                wait = max(wait, float(answer.headers.get("Retry-After", "")))  # 0.0 for NaN too
+            return Failure(what, remedy, True, wait)
         if status == 401:
             sent = "refuses the key" if self.key else "asks for a key"
             return Failure(
@@ -258,11 +262,3 @@ class Server:
         if self.key:
             text = text.replace(self.key, "***")
         return repr(" ".join(redact(text).split())[:160])
-
-
-def _seconds_to_wait(headers: "httpx.Headers") -> float:
-    """Return the seconds that the header Retry-After asks to wait, or 0.0 if it has no number."""
-    try:
-        return max(0.0, float(headers.get("Retry-After", "")))  # 0.0 for NaN too
-    except ValueError:
-        return 0.0

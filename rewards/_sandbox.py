@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -38,8 +38,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check that the limits are large enough for a Python process."""
-        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**31)
-        check_least("memory_mib", self.memory_mib, 64, 2**31)
+        check_least(self, "timeout_seconds", 0.1, 2**31)
+        check_least(self, "memory_mib", 64, 2**31)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outcome:
     ok: bool  # it ended by itself, within its limits, with exit code 0
     reason: str  # "" if it is ok, else "exit", "signal", "timeout" or "output"
     stdout: str  # printed text, up to the limit; bytes that are not UTF-8 are replaced
-    layers: tuple[str, ...] = field(repr=False)  # protections that were active
+    layers: tuple[str, ...]  # protections that were active
 
 
 def run_python(
@@ -80,8 +80,17 @@ def run_python(
     if code in (-signal.SIGTERM, -signal.SIGINT):
         code, header, output, reason = run()
     word, *rest = header.decode("ascii").split() or [""]
+    if word == _confinement.REFUSED and set(rest) <= set(_confinement.LAYERS):
+        raise BackendError(
+            f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could "
+            "reach your files or the network; use Linux 5.13 or newer with Landlock on, or set "
+            "allow_weak=True if nothing can be harmed"
+        )
     if word != _confinement.READY:
-        raise BackendError(_refusal(word, rest))
+        raise BackendError(
+            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
+            "processes, raise memory_mib or lower max_workers"
+        )
     if not reason and code:
         reason = "exit" if code > 0 else "signal"
     return Outcome(not reason, reason, output.decode("utf-8", "replace"), tuple(rest))
@@ -116,7 +125,7 @@ def _run(
     try:
         place = folder / "input"
         place.write_bytes(given)
-        with place.open("rb") as file:
+        with place.open("r+b") as file:  # the program may erase what it has read
             place.unlink()
             process = _start(file, folder, size, limits, allow_weak=allow_weak)
 
@@ -196,16 +205,3 @@ def _watch(
             return header, output[:most], "output"
         process.wait()  # it may have closed its output and still run
     return header, output, "" if was_in_time() else "timeout"
-
-
-def _refusal(word: str, rest: list[str]) -> str:
-    if word != _confinement.REFUSED or not set(rest) <= set(_confinement.LAYERS):
-        return (
-            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
-            "processes, raise memory_mib or lower max_workers"
-        )
-    return (
-        f"the code sandbox lacks {' and '.join(rest)} on this machine, so a program could reach "
-        "your files or the network; use Linux 5.13 or newer with Landlock on, or set "
-        "allow_weak=True if nothing can be harmed"
-    )

@@ -85,7 +85,7 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
     if name not in columns:
         raise RewardContractError(
             f"reward {reward!r} needs the dataset column {name!r}, which is missing; add it, or "
-            "name another one with the parameter 'column'"
+            "name another one in data.columns"
         )
     return columns[name]
 
@@ -142,14 +142,15 @@ def check_choices(reward: object) -> None:
             raise ValueError(f"{name} is {value!r}; give one of: {options}")
 
 
-def check_least(name: str, value: float, least: float, below: float = math.inf) -> None:
-    """Check that a parameter is at least ``least`` and less than ``below``.
+def check_least(reward: object, name: str, least: float, below: float = math.inf) -> None:
+    """Check that the named parameter is at least ``least`` and less than ``below``.
 
     Raises:
         ValueError: The value is outside this range.
     """
+    value = getattr(reward, name)
     if not least <= value < below:
-        most = "" if below == math.inf else f", below {below}"
+        most = "" if value < least else f", below {below}"
         raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")
 
 

@@ -1,6 +1,5 @@
 """Reward for the expected answer after the thought: a text, a number, or the letter of a choice."""
 
-import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -8,7 +7,7 @@ from typing import Literal
 
 from rloo_kit.types import Score
 
-from ._text import check_choices, expected_text
+from ._text import check_choices, check_least, expected_text
 from .thinking import AnswerReward, TextReward
 
 # A sign, digits (whole, or in groups of three), a decimal part, an exponent, a full stop.
@@ -163,8 +162,7 @@ class Accuracy(TextReward, AnswerReward):
     def __post_init__(self) -> None:
         """Check ``match``, and that ``tolerance`` is not negative and can have an effect."""
         check_choices(self)
-        if not 0 <= self.tolerance < math.inf:
-            raise ValueError(f"tolerance is {self.tolerance!r}; give a finite number of 0 or more")
+        check_least(self, "tolerance", 0)
         if self.tolerance and self.match != "number":
             raise ValueError(
                 f"tolerance {self.tolerance!r} has no meaning with match {self.match!r}; set match "

@@ -109,7 +109,7 @@ class Code(AnswerReward):
         check_system(allow_weak=self.allow_weak)
         _ = self._limits
         if self.max_workers is not None:
-            check_least("max_workers", self.max_workers, 1)
+            check_least(self, "max_workers", 1)
 
     @property
     def _limits(self) -> Limits:
@@ -194,8 +194,13 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
             value = [value] if value.strip() else None
     if is_missing(value):
         return []
-    if isinstance(value, dict):
-        value = _as_rows(value)
+    if isinstance(value, dict) and "fn_name" not in value:
+        # {"inputs": [...], "outputs": [...]}; the keys may also be singular
+        given = value.get("inputs", value.get("input"))
+        wanted = value.get("outputs", value.get("output"))
+        if isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted):
+            pairs = zip(given, wanted, strict=True)
+            value = [{"input": one, "output": other} for one, other in pairs]
     if isinstance(value, list | tuple):
         if all(isinstance(test, str) for test in value):
             return [check for test in value for check in _checks(test, column)]
@@ -205,19 +210,6 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
         f"the column {column!r} holds {str(value)[:200]!r}, which is not a list of tests; give a "
         'list of asserts, or of {"input": ..., "output": ...}'
     )
-
-
-def _as_rows(table: dict[str, Any]) -> Any:
-    """Convert ``{"inputs": [...], "outputs": [...]}`` to a list with an object for each run.
-
-    The keys may also be singular. A table of any other form is returned unchanged.
-    """
-    given: Any = table.get("inputs", table.get("input"))
-    wanted: Any = table.get("outputs", table.get("output"))
-    are_lists = isinstance(given, list) and isinstance(wanted, list)
-    if "fn_name" in table or not are_lists or len(given) != len(wanted):
-        return table
-    return [{"input": one, "output": other} for one, other in zip(given, wanted, strict=True)]
 
 
 def _joined(text: object) -> str:

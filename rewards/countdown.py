@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.types import Completions, Score, Scores
+from rloo_kit.types import Score
 
 from ._text import check_least, is_missing, parsed_expression, tagged_answer
-from .thinking import AnswerReward
+from .thinking import AnswerReward, TextReward
 
 # A longer answer is not read: six numbers need about fifty characters
 MAX_CHARACTERS = 200
@@ -69,7 +69,7 @@ def _value(node: ast.expr | None, used: list[int]) -> Fraction:
 
 
 @dataclass(frozen=True)
-class Countdown(AnswerReward):
+class Countdown(AnswerReward, TextReward):
     """Reward an expression that reaches the target: 1.0 if it does, 0.0 if not.
 
     The expression is all text after the last ``</think>``, or the text in the last ``<answer>``
@@ -97,18 +97,12 @@ class Countdown(AnswerReward):
 
     def __post_init__(self) -> None:
         """Check that the score for a missed target is at least 0 and less than 1."""
-        check_least("valid_score", self.valid_score, 0, 1)
+        check_least(self, "valid_score", 0, 1)
 
-    def __call__(
-        self,
-        completions: Completions,
-        numbers: list[list[int] | None],
-        target: list[int | float | None],
-        prompts: Completions | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion; None for a row without numbers or target."""
-        return [self._score(*row) for row in self.rows(completions, prompts, numbers, target)]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the dataset's columns that the reward reads."""
+        return ("numbers", "target")
 
     def _score(self, text: str, opened: bool, numbers: object, target: Any) -> Score:
         if numbers is None or is_missing(target):

@@ -252,7 +252,7 @@ def _check_references(schema: Any, resolver: Any) -> None:
 
     Args:
         schema: A ``referencing.Resource``.
-        resolver: A ``referencing`` resolver, whose base is the schema.
+        resolver: A ``referencing`` resolver, whose base is the schema or the one that it is in.
 
     Raises:
         ValueError: One leads out of the schema, or nowhere.
@@ -262,6 +262,7 @@ def _check_references(schema: Any, resolver: Any) -> None:
     contents = schema.contents
     if not isinstance(contents, dict):  # true, false, or a list of names
         return
+    resolver = resolver.in_subresource(schema)
     for name in ("$ref", "$dynamicRef"):
         try:
             if name in contents:
@@ -269,8 +270,7 @@ def _check_references(schema: Any, resolver: Any) -> None:
         except (Unresolvable, AttributeError) as exc:  # AttributeError: it is no text
             raise ValueError(f"it refers to {contents[name]!r}, which it does not contain") from exc
     for part in schema.subresources():
-        if isinstance(part.contents, dict):
-            _check_references(part, resolver.in_subresource(part))
+        _check_references(part, resolver)
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
-from rloo_kit.types import Completions, Score, Scores
+from rloo_kit.types import Score
 
 from ._text import parsed_expression, tagged_answer
-from .thinking import AnswerReward
+from .thinking import AnswerReward, TextReward
 
 # A longer answer is scored like an empty answer, since some verifiers are very slow
 MAX_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True)
-class ReasoningGym(AnswerReward):
+class ReasoningGym(AnswerReward, TextReward):
     """Reward an answer with the score of the task's own verifier.
 
     Range: [0, 1]; most verifiers give 1.0 for a right answer, and many give a small score for a
@@ -43,36 +43,31 @@ class ReasoningGym(AnswerReward):
 
     __name__ = "reasoning_gym"
 
-    def __call__(
-        self,
-        completions: Completions,
-        entry: list[str | None],
-        prompts: Completions | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion; None for a row that is not from reasoning-gym."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # answers that are read as Python cause some
-            return [self._score(*row) for row in self.rows(completions, prompts, entry)]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the dataset's columns that the reward reads."""
+        return ("entry",)
 
     def _score(self, text: str, opened: bool, entry: str | None) -> Score:
         if entry is None:
             return None
-        task, settings, content = _read_entry(entry)
-        _check_what_is_run(task, content)
-        verify = _verifier(task, settings)
         answer = self.answer(text, opened)
-        if answer is None:
-            return 0.0
-        answer = tagged_answer(answer)
-        # Some verifiers run an answer by eval.
-        guard = _GUARDS.get(task)
-        if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
-            answer = ""
-        try:
-            score = float(verify(answer, content))
-        except Exception:  # each verifier reads answers in its own way
-            return 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # answers that are read as Python cause some
+            task, settings, content = _read_entry(entry)
+            _check_what_is_run(task, content)
+            verify = _verifier(task, settings)
+            if answer is None:
+                return 0.0
+            answer = tagged_answer(answer)
+            # Some verifiers run an answer by eval.
+            guard = _GUARDS.get(task)
+            if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
+                answer = ""
+            try:
+                score = float(verify(answer, content))
+            except Exception:  # each verifier reads answers in its own way
+                return 0.0
         return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
 
 

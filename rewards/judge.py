@@ -6,15 +6,14 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.text.redaction import remember_secret
-from rloo_kit.text.wording import content_text, text_of
+from rloo_kit.text.wording import content_text, encodable, text_of
 from rloo_kit.types import Completion, Completions, Score, Scores
 
 from ._judge_server import MODES, Server
@@ -172,14 +171,10 @@ class Judge(TemplateAware):
                 log_metric(f"rewards/{self.__name__}/{name}", float(value))
         return scores
 
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Check that the dataset has the column of the references, if the mode is ``pairwise``.
-
-        Raises:
-            RewardContractError: The column is missing.
-        """
-        if self.mode == "pairwise":
-            super().check_columns(names)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The column of the references, if the mode is ``pairwise``."""
+        return (self.column,) if self.mode == "pairwise" else ()
 
     # --- questions and scores --------------------------------------------------------------------
 
@@ -196,7 +191,11 @@ class Judge(TemplateAware):
         other = _reference_text(reference, keep_thought=self.keep_thought)
         # A mark for the tags. It depends on all texts, so that no text can contain the mark
         content = "\0".join((question, answer, other)).encode("utf-8", "surrogatepass")
-        block = partial(_block, hashlib.sha256(content).hexdigest()[:12])
+        mark = hashlib.sha256(content).hexdigest()[:12]
+
+        def block(tag: str, text: str) -> str:
+            return f"<{tag}-{mark}>\n{text}\n</{tag}-{mark}>"
+
         if self.mode == "rubric":
             blocks = [{"completion": block("answer", answer)}]
         else:
@@ -226,9 +225,10 @@ class Judge(TemplateAware):
         low, high = (f"{number:g}" for number in self.scale)
         values = {"rubric": self.rubric, "low": low, "high": high, **blocks}
         default = RUBRIC_TEMPLATE if self.mode == "rubric" else PAIRWISE_TEMPLATE
-        text = _PLACEHOLDER.sub(lambda name: values.get(name[1], name[0]), self.template or default)
         # A server refuses a request with a lone surrogate
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return encodable(
+            _PLACEHOLDER.sub(lambda name: values.get(name[1], name[0]), self.template or default)
+        )
 
     def _score(self, questions: tuple[str, ...], answers: Mapping[str, float]) -> Score:
         numbers = tuple(answers[text] for text in questions if text in answers)
@@ -274,10 +274,6 @@ class Judge(TemplateAware):
 
 
 # --- parts of a question --------------------------------------------------------------------------
-
-
-def _block(mark: str, tag: str, text: str) -> str:
-    return f"<{tag}-{mark}>\n{text}\n</{tag}-{mark}>"
 
 
 def _prompt_text(prompt: Completion) -> str:
@@ -335,8 +331,8 @@ def _check_parameters(judge: Judge) -> None:
         raise ValueError(
             f"scale {judge.scale!r} is not (lowest, highest); give two numbers such as (0, 10)"
         )
-    check_least("max_concurrency", judge.max_concurrency, 1)
-    check_least("max_retries", judge.max_retries, 0)
+    check_least(judge, "max_concurrency", 1)
+    check_least(judge, "max_retries", 0)
     if not 0 < judge.timeout_seconds < math.inf:
         raise ValueError(f"timeout_seconds is {judge.timeout_seconds!r}; set it above 0")
 

@@ -122,7 +122,7 @@ class Language(TextReward):
                 f"{', '.join(sorted(_SCRIPT_OF))} (in YAML quote 'no')"
             )
         check_choices(self)
-        check_least("min_letters", self.min_letters, 1)
+        check_least(self, "min_letters", 1)
         if self.language not in _ALONE and importlib.util.find_spec("py3langid") is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} recognises {self.language!r} with "

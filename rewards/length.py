@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Self, cast
+from typing import Literal, Self
 
 from rloo_kit.types import Completions, Scores, Tokenizer, Turns
 
@@ -95,7 +95,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
     def __post_init__(self) -> None:
         """Check the band, the falloff, the unit and the part."""
         check_order(self, "low", "high")
-        check_least("falloff", self.falloff, 0)
+        check_least(self, "falloff", 0)
         check_choices(self)
 
     def bind(self, tokenizer: Tokenizer) -> Self:
@@ -113,7 +113,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
             return self
         if self.unit == "tokens":
             return super().bind(tokenizer)
-        return cast(Self, TemplateAware.bind(self, tokenizer))
+        return super(ThoughtTokens, self).bind(tokenizer)  # words need no token ids
 
     def __call__(
         self,

@@ -160,8 +160,8 @@ class Math(AnswerReward):
 
     def __post_init__(self) -> None:
         """Check that the limits are large enough for math-verify."""
-        check_least("timeout_seconds", self.timeout_seconds, 0.1, 2**22)
-        check_least("memory_mib", self.memory_mib, 256, 2**31)
+        check_least(self, "timeout_seconds", 0.1, 2**22)
+        check_least(self, "memory_mib", 256, 2**31)
 
     def __call__(
         self,

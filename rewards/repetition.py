@@ -39,7 +39,7 @@ class Repetition:
 
     def __post_init__(self) -> None:
         """Check the size of the n-grams, the penalty and the unit."""
-        check_least("ngram_size", self.ngram_size, 1)
+        check_least(self, "ngram_size", 1)
         if not -math.inf < self.max_penalty <= 0:
             raise ValueError(
                 f"max_penalty is {self.max_penalty!r}; give a finite number of 0 or less"

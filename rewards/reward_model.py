@@ -1,6 +1,7 @@
 """Reward from a reward model: a trained sequence classifier with one output."""
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.errors import ModelError
@@ -70,26 +71,25 @@ class RewardModel:
     """Folder or hub name of an adapter's base model, if it is not found automatically."""
     tokenizer: Any = None
     """Tokenizer, or its folder or hub name; None: the model's own."""
-    _loaded: "_Loaded | None" = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that the numbers of tokens are at least 1."""
-        check_least("tokens_per_batch", self.tokens_per_batch, 1)
+        check_least(self, "tokens_per_batch", 1)
         if self.max_length is not None:
-            check_least("max_length", self.max_length, 1)
+            check_least(self, "max_length", 1)
 
     @property
     def is_loaded(self) -> bool:
         """True if the model is in memory."""
-        return self._loaded is not None
+        return "_loaded" in vars(self)
 
     def release(self) -> None:
         """Drop the model from memory; the next call loads it again."""
-        self._loaded = None
+        vars(self).pop("_loaded", None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the parameters without the loaded model, for a pickle."""
-        return {**self.__dict__, "_loaded": None}
+        return {name: value for name, value in vars(self).items() if name != "_loaded"}
 
     def __call__(
         self,
@@ -108,8 +108,6 @@ class RewardModel:
         """
         import torch
 
-        if self._loaded is None:
-            self._loaded = self._load()
         loaded = self._loaded
         own = (self.policy_tokens and completion_ids) or [None] * len(completions)
         rows = [
@@ -138,8 +136,9 @@ class RewardModel:
                 torch.accelerator.empty_cache()
         return [(logit - loaded.mean) / loaded.std for logit in found]
 
-    def _load(self) -> "_Loaded":
-        """Load the model and its tokenizer.
+    @functools.cached_property
+    def _loaded(self) -> "_Loaded":
+        """The model and its tokenizer, which are loaded when they are first needed.
 
         If ``load_in_4bit``, ``keep_thought`` or ``max_length`` is None, the value that the model's
         training has recorded is used.

@@ -91,18 +91,24 @@ class TemplateAware(Bound):
             opened = template_opens_thought(tokenizer)
         return replace(super().bind(tokenizer), thought_opened=opened)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the dataset's columns that the reward reads."""
+        column = getattr(self, "column", None)
+        return () if column is None else (column,)
+
     def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the column that the reward reads, if it reads one.
+        """Check that a dataset has the columns that the reward reads.
 
         Args:
             names: Names of the dataset's columns.
 
         Raises:
-            RewardContractError: The column is missing.
+            RewardContractError: A column is missing.
         """
-        column = getattr(self, "column", None)
-        if column is not None:
-            column_of(dict.fromkeys(names), column, self.__name__)
+        columns = dict.fromkeys(names)
+        for name in self.reads:
+            column_of(columns, name, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt ends with an opening ``<think>``."""
@@ -122,9 +128,9 @@ class TemplateAware(Bound):
 
 
 class TextReward(TemplateAware):
-    """Base class of rewards that score each row from its text and its value in a dataset column.
+    """Base class of rewards that score each row from its text and its values in dataset columns.
 
-    A subclass defines ``_score``, and ``column`` if it reads a column.
+    A subclass defines ``_score``, and ``column`` if it reads a column, or ``reads`` for several.
     """
 
     _score: Callable[..., Score]
@@ -136,8 +142,7 @@ class TextReward(TemplateAware):
         **columns: Any,
     ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
-        column = getattr(self, "column", None)
-        read = [] if column is None else [column_of(columns, column, self.__name__)]
+        read = [column_of(columns, name, self.__name__) for name in self.reads]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
 
@@ -174,39 +179,36 @@ class ThoughtTokens(Bound):
     that is not bound uses Qwen3's 151667 (``<think>``) if the end token is Qwen3's."""
 
     def bind(self, tokenizer: Tokenizer) -> Self:
-        """Return a copy of this reward with the tokenizer's marks of a thought.
+        """Return a copy of this reward that finds a thought by the tokenizer's marks.
 
         Token ids that are already set are kept.
 
         Raises:
             RewardLoadError: The tokenizer has no known mark, and ``end_token_id`` is None.
         """
-        marks = thought_marks(tokenizer)
-        end = self.end_token_id
-        start = self.start_token_id
-        if marks is not None:
-            end = marks.end.token if end is None else end
-            start = marks.start.token if start is None else start
-        elif end is None:
+        if self.end_token_id is None and thought_marks(tokenizer) is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} looks for the end of a thought, and this tokenizer has "
                 "no known mark for it: use a thinking model, give its marks as thinking: "
                 "{start: ..., end: ...} in the run file, or give end_token_id"
             )
-        return replace(super().bind(tokenizer), end_token_id=end, start_token_id=start)
+        return super().bind(tokenizer)
 
     @property
     def marks(self) -> ThoughtMarks:
         """Marks that open and close a thought.
 
         They are the model's own marks, unless ``end_token_id`` names another token. Then they are
-        ``start_token_id`` and ``end_token_id``.
+        ``start_token_id`` and ``end_token_id``. A reward that is not bound knows no own marks.
         """
         own = thought_marks(self._tokenizer)
-        if own is not None and self.end_token_id == own.end.token:
-            return own
-        end = QWEN3_THINK_CLOSE_ID if self.end_token_id is None else self.end_token_id
         start = self.start_token_id
+        end = self.end_token_id
+        if own is not None:
+            if end in (None, own.end.token):
+                return own
+            start = own.start.token if start is None else start
+        end = QWEN3_THINK_CLOSE_ID if end is None else end
         if start is None and end == QWEN3_THINK_CLOSE_ID:
             start = QWEN3_THINK_OPEN_ID
         return ThoughtMarks(Mark(THINK_OPEN, token=start), Mark(THINK_CLOSE, token=end))
@@ -412,7 +414,7 @@ class SelfQuestions(ThoughtTokens, TokenReward):
 
     def __post_init__(self) -> None:
         """Check that ``most`` is at least 1."""
-        check_least("most", self.most, 1)
+        check_least(self, "most", 1)
 
     def _score(self, text: str, turns: list[list[int]]) -> float:
         if self.marks.thought_of(turns) is None:

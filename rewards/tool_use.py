@@ -36,8 +36,8 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         """Check that no parameter is negative."""
-        for name, value in vars(self).items():
-            check_least(name, value, 0.0)
+        for name in vars(self):
+            check_least(self, name, 0.0)
 
     def __call__(self, completions: Completions, **_: object) -> Scores:
         """Return one score per completion."""

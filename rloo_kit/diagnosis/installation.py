@@ -32,8 +32,7 @@ def examine() -> tuple[list[str], bool]:
     lines = [_version_line(name, found, tested[name]) for name, found in versions.items()]
     missing = [f"{name}=={tested[name]}" for name in NEEDED if versions[name] is None]
     if missing:
-        lines.append(f"training cannot start: pip install {' '.join(missing)}")
-        return lines, False
+        return [*lines, f"training cannot start: pip install {' '.join(missing)}"], False
     try:
         environment = setup()
         for name in NEEDED:
@@ -41,11 +40,11 @@ def examine() -> tuple[list[str], bool]:
     except KitError as exc:
         return [*lines, f"training cannot start: {exc}"], False
     except Exception as exc:  # whatever a broken installation raises
-        lines.append(
+        return [
+            *lines,
             f"training cannot start: {type(exc).__name__}: {first_line(exc)}; install the tested "
-            f"versions: pip install {' '.join(f'{name}=={tested[name]}' for name in NEEDED)}"
-        )
-        return lines, False
+            f"versions: pip install {' '.join(f'{name}=={tested[name]}' for name in NEEDED)}",
+        ], False
     backends = {
         "unsloth": environment.why_not_unsloth,
         "transformers": None,
@@ -53,8 +52,9 @@ def examine() -> tuple[list[str], bool]:
     }
     lines = [*_machine(environment), "versions:", *lines, "backends:"]
     lines += [f"  {name:<13} {reason or 'starts'}" for name, reason in backends.items()]
-    command = install_command(versions["torch"])
-    return [*lines, *([f"install: {command}"] if command else [])], True
+    if command := install_command(versions["torch"]):
+        lines.append(f"install: {command}")
+    return lines, True
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:

@@ -1,6 +1,8 @@
 """Record of a run: what its folder contains, with statistics over its steps and completions."""
 
+import contextlib
 import math
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from rloo_kit.text.wording import text_of
 KEPT_ROWS = 2000
 # Maximum number of steps that count as the beginning of a run, or as its end (at most a quarter)
 WINDOW = 20
+# Metric of the mean of a reward
+REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 # A trend of more than this many standard errors is not chance
 SIGNIFICANT = 3.0
 
@@ -96,11 +100,12 @@ def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldO
         return None
     size = before.get("num_samples", 1)
     old, new = (_prompt_means(part["samples"], name, size) for part in (before, after))
-    pairs = zip(old, new, strict=True) if len(old) == len(new) else ()
+    # An error if the two evaluations have other prompts: their means cannot be compared
+    pairs = zip(old, new, strict=True)
     moved = [b - a for a, b in pairs if a is not None and b is not None]
-    num = len(moved) or int(finite_number(after.get("num_prompts")) or 1)
-    # Without paired scores: the largest standard deviation that scores in [0, 1] can have.
-    error = (stdev(moved) if len(moved) > 1 else 0.5) / math.sqrt(num)
+    num = max(1, len(moved))
+    # For a single prompt: the largest standard deviation that scores in [0, 1] can have
+    error = stdev(moved) / math.sqrt(num) if num > 1 else 0.5
     return HeldOut(name, old_mean, new_mean, error, num)
 
 
@@ -145,8 +150,11 @@ class RunRecord:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of ``metrics`` for the steps that sampled completions; only these have a reward."""
-        return [row for row in self.metrics if "reward" in row]
+        """Rows of ``metrics`` for the steps that sampled completions; only these have a reward.
+
+        A damaged row without a step is left out.
+        """
+        return [row for row in self.metrics if "reward" in row and finite_number(row.get("step"))]
 
     @property
     def num_steps(self) -> int:
@@ -164,8 +172,7 @@ class RunRecord:
         Args:
             place: Index of the row in ``rows``. A negative index counts from the end.
         """
-        given = finite_number(self.rows[place].get("step"))
-        return int(given or range(1, self.num_steps + 1)[place])
+        return int(self.rows[place]["step"])
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric; [] if the run does not have it."""
@@ -192,7 +199,7 @@ class RunRecord:
         """Number of prompts that are sampled for each optimizer step; 1 if there is no run file."""
         if self.config is None:
             return 1
-        plan = batch_plan({k: v for k, v in self.config.trainer.items() if v})
+        plan = batch_plan(self.config.trainer)
         return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
@@ -301,11 +308,14 @@ def read_run(folder: str | Path) -> RunRecord:
             f"{str(metrics)!r} contains no line of JSON: it is damaged, or no run wrote it; name "
             "another folder"
         )
+    config = None
+    with contextlib.suppress(ConfigError, RecursionError):
+        config = read_run_file(place / "run.yaml")
     return RunRecord(
         rows,
         completions,
         read_json(place / "evaluation.json") or {},
-        _read_config(place / "run.yaml"),
+        config,
         read_json(place / "end.json") or {},
         place,
         read_json(place / "environment.json") or {},
@@ -327,10 +337,3 @@ def read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
         # First and last lines; if `num` is None, `islice` reads all lines
         kept = [*islice(lines, num), *deque(lines, maxlen=num)]
     return [row for line in kept if (row := read_object(line)) is not None]
-
-
-def _read_config(path: Path) -> RunConfig | None:
-    try:
-        return read_run_file(path)
-    except (ConfigError, RecursionError):
-        return None

@@ -1,9 +1,8 @@
 """Registry of the rules that diagnose runs and rewards: findings, their kinds and their order."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import ParamSpec
 
 from rloo_kit.text.wording import printable
@@ -29,6 +28,12 @@ class Finding:
     why: str
     remedy: str
     setting: str = ""  # suggested settings, as written after ``--set``; "" if there are none
+
+    @property
+    def title(self) -> str:
+        """Level, kind and faulty reward, on one line."""
+        of = f" ({self.reward})" if self.reward else ""
+        return printable(f"{self.level}: {self.kind}{of}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,6 @@ class Rules:
         self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
 
         def decorate(rule: Callable[P, Iterator[Seen]]) -> Callable[P, list[Finding]]:
-            @wraps(rule)
             def check(*args: P.args, **kwargs: P.kwargs) -> list[Finding]:
                 return [self.finding(seen.kind or kind, seen) for seen in rule(*args, **kwargs)]
 
@@ -107,15 +111,14 @@ class Rules:
         remedy = seen.remedy or kind.remedy
         return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
 
-    def ordered(self, found: Iterable[Finding]) -> list[Finding]:
+    def ordered(self, found: Sequence[Finding]) -> list[Finding]:
         """Return the findings from most to least harmful, those of level ``error`` first.
 
         A finding is left out if one of level ``error`` explains its kind (see ``rule``).
         """
-        found = list(found)
-        order = list(self.kinds)
         causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
         explained = {kind for cause in causes for kind in cause.explains}
+        order = list(self.kinds)
         return sorted(
             (finding for finding in found if finding.kind not in explained),
             key=lambda finding: (finding.level != "error", order.index(finding.kind)),
@@ -126,16 +129,14 @@ def findings_text(findings: Sequence[Finding]) -> str:
     """Return the findings as a numbered text: evidence, why it matters, and what to do."""
     lines = []
     for number, finding in enumerate(findings, 1):
-        of = f" ({finding.reward})" if finding.reward else ""
-        lines.append(f"{number}. {finding.level}: {finding.kind}{printable(of)}")
+        lines.append(f"{number}. {finding.title}")
         # `wrap` returns no line for an empty text
-        parts = {
-            "seen": finding.evidence,
-            "why": finding.why,
-            "do": finding.remedy,
-            "set": finding.setting,
-        }
-        for name, text in parts.items():
+        for name, text in (
+            ("seen", finding.evidence),
+            ("why", finding.why),
+            ("do", finding.remedy),
+            ("set", finding.setting),
+        ):
             lines += textwrap.wrap(
                 printable(str(text)), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.diagnosis.record import WINDOW, RunRecord, mean, read_run
+from rloo_kit.diagnosis.record import REWARD_MEAN, WINDOW, RunRecord, mean, read_run
 from rloo_kit.diagnosis.registry import (
     ALMOST_NONE,
     LITTLE_SIGNAL,
@@ -48,7 +48,7 @@ _ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
 
 def _valid(run: RunRecord, *choices: str) -> str:
-    """Return the first of the suggested settings that is valid in the run file, or "" if none is.
+    """Return the first of the suggestions that is valid in the run file, or "" if none is.
 
     A suggestion may change several settings, separated by ", ".
     """
@@ -156,7 +156,7 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
             f"{noise:.2g}"
         )
     if seen:
-        yield Seen("; ".join(seen), setting=_valid(run, "trainer.generation=transformers"))
+        yield Seen("; ".join(seen), setting="trainer.generation=transformers")
 
 
 @RULES.rule(
@@ -175,7 +175,7 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
         yield Seen(
             f"in the worst quarter of the steps {worst:.0%} of the completions are clipped, at "
             f"num_iterations {passes} and learning rate {_rate(run):.1g}",
-            setting=_valid(run, "trainer.num_iterations=1" if passes > 1 else _lower_rate(run)),
+            setting="trainer.num_iterations=1" if passes > 1 else _lower_rate(run),
         )
 
 
@@ -238,7 +238,7 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
         yield Seen(
             f"at least {cut_off:.0%} of the completions reached the limit of {limit} tokens",
             "warning" if run.learned else "error",
-            setting=_valid(run, longer),
+            setting=longer,
         )
 
 
@@ -255,7 +255,7 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
     if blank > len(rows) / 2 and not run.better:
         yield Seen(
             f"{blank} of the last {len(rows)} completions are empty; {_moved(run)}",
-            setting=_valid(run, _calmer(run)),
+            setting=_calmer(run),
         )
 
 
@@ -290,7 +290,7 @@ def _length_explosion(run: RunRecord) -> Iterator[Seen]:
         yield Seen(
             f"the mean length went from {begin:.0f} to {end:.0f} tokens, and {cut_off:.0%} of the "
             f"last completions were truncated; {_moved(run)}",
-            setting=_valid(run, _higher_beta(run)),
+            setting=_higher_beta(run),
         )
 
 
@@ -328,12 +328,10 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
 
 def _never_paid(run: RunRecord) -> str | None:
     """Return the name of a reward that was 0 for every completion of the run, or None."""
-    for key in run.rows[0]:
-        if key.startswith("rewards/") and key.endswith("/mean"):
-            name = key.removesuffix("/mean")
-            means = run.series(key)  # empty if the reward never gave a score
-            if means and not any(means) and not any(run.series(f"{name}/std")):
-                return name.removeprefix("rewards/")
+    for match in filter(None, map(REWARD_MEAN.fullmatch, run.rows[0])):
+        means = run.series(match[0])  # empty if the reward never gave a score
+        if means and not any(means) and not any(run.series(f"rewards/{match[1]}/std")):
+            return match[1]
     return None
 
 
@@ -391,7 +389,7 @@ def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
         yield Seen(
             f"the reward rose from {run.first('reward'):.3g} to {run.last('reward'):.3g}, while "
             f"{run.held_out}",
-            setting=_valid(run, _higher_beta(run)),
+            setting=_higher_beta(run),
         )
 
 
@@ -418,7 +416,7 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
         yield Seen(
             f"the entropy went from {begin:.3g} to {end:.3g} nats per token{counted}; "
             f"{_moved(run)}",
-            setting=_valid(run, _calmer(run)),
+            setting=_calmer(run),
         )
 
 
@@ -444,7 +442,7 @@ def _no_signal(run: RunRecord) -> Iterator[Seen]:
     if num_texts < REPEATED:
         seen += f"; a group has {num_texts:.2g} different texts on average"
         remedy = "sample more varied texts: raise the temperature"
-        setting = _valid(run, f"trainer.temperature={max(1.0, 1.5 * run.setting('temperature')):g}")
+        setting = f"trainer.temperature={max(1.0, 1.5 * run.setting('temperature')):g}"
     yield Seen(seen, "error" if share < ALMOST_NONE else "warning", None, remedy, setting)
 
 
@@ -470,7 +468,7 @@ def _learning_rate_too_low(run: RunRecord) -> Iterator[Seen]:
             f"scores differ in {share:.0%} of the groups, but the reward stays at "
             f"{run.last('reward'):.3g}; the highest learning rate was {rate:.1g}",
             "error" if rate < LOWEST_RATE else "warning",
-            setting=_valid(run, f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}"),
+            setting=f"trainer.learning_rate={usual if rate < usual else 3 * rate:.1g}",
         )
 
 
@@ -491,7 +489,7 @@ def _high_variance(run: RunRecord) -> Iterator[Seen]:
             f"the mean reward varies by {noise:.2g} between steps, and single scores by "
             f"{spread:.2g}, with {size} completions per prompt; {_moved(run)}",
             "error" if run.worse or run.fell else "warning",
-            setting=_more_generations(run) if size < 8 else _valid(run, _calmer(run)),
+            setting=_more_generations(run) if size < 8 else _calmer(run),
         )
 
 
@@ -505,7 +503,7 @@ def _tools(run: RunRecord) -> Iterator[Seen]:
     A metric counts only if at least five steps have it.
     """
     calls = run.series("tools/call_frequency")
-    if calls and max(calls) > 0 and run.last("tools/call_frequency") == 0:
+    if any(calls) and run.last("tools/call_frequency") == 0:
         return  # the model learned not to call its tools
     yield from seen_in_calls(
         {name: run.last(name) if len(run.series(name)) >= 5 else math.nan for name in CALL_NUMBERS}
@@ -519,14 +517,19 @@ def find_in_run(record: RunRecord) -> list[Finding]:
     """Return all findings about a run, the most harmful first.
 
     A finding that another one explains is left out. If a finding stopped the run, it comes first.
-    The list is empty if the run has fewer than two steps.
+    A setting that the run file would refuse is not suggested. The list is empty if the run has
+    fewer than two steps.
     """
     ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
     if ended_by:  # the last evaluation was made with the restored weights
         record = replace(record, evaluation=None)
     if record.num_steps < 2:
         return []
-    found = [finding for check in RULES.checks for finding in check(record)]
+    found = [
+        replace(finding, setting=_valid(record, finding.setting))
+        for check in RULES.checks
+        for finding in check(record)
+    ]
     if ended_by is None:
         return RULES.ordered(found)
     others = RULES.ordered([ended_by, *found])

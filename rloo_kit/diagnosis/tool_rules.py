@@ -31,6 +31,20 @@ KINDS = {
     ),
 }
 
+# Metric of a share, lowest share that is a fault, share above which the fault is an error, kind of
+# the finding, evidence
+_SHARES = (
+    ("tools/failure_frequency", 0.5, 0.9, "tool_calls_fail", "of the calls failed"),
+    (
+        "tools/unread_frequency",
+        0.1,
+        0.5,
+        "calls_without_answer",
+        "of the completions end with a call",
+    ),
+    ("tools/cut_frequency", 0.1, 1.0, "tool_results_cut", "of the results are cut"),
+)
+
 
 def add_kinds(rules: Rules) -> None:
     """Register the kinds of findings about tools in ``rules``."""
@@ -44,24 +58,15 @@ def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
     Args:
         numbers: Metrics of the calls, as ``call_numbers`` returns them. NaN means unknown.
     """
-    calls = numbers["tools/call_frequency"]
-    if calls == 0:
+    if numbers["tools/call_frequency"] == 0:
         yield Seen("no completion calls a tool", "warning", kind="tools_never_called")
-    failed = numbers["tools/failure_frequency"]
-    if calls > 0 and failed >= 0.5:
-        level = "error" if failed > 0.9 else "warning"
-        yield Seen(f"{failed:.0%} of the calls failed", level, kind="tool_calls_fail")
-    unread = numbers["tools/unread_frequency"]
-    if unread >= 0.1:
-        level = "error" if unread > 0.5 else "warning"
-        seen = f"{unread:.0%} of the completions end with a call"
-        yield Seen(seen, level, kind="calls_without_answer")
-    cut = numbers["tools/cut_frequency"]
-    if cut >= 0.1:
-        yield Seen(f"{cut:.0%} of the results are cut", "warning", kind="tool_results_cut")
+    for name, least, harmful, kind, seen in _SHARES:
+        share = numbers[name]
+        if share >= least:
+            level = "error" if share > harmful else "warning"
+            yield Seen(f"{share:.0%} {seen}", level, kind=kind)
     gain = numbers["tools/score_gain"]
     if gain <= 0 and numbers["tools/compared_frequency"] >= 0.5:
-        seen = f"completions with a call score {-gain:.2g} less than those without (same prompt)"
-        if gain == 0:
-            seen = "completions with a call score the same as those without (same prompt)"
+        less = f"{-gain:.2g} less than" if gain else "the same as"
+        seen = f"completions with a call score {less} those without (same prompt)"
         yield Seen(seen, "warning", kind="needless_calls")

@@ -8,10 +8,11 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -19,17 +20,14 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import KEPT_ROWS, RunRecord, read_rows
 from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
+from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.text.numbers import finite_numbers
-
-if TYPE_CHECKING:
-    from rloo_kit.rloo.rollout import Rollout
 
 # Number of checks in a row that must find the same before it is reported
 CHECKS_IN_A_ROW = 3
 # First step at which a finding is reported; findings about equal scores need more steps
 FIRST_STEPS = 5
 FIRST_STEPS_OF_SIGNAL = 10
-BY_HELD_OUT = frozenset({"reward_hacking"})
 # Of n logs, one in every n // CHECKS is checked. A check takes 12 microseconds per log of the run,
 # so the checks together take one or two milliseconds per log.
 CHECKS = 100
@@ -78,9 +76,12 @@ class BestWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Later steps do not change the tensors in it."""
-        batches = list(self._batches)
-        weights = list(self._kept)
-        return {"step": self.step, "value": self.value, "batches": batches, "weights": weights}
+        return {
+            "step": self.step,
+            "value": self.value,
+            "batches": list(self._batches),
+            "weights": self._kept,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned."""
@@ -94,10 +95,10 @@ class BestWeights:
 
     def release(self) -> None:
         """Drop the references to the model's weights and to their copies, to free the memory."""
-        self._parameters = []
-        self._kept = []
+        self._parameters = self._kept = []
 
 
+@dataclass(eq=False)
 class RunWatch(TrainerCallback):
     """Trainer callback that diagnoses the run while it trains (see ``on_log``).
 
@@ -114,20 +115,15 @@ class RunWatch(TrainerCallback):
         parameters: Function that returns the parameters that are trained.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tell: Callable[[list[Finding]], None],
-        stop: Callable[[str], None],
-        stop_on: Sequence[str] = (),
-        parameters: Callable[[], Sequence[Any]] = list,
-    ) -> None:
-        self.config = config
-        self.tell = tell
-        self.stop = stop
-        self.stop_on = frozenset(stop_on)
-        self.parameters = parameters
-        self._evaluation: dict[str, Any] = {}
+    config: RunConfig
+    tell: Callable[[list[Finding]], None]
+    stop: Callable[[str], None]
+    stop_on: Sequence[str] = ()
+    parameters: Callable[[], Sequence[Any]] = list
+    _evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Set the state to that before training."""
         self._begin()
 
     def _begin(self) -> None:
@@ -137,7 +133,7 @@ class RunWatch(TrainerCallback):
         self._completions: list[dict[str, Any]] = []  # the first and the last ones
         self._num_checks = self._num_evaluations = 0
         self._since: dict[str, tuple[int, int]] = {}
-        self._suspected: set[str] = set()
+        self._is_waiting = False  # a finding that can end the run waits to be confirmed
         self._failed = False
 
     @property
@@ -155,7 +151,7 @@ class RunWatch(TrainerCallback):
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Add the best weights to the state of a checkpoint, ``held``."""
-        if self.best is not None:
+        if self.best:
             held["best_weights"] = self.best.state_dict()
 
     def on_resume(
@@ -171,9 +167,8 @@ class RunWatch(TrainerCallback):
         state of a checkpoint. The weights of the model are not changed.
         """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
-        done = state.global_step
-        self._completions = [row for row in rows if (row.get("step") or 0) <= done]
-        if self.best is not None and "best_weights" in held:
+        self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
+        if self.best and "best_weights" in held:
             self.best.load_state_dict(held["best_weights"])
 
     def on_completions(
@@ -182,15 +177,15 @@ class RunWatch(TrainerCallback):
         state: TrainerState,
         *_: Any,
         records: list[dict[str, Any]],
-        rollout: "Rollout",
+        rollout: Rollout,
     ) -> None:
         """Keep the records of a batch, and copy the weights that sampled it if they score best."""
         self._completions += records
         del self._completions[KEPT_ROWS:-KEPT_ROWS]
-        if self.best is not None and not self.by_held_out:
+        if self.best and not self.by_held_out:
             scores = rollout.sampled.scores.view(-1, rollout.num_generations)  # (P, G)
             means = finite_numbers(scores.nanmean(dim=1).tolist())
-            if means and not self.stop_on & self._suspected:
+            if means and not self._is_waiting:
                 self.best.see_batch(state.global_step, fmean(means))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
@@ -208,10 +203,9 @@ class RunWatch(TrainerCallback):
         self._see_scores(step, evaluation)
 
     def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:
-        name = next(iter(evaluation["rewards"]), None)
-        scores = finite_numbers(one["rewards"].get(name) for one in evaluation["samples"])
-        if self.best is not None and scores:
-            self.best.see(step, fmean(scores))
+        score = next(iter(evaluation["rewards"].values()), None)
+        if self.best and score is not None:
+            self.best.see(step, score)
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
@@ -231,8 +225,7 @@ class RunWatch(TrainerCallback):
         if "reward" not in logs or self.stopped_on or self._failed:
             return
         num_logs = sum("reward" in row for row in state.log_history)
-        is_waiting = self.stop_on & self._suspected
-        if not is_waiting and num_logs % max(1, num_logs // CHECKS):
+        if not self._is_waiting and num_logs % max(1, num_logs // CHECKS):
             return
         try:
             self._check(state)
@@ -261,19 +254,22 @@ class RunWatch(TrainerCallback):
         self._num_checks += 1
         now = (self._num_checks, self._num_evaluations)
         self._since = {f.kind: self._since.get(f.kind, now) for f in found}
-        self._suspected = {f.kind for f in found if f.level == "error"}
+        self._is_waiting = any(map(self._can_end, found))
         confirmed = [f for f in found if self._is_confirmed(f, state.global_step)]
         if list(map(_identity, confirmed)) != list(map(_identity, self.findings)):
             self.tell(confirmed)
         self.findings = confirmed
-        harmful = (f for f in confirmed if f.kind in self.stop_on and f.level == "error")
-        if ending := next(harmful, None):
+        if ending := next(filter(self._can_end, confirmed), None):
             self.stopped_on = ending
             self.stop(self._why(ending))
 
+    def _can_end(self, finding: Finding) -> bool:
+        return finding.kind in self.stop_on and finding.level == "error"
+
     def _is_confirmed(self, finding: Finding, step: int) -> bool:
         check, evaluation = self._since[finding.kind]
-        if finding.kind in BY_HELD_OUT and self._num_evaluations == evaluation:
+        # Only held-out prompts show this kind
+        if finding.kind == "reward_hacking" and self._num_evaluations == evaluation:
             return False
         about_signal = KINDS[finding.kind].about_signal
         needed = FIRST_STEPS_OF_SIGNAL if about_signal else FIRST_STEPS

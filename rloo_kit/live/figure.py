@@ -34,7 +34,6 @@ def figure_png(progress: Progress) -> bytes:
 
     It is drawn without pyplot, so that the user's own figures and settings are not touched.
     """
-    import numpy as np
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -50,8 +49,7 @@ def figure_png(progress: Progress) -> bytes:
         for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):
             axis.set_title(title, loc="left")
             for line in lines:
-                # None, which means a gap in the curve, becomes NaN
-                values, low, high = np.array(metrics.curve(line), dtype=float)
+                values, low, high = metrics.curve(line)
                 if len(values):
                     axis.plot(metrics.steps, values, marker=".", markersize=2, label=line.label)
                     axis.fill_between(metrics.steps, low, high, alpha=0.15, linewidth=0)

@@ -71,10 +71,11 @@ class Progress:
         parts += [
             f"{name} {CHARTS[chart].text(logs[key])}" for name, key, chart in numbers if key in logs
         ]
-        with_signal = self.metrics.newest(CHARTS["signal"].lines[0])
-        if with_signal is not None and with_signal < 1:
+        with_signal = self.metrics.newest("signal")
+        if with_signal < 1:
             parts.append(f"no signal {1 - with_signal:.0%}")
-        if cut_off := self.metrics.newest(CHARTS["truncated"].lines[0]):
+        cut_off = self.metrics.newest("truncated")
+        if cut_off > 0:
             parts.append(f"cut off {cut_off:.0%}")
         left = format_duration(self.seconds_left)
         return "  ".join([*parts, f"{self.tokens_per_second:.0f} tokens/s", f"{left} left"])
@@ -84,8 +85,9 @@ def progress_of(record: RunRecord) -> Progress:
     """Rebuild the progress of a run from its record, with the metrics of all steps."""
     rows = record.rows
     total = record.setting("max_steps") or 0
-    first = rows[0] if rows else {}
-    progress = Progress(now=first.get("time", 0.0) - first.get("step_time", 0.0))
+    progress = Progress()
+    if rows:
+        progress.now = rows[0]["time"] - rows[0].get("step_time", 0.0)
     for row in rows:
         progress.add(row["step"], max(total, rows[-1]["step"]), row, row["time"])
     progress.findings = find_in_run(record)
@@ -94,6 +96,5 @@ def progress_of(record: RunRecord) -> Progress:
 
 def finding_line(finding: Finding) -> str:
     """Return one line about a finding: its kind, and the setting or remedy that helps."""
-    of = f" ({finding.reward})" if finding.reward else ""
     rest = f"set {finding.setting}" if finding.setting else finding.remedy
-    return printable(f"{finding.level}: {finding.kind}{of}; {rest}")
+    return printable(f"{finding.title}; {rest}")

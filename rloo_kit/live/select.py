@@ -35,8 +35,7 @@ def live_progress() -> "LiveView":
     """
     from rich.console import Console
 
-    from rloo_kit.live.notebook import NotebookFigure
-    from rloo_kit.live.view import LiveView, PlainLines
+    from rloo_kit.live.view import LiveView, NotebookFigure, PlainLines
 
     choice = chosen_view()
     if choice == "auto":

@@ -3,13 +3,16 @@
 Both the notebook's figure and the report draw ``CHARTS``.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
+import numpy as np
 
-Values = list[float | None]
+from rloo_kit.diagnosis.record import REWARD_MEAN
+from rloo_kit.text.numbers import finite_number
 
 
 @dataclass(frozen=True)
@@ -97,69 +100,54 @@ class Metrics:
     steps: list[int]
     rows: list[dict[str, Any]]  # row -> metrics of the step at the same index in `steps`
 
-    def values(self, names: Iterable[str]) -> Values:
-        """Return the values of a metric, one per row; None for a row that does not have it.
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics, in the order of first appearance."""
+        return [*dict.fromkeys(chain(*self.rows))]
 
-        ``names`` are alternatives, of which the first that the run has is used. The result is [] if
-        the run has none of them.
+    def values(self, names: Iterable[str]) -> np.ndarray:
+        """Return the values of a metric, one per row; NaN for a row that does not have it.
+
+        ``names`` are alternatives, of which the first that the run has is used. The result is empty
+        if the run has none of them.
         """
         for name in names:
-            found = [finite_number(row.get(name)) for row in self.rows]
-            if any(value is not None for value in found):
+            # None becomes NaN
+            found = np.array([finite_number(row.get(name)) for row in self.rows], dtype=float)
+            if not np.isnan(found).all():
                 return found
-        return []
+        return np.array([])
 
-    def newest(self, line: Line) -> float | None:
-        """Return the value of a line at the last step, or None if there is none."""
-        return next(iter(self.curve(line)[0][-1:]), None)
+    def newest(self, chart: str) -> float:
+        """Return the value of a chart's first line at the last step, or NaN if there is none."""
+        return next(iter(self.curve(CHARTS[chart].lines[0])[0][-1:]), math.nan)
 
-    def curve(self, line: Line) -> tuple[Values, Values, Values]:
+    def curve(self, line: Line) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the values of a line, and the lower and the upper edge of its band.
 
-        If the line has no band, both edges equal the values. All three lists are empty if the run
-        has none of the line's metrics.
+        If the line has no band, both edges are the values. All three are empty if the run has none
+        of the line's metrics.
         """
         values = self.values(line.metrics)
         if line.from_one:
-            values = [None if value is None else 1.0 - value for value in values]
+            values = 1.0 - values
         edges = [self.values((name,)) for name in line.band]
-        if not values or not edges or not all(edges):
-            return values, values, values
-        if len(edges) == 2:
-            low, high = edges
-            return values, low, high
-        spread = [s or 0.0 for s in edges[0]]
-        low, high = (
-            [None if v is None else v + sign * s for v, s in zip(values, spread, strict=True)]
-            for sign in (-1, 1)
-        )
+        if not len(values) or not all(map(len, edges)):
+            edges = []
+        if len(edges) == 1:
+            spread = np.nan_to_num(edges[0])
+            edges = [values - spread, values + spread]
+        low, high = edges or (values, values)
         return values, low, high
 
     def reward_lines(self) -> list[Line]:
         """Return a line for each reward, which draws its mean, in the order of first appearance."""
-        names = dict.fromkeys(name for row in self.rows for name in row if is_reward(name))
-        return [reward_line(name.removeprefix("rewards/").removesuffix("/mean")) for name in names]
+        return [reward_line(match[1]) for match in map(REWARD_MEAN.fullmatch, self.names) if match]
 
 
 def reward_line(name: str) -> Line:
     """Return the line that draws the mean of the reward ``name``."""
     return Line(name, (f"rewards/{name}/mean",))
-
-
-def is_reward(name: str) -> bool:
-    """Return True if a metric is the mean of a reward, named ``rewards/NAME/mean``."""
-    return name.startswith("rewards/") and name.endswith("/mean")
-
-
-def cut(num_steps: int, most: int) -> list[slice]:
-    """Divide ``num_steps`` steps into at most ``most`` slices of equal width, and return them."""
-    width = max(1, -(-num_steps // most))
-    return [slice(at, at + width) for at in range(0, num_steps, width)]
-
-
-def means(values: Sequence[float | None], cuts: list[slice]) -> Values:
-    """Return the mean of the values in each slice, or None for a slice without values."""
-    return [rounded(mean_or_none(finite_numbers(values[part]))) for part in cuts]
 
 
 def rounded(value: object) -> float | None:

@@ -1,4 +1,4 @@
-"""Live views, which are callbacks of the trainer: one that shows nothing, and one of plain lines.
+"""Live views, which are callbacks of the trainer: nothing, plain lines, or a notebook's figure.
 
 An error in a view closes the view, but does not end the run.
 """
@@ -8,23 +8,19 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rloo_kit.diagnosis.registry import Finding
+from rloo_kit.live.figure import DRAWING_SECONDS, page_of
 from rloo_kit.live.progress import Progress, finding_line
 
 
 class LiveView(TrainerCallback):
-    """View that records the progress of a run but shows nothing. Subclasses show it.
+    """View that records the progress of a run but shows nothing. Subclasses show it."""
 
-    Args:
-        stream: Stream that text is written to. None uses stdout.
-    """
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stdout
+    def __init__(self) -> None:
         self.progress = Progress()
         self._open = False
 
@@ -103,5 +99,27 @@ class PlainLines(LiveView):
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)
-                self.stream.write(f"{line}\n")
-        self.stream.flush()
+                sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+class NotebookFigure(LiveView):
+    """View that shows a line of numbers, the findings and a figure in the output of a cell.
+
+    The output is updated in place, without a widget: at the first step, at the last step, and at
+    most every ten seconds in between. If matplotlib is not installed, there is no figure.
+    """
+
+    def _begin(self) -> None:
+        from IPython.display import display
+
+        self._handle: Any = display(page_of(self.progress), raw=True, display_id=True)
+        self._due = time.monotonic()
+
+    def _show_step(self) -> None:
+        if time.monotonic() >= self._due:
+            self._end()
+            self._due = time.monotonic() + DRAWING_SECONDS
+
+    def _end(self) -> None:
+        self._handle.update(page_of(self.progress), raw=True)

@@ -27,8 +27,6 @@ THUMBNAIL_BYTES = 1 << 20
 MAX_SAMPLES = 60
 # Maximum number of characters in a held-out prompt, and in a completion of it
 SAMPLE_LENGTH = 4000
-# Shown for a default value that cannot be read here, such as that of a library not installed
-UNKNOWN = "the library's own"
 
 
 def run_content(
@@ -54,14 +52,15 @@ def run_content(
         "curves": curves_of(record, charts),
         "points": held_out_points(record),
         **kept_groups(record.folder, GROUP_BYTES // share),
-        "beta": _beta(record),
+        # The penalty for a nat of KL; None if the penalty is per token
+        "beta": None if record.setting("token_level_kl") else record.setting("beta"),
         "config": _settings(record.config),
         "environment": _environment(record),
         "command": _command(record),
     }
     thumbnails = read_thumbnails(record.folder, content, THUMBNAIL_BYTES // share)
-    content = redact_tree(content)  # the files may come from another machine
-    return content | {"thumbnails": thumbnails}
+    # The files may come from another machine
+    return redact_tree(content) | {"thumbnails": thumbnails}
 
 
 def _numbers(value: object) -> dict[str, float | None]:
@@ -75,7 +74,7 @@ def _finding(finding: Finding, record: RunRecord) -> dict[str, Any]:
     # Several settings are one text, "a.b=1, a.c=2", and values may contain commas too
     settings = re.split(r", (?=[\w.]+=)", finding.setting) if finding.setting else []
     command = " ".join([_command(record), *(f"--set {shlex.quote(one)}" for one in settings)])
-    return {**asdict(finding), "settings": settings, "command": command if settings else ""}
+    return {**asdict(finding), "settings": settings, "command": command}
 
 
 def _end(record: RunRecord) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
     A run that was killed or still trains has no end.json. It counts as ``finished`` if it was
     evaluated after training, and as ``open`` otherwise.
     """
-    times = finite_numbers(row.get("time") for row in record.metrics)
+    times = finite_numbers(row.get("time") for row in record.metrics) or [None]
     end = record.end
     last_step = max(metrics_of(record).steps, default=0)
     return {
@@ -94,8 +93,8 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "planned": record.setting("max_steps"),
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
-        "began": times[0] if times else None,
-        "ended": finite_number(end.get("time")) or (times[-1] if times else None),
+        "began": times[0],
+        "ended": finite_number(end.get("time")) or times[-1],
     }
 
 
@@ -128,15 +127,15 @@ def _reward_name(reward: object) -> str:
 
 def _held_out(record: RunRecord) -> dict[str, Any]:
     """Return the held-out score of each reward before and after training, and how it changed."""
-    parts = {when: scored(record, when) for when in ("before", "after")}
-    means = {when: _numbers(part.get("rewards")) for when, part in parts.items()}
     rewards: dict[str, dict[str, Any]] = {
         one.name: {**asdict(one), "change": _sign(one.change)} for one in record.scored_twice
     }
-    for name in means["before"] | means["after"]:
-        rewards.setdefault(name, {"name": name, **{when: means[when].get(name) for when in means}})
-    keys = ("num_prompts", "mean_length")
-    facts = {when: {k: finite_number(part.get(k)) for k in keys} for when, part in parts.items()}
+    facts = {}
+    for when in ("before", "after"):
+        part = scored(record, when)
+        facts[when] = {key: finite_number(part.get(key)) for key in ("num_prompts", "mean_length")}
+        for name, mean in _numbers(part.get("rewards")).items():
+            rewards.setdefault(name, {"name": name})[when] = mean
     return {"rewards": [*rewards.values()], **facts}
 
 
@@ -183,20 +182,16 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 # --- settings and environment --------------------------------------------------------------------
 
 
-def _beta(record: RunRecord) -> float | None:
-    """Return ``beta``, the penalty for a nat of KL; None if the KL penalty is per token."""
-    return None if record.setting("token_level_kl") else record.setting("beta")
-
-
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
     """Return a row for each setting: its name, value and default, and if the two differ."""
     if config is None:
         return []
     trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")
-    defaults = _flat(RunConfig()) | {f"trainer.{key}": _text(v) for key, v in trainer.items()}
+    defaults = _flat(RunConfig(trainer=trainer))
     rows = []
     for name, value in _flat(config).items():
-        default = defaults.get(name, UNKNOWN)
+        # A default may be unknown here, such as that of a library not installed
+        default = defaults.get(name, "the library's own")
         differs = value != default
         rows.append({"name": name, "value": value, "default": default, "differs": differs})
     return rows
@@ -219,20 +214,21 @@ def _text(value: object) -> str:
 def _environment(record: RunRecord) -> list[tuple[str, str]]:
     """Return hardware, backend and package versions as pairs of name and value."""
     facts = record.environment
-    found = []
     hardware = as_dict(facts.get("hardware"))
-    if hardware.get("name"):
-        memory = finite_number(hardware.get("total_memory"))
-        size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
-        found.append(("hardware", f"{hardware['name']}{size}"))
-    if facts.get("backend"):
-        found.append(("backend", str(facts["backend"])))
-    if facts.get("step"):
-        found.append(("training step", str(facts["step"])))
-    if (processes := finite_number(facts.get("processes")) or 1) > 1:
-        found.append(("processes", f"{processes:g}"))
+    memory = finite_number(hardware.get("total_memory"))
+    size = f", {memory / (1 << 30):.0f} GiB" if memory else ""
+    processes = finite_number(facts.get("processes")) or 1
+    found = {
+        "hardware": hardware.get("name") and f"{hardware['name']}{size}",
+        "backend": facts.get("backend"),
+        "training step": facts.get("step"),
+        "processes": f"{processes:g}" if processes > 1 else None,
+    }
     versions = as_dict(facts.get("versions")).items()
-    return found + [(str(name), str(version or "not installed")) for name, version in versions]
+    return [
+        *((name, str(value)) for name, value in found.items() if value),
+        *((name, str(version or "not installed")) for name, version in versions),
+    ]
 
 
 def _command(record: RunRecord) -> str:

@@ -4,23 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rloo_kit.diagnosis.record import RunRecord
-from rloo_kit.live.series import (
-    CHARTS,
-    Chart,
-    Metrics,
-    Values,
-    cut,
-    is_reward,
-    means,
-    reward_line,
-    rounded,
-)
-from rloo_kit.text.numbers import finite_number, finite_numbers
+import numpy as np
+
+from rloo_kit.diagnosis.record import REWARD_MEAN, RunRecord
+from rloo_kit.live.series import CHARTS, Chart, Metrics, reward_line, rounded
+from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 
 # Maximum number of points of a curve. In a longer run a point is the mean of neighbouring steps.
 MAX_POINTS = 500
-NO_METRICS = {"step", "time", "epoch"}
+Points = list[float | None]
 
 
 def metrics_of(record: RunRecord) -> Metrics:
@@ -29,13 +21,10 @@ def metrics_of(record: RunRecord) -> Metrics:
     If a resumed run repeated a step, the newer metrics are used.
     """
     found: dict[int, dict[str, Any]] = {}
-    step = 0
     for row in record.metrics:
-        if "train_runtime" in row:
-            continue
-        given = finite_number(row.get("step"))  # TRL's own log has none
-        step = step + 1 if given is None else int(given)
-        found.setdefault(step, {}).update(row)
+        step = finite_number(row.get("step"))
+        if step is not None and "train_runtime" not in row:
+            found.setdefault(int(step), {}).update(row)
     steps = sorted(found)
     return Metrics(steps, [found[step] for step in steps])
 
@@ -53,14 +42,18 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
     ]
     # If the runs have only one reward, the first chart already shows it
     if len(of_rewards) == 1 and all(
-        run.values(of_rewards[0].lines[0].metrics) == run.values(("reward",)) for run in runs
+        np.array_equal(
+            run.curve(of_rewards[0].lines[0])[0], run.values(("reward",)), equal_nan=True
+        )
+        for run in runs
     ):
         first = replace(first, held_out=of_rewards[0].held_out)
         of_rewards = []
     return [
         chart
         for chart in (first, *of_rewards, *others)
-        if chart in of_rewards or any(run.curve(line)[0] for run in runs for line in chart.lines)
+        if chart in of_rewards
+        or any(len(run.values(line.metrics)) for run in runs for line in chart.lines)
     ]
 
 
@@ -115,38 +108,42 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
         steps. ``more`` has the values of the metrics that no chart shows, by name.
     """
     run = metrics_of(record)
-    cuts = cut(len(run.steps), MAX_POINTS)
+    width = max(1, -(-len(run.steps) // MAX_POINTS))  # rounded up
+    cuts = [slice(at, at + width) for at in range(0, len(run.steps), width)]
     lines = {
-        f"{chart.id}/{place}": _points(curve, cuts)
+        f"{chart.id}/{place}": _points(*curve, cuts)
         for chart in charts
         for place, line in enumerate(chart.lines)
-        if (curve := run.curve(line))[0]
+        if len((curve := run.curve(line))[0])
     }
+    shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
+    shown |= {"step", "time", "epoch"}
+    # A reward without its own chart is the only reward, and the first chart shows it
+    others = [name for name in run.names if name not in shown and not REWARD_MEAN.fullmatch(name)]
     return {
         "from": [run.steps[part][0] for part in cuts],
         "to": [run.steps[part][-1] for part in cuts],
         "lines": lines,
-        "more": {name: means(run.values((name,)), cuts) for name in _other_metrics(run, charts)},
+        "more": {
+            name: _means(values, cuts) for name in others if len(values := run.values((name,)))
+        },
     }
 
 
-def _points(curve: tuple[Values, Values, Values], cuts: list[slice]) -> dict[str, Values]:
+def _means(values: np.ndarray, cuts: list[slice]) -> Points:
+    """Return the mean of the values in each slice, or None for a slice without values."""
+    return [rounded(mean_or_none(finite_numbers(values[part]))) for part in cuts]
+
+
+def _points(
+    values: np.ndarray, low: np.ndarray, high: np.ndarray, cuts: list[slice]
+) -> dict[str, Points]:
     """Return the points of a curve, each from the steps of one slice in ``cuts``.
 
     ``y`` has the mean of each point, and ``lo`` and ``hi`` have the extremes of the band.
     """
-    values, low, high = curve
-    found = {"y": means(values, cuts)}
+    found = {"y": _means(values, cuts)}
     if low is not values or len(cuts) < len(values):
         found["lo"] = [rounded(min(finite_numbers(low[part]), default=None)) for part in cuts]
         found["hi"] = [rounded(max(finite_numbers(high[part]), default=None)) for part in cuts]
     return found
-
-
-def _other_metrics(run: Metrics, charts: Sequence[Chart]) -> list[str]:
-    """Return the names of the metrics that no chart shows, in the order of first appearance."""
-    shown = {name for chart in charts for line in chart.lines for name in line.metrics + line.band}
-    names = dict.fromkeys(name for row in run.rows for name in row)
-    # A reward without its own chart is the only reward, and the first chart shows it
-    wanted = [n for n in names if n not in shown and n not in NO_METRICS and not is_reward(n)]
-    return [name for name in wanted if run.values((name,))]

@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo_kit.live.series import rounded
 from rloo_kit.output_folder import read_object
-from rloo_kit.report.curves import as_dict
+from rloo_kit.report.curves import as_dict, as_list
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
@@ -23,7 +23,6 @@ MIN_GROUPS = 24
 THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")
 
-Shortened = str | list[str | int]
 # Step and group of a row of completions.jsonl.
 Place = tuple[int, int]
 
@@ -62,7 +61,15 @@ def kept_groups(folder: Path, budget: int) -> dict[str, Any]:
     for place, row in _rows(path):
         if place in rows:
             rows[place].append(row)
-    groups = [_group(place, found, limit) for place, found in rows.items()]
+    groups = [
+        {
+            "step": step,
+            "group": group,
+            "prompt": messages_of(found[0].get("prompt"), limit),
+            "completions": [_completion(row, limit) for row in found],
+        }
+        for (step, group), found in rows.items()
+    ]
     return {"groups": groups, "num_groups": len(places), "num_completions": sizes.total()}
 
 
@@ -82,18 +89,8 @@ def _rows(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
                 yield (int(step), int(group)), row
 
 
-def _group(place: Place, rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    return {
-        "step": place[0],
-        "group": place[1],
-        "prompt": messages_of(rows[0].get("prompt"), limit),
-        "completions": [_completion(row, limit) for row in rows],
-    }
-
-
 def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
-    turns = row.get("completion")
-    earlier = turns[:-1] if isinstance(turns, list) else []
+    earlier = as_list(row.get("completion"))[:-1]
     return {
         **completion_parts(row, limit),
         **({"turns": messages_of(earlier, limit)} if earlier else {}),
@@ -106,7 +103,7 @@ def _completion(row: dict[str, Any], limit: int) -> dict[str, Any]:
 # --- texts ---------------------------------------------------------------------------------------
 
 
-def shortened(text: str, limit: int) -> Shortened:
+def shortened(text: str, limit: int) -> str | list[str | int]:
     """Return a text, or ``[head, number of characters left out, tail]`` if it is too long.
 
     A text is too long if it has more than ``limit`` characters.
@@ -126,20 +123,18 @@ def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
     Each dict has ``role`` ("" for a plain text), ``text`` (shortened by ``shortened`` if it has
     more than ``limit`` characters) and ``images`` (the names of its thumbnails).
     """
-    messages = prompt if isinstance(prompt, list) else [prompt]
     return [
         {
             "role": str(as_dict(one).get("role") or ""),
             "text": shortened(_content(one), limit),
-            "images": _images(as_dict(one).get("content")),
+            "images": [
+                str(part["image"])
+                for part in map(as_dict, as_list(as_dict(one).get("content")))
+                if part.get("image")
+            ],
         }
-        for one in messages
+        for one in as_list(prompt) or [prompt]
     ]
-
-
-def _images(content: object) -> list[str]:
-    parts = [as_dict(part) for part in content] if isinstance(content, list) else []
-    return [str(part["image"]) for part in parts if part.get("image")]
 
 
 def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str]:
@@ -166,9 +161,9 @@ def _content(message: object) -> str:
     """Return the text of a message, with its tool calls as ``name({arguments})``."""
     if not isinstance(message, dict):
         return text_of(message)
-    calls = [as_dict(as_dict(call).get("function")) for call in message.get("tool_calls") or ()]
+    calls = [as_dict(as_dict(call).get("function")) for call in as_list(message.get("tool_calls"))]
     shown = [f"{one.get('name')}({json.dumps(one.get('arguments'))})" for one in calls]
-    return "\n".join([text_of([message]), *shown]).strip("\n") if shown else text_of([message])
+    return "\n".join(filter(None, [text_of([message]), *shown]))
 
 
 def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
@@ -183,7 +178,7 @@ def completion_parts(row: dict[str, Any], limit: int) -> dict[str, Any]:
     {'thought': '4+5=9', 'answer': ' 9'}
     """
     turns = row.get("completion")
-    text = _content(turns[-1] if isinstance(turns, list) and turns else turns)
+    text = _content((as_list(turns) or [turns])[-1])
     at = row.get("answer_at")
     if type(at) is int and 0 < at <= len(text):
         thought = text[:at].removesuffix(THOUGHT_ENDS)

@@ -29,8 +29,6 @@ STYLES = ("uPlot.min.css", "report.css")
 LIBRARY = "uPlot.iife.min.js"
 # These files are joined to one script, so that each may use names from the files before it
 SCRIPTS = ("parts.js", "curves.js", "groups.js", "report.js")
-NAME = "report.html"
-NAME_OF_SEVERAL = "comparison.html"
 # Placeholders in page.html. They are filled in one pass, so that inserted data is not searched.
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -137,7 +135,7 @@ def _target(folders: Sequence[Path], path: str | Path | None) -> Path:
     if not folders:
         raise DataError("no run folder is given: name at least one")
     if path is None:
-        return folders[0] / NAME if len(folders) == 1 else Path(NAME_OF_SEVERAL)
+        return folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html")
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise DataError(
             f"the report cannot be written to {str(path)!r}: give a path that ends in .html"

@@ -104,10 +104,10 @@ def _with_probes(
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
     """Return which rule of the reward contract a failed call broke, with the error as evidence."""
-    # A built-in reward names its column in a setting, not as a parameter
-    asked = [*keywords_of(func.reward)[2], getattr(func.reward, "column", None)]
+    # A built-in reward says which columns it reads, another has them as parameters
+    asked = {*keywords_of(func.reward)[2], *getattr(func.reward, "reads", ())}
     kind = "wrong_output"
-    if any(isinstance(name, str) and name not in columns for name in asked):
+    if asked - columns.keys():
         kind = "missing_column"
     elif exc.__cause__ is not None:
         kind = "timeout" if isinstance(exc.__cause__, OverdueError) else "raises"

@@ -1,7 +1,7 @@
 """The live views: through a pipe and in a notebook's kernel."""
 
 import base64
-import io
+import contextlib
 import itertools
 import os
 import re
@@ -80,14 +80,15 @@ def test_a_view_that_does_not_exist_is_refused(monkeypatch):
 def test_pipe_gets_one_line_per_step_and_finding():
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream, os.fdopen(reading) as lines:
-        view = PlainLines(stream)
-        state = start(view, max_steps=3)
-        for _ in range(3):
-            make_step(view, state)
-            view.on_findings(None, state, None, findings=[FINDING])
-        view.on_log(None, state, None, logs=SUMMARY)
-        view.on_train_end(None, state, None)
-        view.close()
+        view = PlainLines()
+        with contextlib.redirect_stdout(stream):
+            state = start(view, max_steps=3)
+            for _ in range(3):
+                make_step(view, state)
+                view.on_findings(None, state, None, findings=[FINDING])
+            view.on_log(None, state, None, logs=SUMMARY)
+            view.on_train_end(None, state, None)
+            view.close()
         stream.close()
         text = lines.read()
     assert re.fullmatch(
@@ -101,7 +102,7 @@ def test_pipe_gets_one_line_per_step_and_finding():
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
 def test_odd_metrics_are_shown_as_none(value):
-    view = PlainLines(io.StringIO())
+    view = PlainLines()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = start(view)
@@ -116,13 +117,14 @@ def test_odd_metrics_are_shown_as_none(value):
 def test_broken_stream_ends_the_view_not_the_run():
     reading, writing = os.pipe()
     stream = os.fdopen(writing, "w")
-    view = PlainLines(stream)
+    view = PlainLines()
     state = start(view)
     os.close(reading)
-    with pytest.warns(RuntimeWarning, match="but the run continues: BrokenPipe"):
-        make_step(view, state)
-    make_step(view, state)  # and says nothing more
-    view.close()
+    with contextlib.redirect_stdout(stream):
+        with pytest.warns(RuntimeWarning, match="but the run continues: BrokenPipe"):
+            make_step(view, state)
+        make_step(view, state)  # and says nothing more
+        view.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
 

@@ -182,6 +182,21 @@ def add(a, b):
 """
 
 
+SEARCH_FILES = """
+import os
+def add(a, b):
+    for number in range(64):
+        try: seen = os.pread(number, 1 << 20, 0)
+        except OSError: continue
+        if str(a + b).encode() in seen: return a + b
+"""
+
+
+@strong
+def test_the_expected_value_is_in_no_file_of_the_program():
+    assert score(SEARCH_FILES, ["assert add(271828, 543656) == 815484"]) == 0.0
+
+
 @pytest.mark.long
 @strong
 def test_the_expected_value_is_not_in_the_memory_of_the_program():

@@ -46,7 +46,8 @@ def test_only_the_first_close_ends_the_thought():
 def test_bind_takes_both_ids_and_leaves_the_original_alone(other_tokenizer):
     reward = Thinking()
     bound = reward.bind(other_tokenizer)
-    assert (bound.start_token_id, bound.end_token_id) == (5, end_of_thinking_id(other_tokenizer))
+    marks = bound.marks
+    assert (marks.start.token, marks.end.token) == (5, end_of_thinking_id(other_tokenizer))
     assert reward == Thinking()
     assert score(bound, "<think>hm</think>", [5, *[2] * 9, 6]) == 0.3
     assert score(bound, "hm", [2, CLOSE]) == -1.0
