@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -63,7 +63,7 @@ class ModelSection:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraSection:
     """``lora:``, the adapter to train; further fields of ``LoraConfig`` are accepted too."""
 
@@ -77,15 +77,14 @@ class LoraSection:
     )
     others: dict[str, Any] = field(default_factory=dict)
     """Other fields of ``LoraConfig``. In a run file they are direct keys of ``lora:``."""
-    given: ClassVar[frozenset[str]] = frozenset()
+    given: ClassVar[Set[str]]
     """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
     the settings that the user did not give are those of the adapter."""
 
-    def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
+    def __new__(cls, **given: Any) -> "LoraSection":
         """Create a section that remembers in ``given`` which settings were passed."""
         section = super().__new__(cls)
-        names = [one.name for one in dataclasses.fields(cls)][: len(values)]
-        object.__setattr__(section, "given", frozenset([*names, *given]) - {"others"})
+        object.__setattr__(section, "given", given.keys() - {"others"})
         return section
 
     def as_dict(self) -> dict[str, Any]:
@@ -518,10 +517,6 @@ def _check_together(config: RunConfig) -> list[str]:
             "thinking: needs both start and end: add the missing one",
         ),
         (
-            config.environment == {},
-            "environment: is empty: name a class, or leave it out",
-        ),
-        (
             not (config.rewards or config.environment),
             "rewards: is empty: give at least one reward",
         ),
@@ -529,10 +524,6 @@ def _check_together(config: RunConfig) -> list[str]:
             TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
             f"rewards: accuracy compares the whole answer, but the prompts of {task} ask for the "
             "steps of the solution too: write {name: accuracy, match: number}",
-        ),
-        (
-            not Path(config.output_dir).name,
-            f"output_dir is {config.output_dir!r}, must be the name of a new folder",
         ),
         (
             completion >= model.max_seq_length,
