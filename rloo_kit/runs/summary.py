@@ -1,7 +1,6 @@
 """The result of a run, and the lines that a run prints before and after training."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,10 @@ from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
 from rloo_kit.text.wording import resume_command
+from rloo_kit.types import Say
 
 if TYPE_CHECKING:
     from rloo_kit.training.arguments import LeaveOneOutConfig
-
-Say = Callable[[str], None]
 
 # Number of held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
@@ -40,7 +38,7 @@ class RunResult:
     after: Evaluation | None  # and after training; None if there are none
     steps: int
     seconds: float  # of the training alone, since the start or the last resume
-    interrupted: bool  # True after Ctrl-C or SIGTERM
+    interrupted: bool = False  # True after Ctrl-C or SIGTERM
     terminated: bool = False  # True after SIGTERM
     released: Released | None = None  # the memory that was released at the end
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob, read_config, with_whole_paths
@@ -25,13 +24,14 @@ from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     check_same_settings,
+    finished_steps,
     folder_to_resume,
-    has_finished,
     opened_folder,
 )
-from rloo_kit.runs.summary import RunResult, Say
+from rloo_kit.runs.summary import RunResult
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, resume_command
+from rloo_kit.types import Say
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
@@ -94,8 +94,12 @@ def train(
             if is_first():
                 held.enter_context(lock_folder(past))
             check_same_settings(past, absolute)
-            if has_finished(past, config.trainer):
-                return _already_finished(past, say)
+            if steps := finished_steps(past, config.trainer):
+                say(
+                    f"the run in {past} has finished its {steps} steps; for more raise "
+                    "trainer.max_steps or trainer.num_train_epochs"
+                )
+                return RunResult(past, None, None, steps, 0.0)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
         result = _train_and_score(job, absolute, past)
@@ -105,23 +109,11 @@ def train(
     return result
 
 
-def _already_finished(folder: Path, say: Say) -> RunResult:
-    """Print that the run to resume has finished, and return a result without scores."""
-    steps = read_run(folder).end["steps"]
-    say(
-        f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps or "
-        "trainer.num_train_epochs"
-    )
-    return RunResult(folder, None, None, steps, 0.0, interrupted=False)
-
-
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _prepare(job: PreparedJob, past: Path | None) -> Path:
-    """Load the model, the data and the engine, and return the path for the folder of the run.
-
-    Nothing is written yet.
+def _prepare(job: PreparedJob, past: Path | None) -> None:
+    """Load the model, the data and the engine. Nothing is written yet.
 
     Args:
         job: The run.
@@ -129,7 +121,6 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
-    folder = past or free_folder(job.config.output_dir)
     job.prepare()
     from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth
 
@@ -140,13 +131,12 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     summary.introduce(say, job)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
-        f"run folder {folder}"
+        f"run folder {past or free_folder(job.config.output_dir)}"
     )
     if engine is not None:
         say(f"completions from {engine.name}, adapter sent after every step")
     elif choice.reason:
         say(f"completions from transformers and not vLLM: {choice.reason}")
-    return folder
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -161,11 +151,11 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
-    free = _prepare(job, past)
+    _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     checkpoint, before = _find_progress(past)
-    with _opened(job, free, past, absolute, checkpoint) as (folder, recorder):
+    with _opened(job, past, absolute, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
         scores = HeldOutScores(job, trainer, recorder, before)
         if checkpoint is None:
@@ -205,17 +195,12 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
 
 @contextlib.contextmanager
 def _opened(
-    job: PreparedJob,
-    free: Path,
-    past: Path | None,
-    config: RunConfig,
-    checkpoint: Checkpoint | None,
+    job: PreparedJob, past: Path | None, config: RunConfig, checkpoint: Checkpoint | None
 ) -> Iterator[tuple[Path, "RunRecorder | None"]]:
     """Open the folder of the run while the body trains.
 
     Args:
         job: The run.
-        free: Path for a new folder.
         past: Folder of the run to resume; None for a new run.
         config: Settings to write to run.yaml.
         checkpoint: Checkpoint to resume from; None to start from step 0.
@@ -226,12 +211,8 @@ def _opened(
     Raises:
         ProcessEndedError: Another process of this training has ended.
     """
-    with contextlib.ExitStack() as stack:
-        recorder = None
-        if is_first():
-            recorder = stack.enter_context(
-                opened_folder(free, past, config, job.environment, checkpoint, str(job.step))
-            )
+    opened = opened_folder(job, past, config, checkpoint)
+    with opened if is_first() else contextlib.nullcontext() as recorder:
         try:
             yield from_first(recorder.folder if recorder else Path()), recorder
         except Exception as exc:
