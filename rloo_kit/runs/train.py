@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
-T = TypeVar("T")
 # Functions of transformers that read settings only when the training begins
 SET_UP = {"create_optimizer", "create_scheduler", "on_train_begin"}
 
@@ -126,9 +125,9 @@ def _prepare(job: PreparedJob, past: Path | None) -> None:
 
     prompts, held_out = job.splits
     check_prompts(prompts, job.args)
-    summary.announce_load(say, job.config, job.environment, job.args)
+    summary.announce_load(job)
     engine, choice = job.engine
-    summary.introduce(say, job)
+    summary.introduce(job)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
         f"run folder {past or free_folder(job.config.output_dir)}"
@@ -325,7 +324,7 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
 
 
-def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
+def _until_interrupted(call: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a call, and "".
 
     If it was interrupted, return None and "SIGTERM" or "the user" (Ctrl-C) instead.

@@ -8,7 +8,7 @@ run or a calibration.
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,10 +32,9 @@ from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
 from rloo_kit.text.wording import format_value, text_of
-from rloo_kit.types import Row, Tokenizer
+from rloo_kit.types import Row, Say, Tokenizer
 
 WHAT = "the warm-up"  # its name in messages
-EPOCHS = 2.0
 # Fields of TRL's `SFTConfig` that the kit sets
 FIXED = {
     "per_device_train_batch_size": 1,
@@ -57,7 +56,7 @@ def warm_up(  # noqa: PLR0913
     epochs: float | None = None,
     learning_rate: float = 2e-4,
     output: str | Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Path:
     """Train a run's policy on examples with TRL's ``SFTTrainer``; return the adapter's folder.
 
@@ -87,10 +86,8 @@ def warm_up(  # noqa: PLR0913
     folder = free_folder(output or f"{config.output_dir}-warm-up")
     check_writable(folder.parent)
     rows = read_examples(examples)
-    job = PreparedJob(config, base, say)
     with session():
-        job.prepare()
-        found = _trained(job, rows, settings, folder)
+        found = _trained(PreparedJob(config, base, say), rows, settings, folder)
     named = str(examples) if isinstance(examples, str | Path) else "rows"
     write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
     command = _next_command(source, overrides, config, folder)
@@ -117,7 +114,7 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
         )
     if errors:
         raise ConfigError("; ".join(errors))
-    length = {"num_train_epochs": epochs or EPOCHS} if steps is None else {"max_steps": steps}
+    length = {"num_train_epochs": epochs or 2.0} if steps is None else {"max_steps": steps}
     return {"learning_rate": learning_rate, **length}
 
 
@@ -128,7 +125,9 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
     layers = lora_settings(folder, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
         settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
-    return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
 
 
 # --- examples ------------------------------------------------------------------------------------
@@ -147,11 +146,9 @@ def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
         DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
             completion has a score above the mean of its prompt.
     """
-    found: Any = source
-    if isinstance(source, str | Path):
-        path = local_path(str(source))
-        found = path / "completions.jsonl" if path.is_dir() else path
-    rows = [_example(place, row) for place, row in placed_rows(found, ())]
+    if isinstance(source, str | Path) and (folder := local_path(str(source))).is_dir():
+        source = folder / "completions.jsonl"
+    rows = [_example(place, row) for place, row in placed_rows(source, ())]
     if not any("score" in row for row in rows):
         return rows
     best = best_completions(rows)
@@ -176,8 +173,9 @@ def _example(place: str, row: Row) -> Row:
     """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
-        row = {"prompt": messages[:-1], "completion": messages[-1:]}
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        *prompt, last = messages
+        row = {"prompt": prompt, "completion": [last]}
+        if not prompt or last["role"] != "assistant":
             raise DataError(
                 f"{place}: messages must have a prompt, and end with a message of the assistant"
             )
@@ -255,7 +253,7 @@ def tokenized(
     for row in rows:
         ids = prompt_ids(tokenizer, row["prompt"], settings)
         completion = row["completion"]
-        before = str(tokenizer.decode(ids))
+        before = tokenizer.decode(ids)
         if marks is not None:  # completions in the record of a run have the usual marks
             completion = marks.own_text(completion)
         if opens_thought(tokenizer, before):
@@ -302,6 +300,7 @@ def _trained(
     Returns:
         The number of examples, the logged losses, and the duration in seconds.
     """
+    job.prepare()
     examples = _fitting(job, rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
@@ -315,7 +314,7 @@ def _trained(
     model, tokenizer = job.policy
     follow_model(args, model, tokenizer)
     same = ("bf16", "fp16", "gradient_checkpointing", "seed")
-    settings = {**settings, **{name: getattr(args, name) for name in same}}
+    settings = settings | {name: getattr(args, name) for name in same}
     columns = {
         "input_ids": [prompt + completion for prompt, completion in examples],
         "labels": [[-100] * len(prompt) + completion for prompt, completion in examples],

@@ -16,6 +16,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ModelError
+from rloo_kit.job import PreparedJob
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
@@ -288,12 +289,10 @@ def test_a_load_that_takes_minutes_is_announced(monkeypatch, device, backend, na
     monkeypatch.setattr(summary, "why_not_vllm", lambda: None)
     hardware = replace(detect_hardware(), device=device)
     lines = []
-    summary.announce_load(
-        lines.append,
-        make_run_config({"model": {"name": name}}),
-        Environment(backend, None, hardware),
-        rk.LeaveOneOutConfig("out", generation="auto"),
-    )
+    job = PreparedJob(make_run_config({"model": {"name": name}}), say=lines.append)
+    job.environment = Environment(backend, None, hardware)
+    job.args = rk.LeaveOneOutConfig("out", generation="auto")
+    summary.announce_load(job)
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))
 
