@@ -346,16 +346,19 @@ def find_run_file(path: str | Path) -> Path:
 # --- overrides -----------------------------------------------------------------------------------
 
 
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def read_overrides(
+    overrides: Sequence[str], content: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Parse ``--set`` options; return a dict of sections.
 
     Args:
         overrides: Settings in the form ``section.key=value``, or ``key=value`` at the top level.
+        content: Content of a run file, whose settings are returned too.
 
     Raises:
         ConfigError: A setting does not have this form.
     """
-    content: dict[str, Any] = {}
+    content = dict(content or {})
     if errors := _apply_overrides(content, overrides):
         raise ConfigError(format_errors(errors))
     remember_settings(content)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.run_file import RunConfig, read_value
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, placed_rows
@@ -147,7 +147,7 @@ def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
             completion has a score above the mean of its prompt.
     """
     if isinstance(source, str | Path) and (folder := local_path(str(source))).is_dir():
-        source = folder / "completions.jsonl"
+        source = str(folder / "completions.jsonl")
     rows = [_example(place, row) for place, row in placed_rows(source, ())]
     if not any("score" in row for row in rows):
         return rows
@@ -191,16 +191,11 @@ def _example(place: str, row: Row) -> Row:
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
-    # values of a CSV file are text
-    if isinstance(cut := row.get("truncated"), str):
-        row = row | {"truncated": cut.strip().lower() in ("true", "1")}
-    if isinstance(score := row.get("score"), str):
-        try:
-            row = row | {"score": float(score) if score.strip() else None}
-        except ValueError as exc:
-            raise DataError(
-                f"{place}: score is {format_value(score)}, must be a number or empty"
-            ) from exc
+    for name in ("score", "truncated"):
+        if isinstance(value := row.get(name), str):  # all values of a CSV file are text
+            row = row | {name: read_value(value)}
+    if not isinstance(score := row.get("score"), float | int | None):
+        raise DataError(f"{place}: score is {format_value(score)}, must be a number or empty")
     return row | {"completion": text}
 
 
