@@ -383,24 +383,24 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
     """Write ``--set`` options into ``content``; return a message for each malformed option."""
     errors = []
     for override in overrides:
-        path, equals, text = override.partition("=")
-        keys = path.strip().split(".")
-        section = keys[0]
-        table = content.get(section) or {}
-        if not equals or not all(keys) or len(keys) > 2:
+        form = re.fullmatch(r"\s*([^.=\s]+)(?:\.([^.=\s]+))?\s*=(.*)", override, re.DOTALL)
+        if form is None:
             errors.append(
                 f"--set {format_value(override)} does not have the form section.key=value: write "
                 "it like --set trainer.beta=0.1"
             )
-        elif len(keys) == 1:
-            content[section] = read_value(text)
-        elif section not in WITH_KEYS or not isinstance(table, Mapping):
+            continue
+        section, key, value = form[1], form[2], read_value(form[3])
+        table = content.get(section) or {}
+        if key is None:
+            content[section] = value
+        elif section in WITH_KEYS and isinstance(table, Mapping):
+            content[section] = {**table, key: value}
+        else:
             errors.append(
                 f"--set {format_value(override)} cannot be used, because {format_value(section)} "
                 "is not a section with keys: correct its name"
             )
-        else:
-            content[section] = {**table, keys[1]: read_value(text)}
     return errors
 
 

@@ -8,6 +8,7 @@ run or a calibration.
 import json
 import shlex
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -208,17 +209,17 @@ def best_completions(rows: Sequence[Row]) -> list[Row]:
     Args:
         rows: Rows with ``prompt``, ``completion`` and ``score``.
     """
-    groups: dict[str, list[tuple[float, Row]]] = {}
+    groups = defaultdict(list)
     for row in rows:
-        if (score := finite_number(row.get("score"))) is not None:
-            groups.setdefault(json.dumps(row["prompt"], default=str), []).append((score, row))
+        if finite_number(row.get("score")) is not None:
+            groups[json.dumps(row["prompt"], default=str)].append(row)
     best = []
     for group in groups.values():
-        mean = fmean(score for score, _ in group)
-        whole = [(s, row) for s, row in group if row["completion"] and not row.get("truncated")]
-        top = max((score for score, _ in whole), default=mean)
+        mean = fmean(row["score"] for row in group)
+        whole = [row for row in group if row["completion"] and not row.get("truncated")]
+        top = max((row["score"] for row in whole), default=mean)
         if top > mean:
-            best += {row["completion"]: row for score, row in whole if score == top}.values()
+            best += {row["completion"]: row for row in whole if row["score"] == top}.values()
     return best
 
 
