@@ -345,6 +345,11 @@ class PreparedJob:
         return Path() if self.base == EXAMPLES else self.base
 
     @cached_property
+    def absolute(self) -> RunConfig:
+        """The settings with absolute paths, as they are written to run.yaml."""
+        return with_whole_paths(self.config, self.base, self.rewards_base)
+
+    @cached_property
     def model(self) -> ModelSection:
         """The section ``model:``, whose files are looked for beside the run file too."""
         model = self.config.model
@@ -437,7 +442,7 @@ class PreparedJob:
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
-            check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
+            check_engine(args, self.absolute)
         prompts, held_out = self.prompts
         tokenizer = self.tokenizer
         settings = args.chat_template_kwargs
@@ -458,7 +463,7 @@ class PreparedJob:
                 dropped += more
             if dropped:
                 self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
-        longest = self.config.model.max_seq_length
+        longest = self.model.max_seq_length
         check_lengths(prompts, tokenizer, args, longest)
         if held_out is not None:
             check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
@@ -473,18 +478,18 @@ class PreparedJob:
     def of_environments(self) -> list[Any]:
         """Rewards of the environments that have a method ``get_reward``."""
         loop = self.tool_loop
-        return [] if loop is None or loop.environments is None else loop.environments.rewards
+        return loop.environments.rewards if loop and loop.environments else []
 
     def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
         """Load rewards from their values in a run file, for the tokenizer of this run."""
-        template = self.args.chat_template_kwargs
-        return load_rewards(specs, self.tokenizer, self.rewards_base, template)
+        return load_rewards(
+            specs, self.tokenizer, self.rewards_base, self.args.chat_template_kwargs
+        )
 
     @cached_property
     def judges(self) -> list[LoadedReward]:
         """Rewards that score the held-out prompts, with the run's time limit."""
-        held_out = self.splits[1]
-        found = held_out_judges(self.rewards, held_out, self.load_rewards, self.config.data)
+        found = held_out_judges(self.rewards, self.splits[1], self.load_rewards, self.config.data)
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
@@ -518,9 +523,8 @@ class PreparedJob:
         """
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
-        longest = self.config.model.max_seq_length
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, longest)
+        return make_tool_loop(*self.tools, tokenizer, self.args, self.model.max_seq_length)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:

@@ -138,7 +138,7 @@ def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened_folder(
-    job: PreparedJob, past: Path | None, config: RunConfig, checkpoint: Checkpoint | None
+    job: PreparedJob, past: Path | None, checkpoint: Checkpoint | None
 ) -> Iterator["RunRecorder"]:
     """Create a folder for a new run, or reopen the folder of an unfinished run.
 
@@ -148,7 +148,6 @@ def opened_folder(
     Args:
         job: The run.
         past: Folder of the unfinished run, which the caller has locked; None to create a new one.
-        config: Settings to write to run.yaml.
         checkpoint: Checkpoint to resume from; None: the run starts from step 0, and the record of
             an earlier start is removed.
 
@@ -166,7 +165,7 @@ def opened_folder(
             (folder / name).unlink(missing_ok=True)
         # an old adapter, of fewer steps, would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
-        write_run_file(folder, config)
+        write_run_file(folder, job.absolute)
         facts = asdict(job.environment) | {
             "step": str(job.step),
             "processes": num_processes(),
@@ -176,7 +175,7 @@ def opened_folder(
 
     with contextlib.ExitStack() as stack:
         with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
-            folder = past or make_run_folder(config.output_dir)
+            folder = past or make_run_folder(job.config.output_dir)
             if past is None:
                 stack.enter_context(_removed_if_empty(folder))
                 stack.enter_context(lock_folder(folder))

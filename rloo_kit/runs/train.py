@@ -14,7 +14,7 @@ from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
 from rloo_kit.machine.engines import sleep_pool_bytes
@@ -83,7 +83,6 @@ def train(
     say = redacting(say if is_first() else lambda _: None)
     config, base = read_config(source, overrides)
     job = PreparedJob(config, base, say)
-    absolute = with_whole_paths(config, base, job.rewards_base)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
         if num_processes() > 1:
             _ = job.args  # connects the processes
@@ -92,7 +91,7 @@ def train(
         if past is not None:
             if is_first():
                 held.enter_context(lock_folder(past))
-            check_same_settings(past, absolute)
+            check_same_settings(past, job.absolute)
             if steps := finished_steps(past, config.trainer):
                 say(
                     f"the run in {past} has finished its {steps} steps; for more raise "
@@ -101,7 +100,7 @@ def train(
                 return RunResult(past, None, None, steps, 0.0)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
-        result = _train_and_score(job, absolute, past)
+        result = _train_and_score(job, past)
     result = replace(result, released=opened.released)
     if is_first():
         summary.conclude(say, result)
@@ -141,12 +140,11 @@ def _prepare(job: PreparedJob, past: Path | None) -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
+def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """Load, train, score and save; the caller's session releases the memory afterwards.
 
     Args:
         job: The run.
-        absolute: Settings of the run with absolute paths, as they are written to run.yaml.
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
@@ -154,7 +152,7 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     checkpoint, before = _find_progress(past)
-    with _opened(job, past, absolute, checkpoint) as (folder, recorder):
+    with _opened(job, past, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
         scores = HeldOutScores(job, trainer, recorder, before)
         if checkpoint is None:
@@ -194,14 +192,13 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
 
 @contextlib.contextmanager
 def _opened(
-    job: PreparedJob, past: Path | None, config: RunConfig, checkpoint: Checkpoint | None
+    job: PreparedJob, past: Path | None, checkpoint: Checkpoint | None
 ) -> Iterator[tuple[Path, "RunRecorder | None"]]:
     """Open the folder of the run while the body trains.
 
     Args:
         job: The run.
         past: Folder of the run to resume; None for a new run.
-        config: Settings to write to run.yaml.
         checkpoint: Checkpoint to resume from; None to start from step 0.
 
     Yields:
@@ -210,7 +207,7 @@ def _opened(
     Raises:
         ProcessEndedError: Another process of this training has ended.
     """
-    opened = opened_folder(job, past, config, checkpoint)
+    opened = opened_folder(job, past, checkpoint)
     with opened if is_first() else contextlib.nullcontext() as recorder:
         try:
             yield from_first(recorder.folder if recorder else Path()), recorder
