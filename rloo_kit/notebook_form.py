@@ -96,9 +96,7 @@ class Form:
         for name, field in self.fields.items():
             field.description = name
         self.buttons = {name: widgets.Button(description=name) for name in (*COMMANDS, "stop")}
-        self.parts = {name: widgets.HTML() for name in PARTS}
-        for name, part in self.parts.items():
-            part.add_class(f"rloo-kit-{name}")
+        self.parts = {name: widgets.HTML().add_class(f"rloo-kit-{name}") for name in PARTS}
         self.start.observe(lambda change: self._begin_with(change["new"]), "value")
         for name in COMMANDS:
             self.buttons[name].on_click(lambda button: self.run(button.description))
@@ -197,7 +195,7 @@ class Form:
             name: Name of its button.
             folder: Folder of the run.
         """
-        lines: deque[str] = deque(maxlen=LOG_LINES)
+        lines = deque(maxlen=LOG_LINES)
         due = 0.0
         for line in process.stdout or ():
             lines.append(line)

@@ -440,7 +440,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     remember_settings(content)
     # A section may be empty
     content = {k: v for k, v in content.items() if v is not None or k not in WITH_KEYS}
-    config: RunConfig = _make_section(RunConfig, content, "", errors)
+    config = _make_section(RunConfig, content, "", errors)
     for name in TABLES:
         errors += check_table(name, getattr(config, name))
     try:
@@ -472,7 +472,7 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
     hints = typing.get_type_hints(kind)
     known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
     others = lora_fields() if known.pop("others", None) else ()
-    good: dict[str, Any] = {}
+    good = {}
     for key, value in content.items():
         if key not in known and key in others:
             good["others"] = {**good.get("others", {}), key: value}

@@ -204,9 +204,9 @@ def translate_trainer_arguments(
             Contradictions are looked for only if each value is right, and the batch is checked only
             if there is no other error.
     """
-    errors: list[str] = []
-    notes: list[str] = []
-    values: dict[str, Any] = {}
+    errors = []
+    notes = []
+    values = {}
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
@@ -224,8 +224,9 @@ def translate_trainer_arguments(
         raise ConfigError(format_errors(errors))
     if "total_episodes" in arguments:
         values["max_steps"] = _steps_of(values["max_steps"], values)
-    renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
-    notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
+    for old in filter(RENAMED.get, arguments):
+        new = RENAMED[old]
+        notes.append(f"{old} is {new} here: {new}={values[new]!r} is used")
     for note in notes:  # the warning names a file of the kit: Unsloth hides those of TRL's parser
         warnings.warn(note, FutureWarning, stacklevel=2)
     return values

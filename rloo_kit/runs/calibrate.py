@@ -147,8 +147,11 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
     """
     _write_rows(file, [*train, *held_out])
     used_up = ("num_prompts", "columns", "config", "level", "settings", "max_prompt_quantile")
-    settings: dict[str, Any] = dict.fromkeys(used_up)
-    return settings | {"prompts": file.name, "split": "train", "held_out": len(held_out)}
+    return dict.fromkeys(used_up) | {
+        "prompts": file.name,
+        "split": "train",
+        "held_out": len(held_out),
+    }
 
 
 def _in_best_precision(

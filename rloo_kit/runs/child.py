@@ -64,7 +64,7 @@ def call_in_child(
         order = Path(folder) / "order"
         answer = Path(folder) / "answer"
         order.write_bytes(pickle.dumps((function, args, keywords)))
-        received: list[int] = []
+        received = []
 
         def forward(number: int, _: object) -> None:
             """Note a signal; forward the first two to the process, except on Windows.
