@@ -28,24 +28,13 @@ from rloo_kit.data.files import local_path, looks_local, missing_file
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.images import has_images
 from rloo_kit.data.lengths import check_lengths, drop_long_prompts, quantile_of_lengths
-from rloo_kit.data.prompts import (
-    MAX_HELD_OUT,
-    is_task,
-    load_prompts,
-    split_held_out,
-)
+from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts, split_held_out
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
 from rloo_kit.machine.processes import check_launch
-from rloo_kit.models.adapters import EMBEDDED, adapter_in, lora_settings
-from rloo_kit.models.loading import (
-    attach_lora,
-    check_lora_config,
-    check_path,
-    load_model,
-    load_tokenizer,
-)
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, check_path, lora_settings
+from rloo_kit.models.loading import attach_lora, check_lora_config, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded

@@ -21,13 +21,7 @@ from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import NO_RULE, check_value, suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
-from rloo_kit.text.wording import (
-    did_you_mean,
-    first_line,
-    format_errors,
-    format_name,
-    format_value,
-)
+from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_name, format_value
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
