@@ -139,7 +139,7 @@ def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
     for add_to in arguments:
         add_to(command)
 
-    def register(call: Callable[..., int | None]) -> Callable[..., int | None]:
+    def register(call: Callable[..., Any]) -> Callable[..., Any]:
         command.set_defaults(call=call)
         return call
 

@@ -307,12 +307,11 @@ def held_out_judges(
             other = f"{judge.name}_held_out"  # the same kind of reward with other arguments
             found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
     found += rewards
-    names = {one.name for one in found}
     first = "accuracy"
     if held_out is not None and "answer" in held_out.column_names:
         (judge,) = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first)])
         first = judge.name
-        if not {first, "math"} & names:
+        if not any(one.name in (first, "math") for one in found):
             found.append(judge)
     return sorted(found, key=lambda judge: judge.name != first)
 

@@ -78,7 +78,7 @@ KIT_TYPES: dict[str, Any] = {
 
 def known_trainer_fields() -> frozenset[str]:
     """Return the name of every field of ``LeaveOneOutConfig``, without importing TRL or torch."""
-    return frozenset({*_trl_types(), *KIT_TYPES})
+    return frozenset(_types())
 
 
 def _trl_fields() -> dict[str, ast.AnnAssign]:
@@ -93,16 +93,16 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 
 
 @cache
-def _trl_types() -> dict[str, Any]:
-    """Return a dict from the name of each TRL field to its type.
+def _types() -> dict[str, Any]:
+    """Return a dict from the name of each field of ``LeaveOneOutConfig`` to its type.
 
-    A part of a type that is not in ``TYPE_NAMES``, such as a class of TRL, becomes ``Any``.
+    A part of a type of TRL that is not in ``TYPE_NAMES``, such as a class, becomes ``Any``.
     """
     found = {}
     for name, node in _trl_fields().items():
         kinds = ast.unparse(node.annotation).split(" | ")
         found[name] = typing.Union[tuple(TYPE_NAMES.get(kind, Any) for kind in kinds)]  # noqa: UP007
-    return found
+    return found | KIT_TYPES
 
 
 def trl_defaults() -> dict[str, Any]:
@@ -132,12 +132,11 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             it for run files. Python code may pass objects of other types, which TRL converts.
     """
     errors = []
-    hints = {**_trl_types(), **KIT_TYPES}
     for name, value in values.items():
         rule = RULES.get(name, NO_RULE)
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
-            errors += check_value(f"trainer.{name}", value, hints.get(name, Any), rule)
+            errors += check_value(f"trainer.{name}", value, _types().get(name, Any), rule)
     return errors or _check_together(values)
 
 

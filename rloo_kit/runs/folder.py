@@ -161,7 +161,7 @@ def opened_folder(
 
     def begin() -> None:
         """Remove what is left of an earlier start, and write the settings and the environment."""
-        for name in RECORD if checkpoint is None else ("end.json",):
+        for name in ("end.json",) if checkpoint else RECORD:
             (folder / name).unlink(missing_ok=True)
         # an old adapter, of fewer steps, would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
