@@ -193,8 +193,11 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
     file = place / f"{name}-calibrated.yaml" if output is None else Path(output)
     made = (file, file.with_suffix(".jsonl"), _completions_of(file))
-    taken = any(os.path.lexists(one) for one in made)
-    if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
+    if (
+        any(map(os.path.lexists, made))
+        or file.suffix != ".yaml"
+        or not file.absolute().parent.is_dir()
+    ):
         raise ConfigError(
             f"the output {format_value(str(file))} must be a new .yaml file in a folder that "
             "exists, and no .jsonl file of that name may exist: choose another one with --output"

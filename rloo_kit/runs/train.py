@@ -308,15 +308,15 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         if step := trainer.state.global_step:
             command = resume_command(str(trainer.args.output_dir))
             say(f"\nstopped after step {step}: resume with {command}")
-        if not isinstance(exc, KitError) and _raised_by_set_up(exc) and not is_out_of_memory(exc):
+        if is_out_of_memory(exc):
+            raise MemoryRanOutError(
+                f"memory ran out ({first_line(exc)}): close other programs; or lower "
+                "trainer.per_device_train_batch_size and raise "
+                "trainer.gradient_accumulation_steps; or lower trainer.max_completion_length"
+            ) from exc
+        if not isinstance(exc, KitError) and _raised_by_set_up(exc):
             raise _not_accepted(exc) from exc
-        if not is_out_of_memory(exc):
-            raise
-        raise MemoryRanOutError(
-            f"memory ran out ({first_line(exc)}): close other programs; or lower "
-            "trainer.per_device_train_batch_size and raise trainer.gradient_accumulation_steps; or "
-            "lower trainer.max_completion_length"
-        ) from exc
+        raise
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
 
