@@ -93,15 +93,15 @@ def check_settings(args: Any, engine: str) -> None:
     """
     if engine not in ENGINES:
         return
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     obeyed_by = dict.fromkeys(OF_NO_ENGINE, "") | dict.fromkeys(OF_SERVER, "server")
     obeyed_by |= dict.fromkeys(OF_TRANSFORMERS, "transformers")
-    for field in dataclasses.fields(args):
-        other = obeyed_by.get(field.name, engine)
-        if other != engine and (value := getattr(args, field.name)) != field.default:
+    for name, other in obeyed_by.items():
+        if name in defaults and other != engine and getattr(args, name) != defaults[name]:
             by_other = f", or set trainer.generation to {other}" if other else ""
             raise ConfigError(
-                f"trainer.{field.name} is {format_value(value)}, but {ENGINES[engine]} ignores "
-                f"this setting: leave it out{by_other}"
+                f"trainer.{name} is {format_value(getattr(args, name))}, but {ENGINES[engine]} "
+                f"ignores this setting: leave it out{by_other}"
             )
     others = args.generation_kwargs or {}
     for name in OWN_SETTINGS.keys() & others:
