@@ -206,7 +206,19 @@ def test_overrides_are_yaml_and_the_last_one_wins():
 
 
 @pytest.mark.parametrize(
-    "override", ["lora.r", "=3", ".r=3", "lora.=3", "a.b.c=3", "", "rewards.weight=2", "seed.x=2"]
+    "override",
+    [
+        "lora.r",
+        "=3",
+        ".r=3",
+        "lora.=3",
+        "a.b.c=3",
+        "",
+        " =3",
+        "a b=3",
+        "rewards.weight=2",
+        "seed.x=2",
+    ],
 )
 def test_a_malformed_override_is_shown(override):
     assert f"--set {override!r}" in error_of({"rewards": ["accuracy"]}, override)
