@@ -22,16 +22,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from rloo_kit import __version__
+import rloo_kit as rk
 from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
 from rloo_kit.errors import ConfigError, KitError, ProcessEndedError
 from rloo_kit.machine.processes import is_first
-from rloo_kit.text.redaction import (
-    redact,
-    redacted_logs,
-    redacting,
-    remember_arguments,
-)
+from rloo_kit.text.redaction import redact, redacted_logs, redacting, remember_arguments
 from rloo_kit.text.wording import did_you_mean
 
 # Seconds that a launcher has to end the other processes after the first one failed
@@ -87,10 +82,8 @@ def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, *_: object
 ) -> None:
     """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
-    if not is_first():
-        return
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
-    if of_the_kit or issubclass(category, FutureWarning | UserWarning):
+    if is_first() and (of_the_kit or issubclass(category, FutureWarning | UserWarning)):
         print(f"note: {redact(str(message))}", file=sys.stderr)
 
 
@@ -113,7 +106,7 @@ PARSER = _Parser(
     prog="rloo-kit",
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
-PARSER.add_argument("--version", action="version", version=f"rloo-kit {__version__}")
+PARSER.add_argument("--version", action="version", version=f"rloo-kit {rk.__version__}")
 # First word of a command with a second word -> the parsers for the second word. The key "" has the
 # parsers for the first word
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
@@ -146,7 +139,7 @@ def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
     for add_to in arguments:
         add_to(command)
 
-    def register(call: Callable[..., int | None]) -> Callable[..., int | None]:
+    def register(call: Callable[..., Any]) -> Callable[..., Any]:
         command.set_defaults(call=call)
         return call
 
@@ -164,19 +157,19 @@ def _argument(name: str, text: str | None = None, **how: Any) -> Argument:
     return lambda command: command.add_argument(name, help=text, **how)
 
 
-def _set(dest: str, text: str) -> Argument:
-    """Return the option ``--set KEY=VALUE``, whose values are collected in the list ``dest``."""
+def _set(text: str) -> Argument:
+    """Return the option ``--set KEY=VALUE``, whose values are collected in ``overrides``."""
     return _argument(
         "--set",
         f"{text} (may be repeated)",
         action="append",
         default=[],
-        dest=dest,
+        dest="overrides",
         metavar="KEY=VALUE",
     )
 
 
-SET = _set("overrides", "override a setting, for example trainer.beta=0.1")
+SET = _set("override a setting, for example trainer.beta=0.1")
 RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RUN.yaml")
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
@@ -222,9 +215,7 @@ def _quickstart(**options: Any) -> int:
 
 @_command("train", "train a model with the settings of a run file", RUN_FILE, RESUME, SET)
 def _train(source: str, **options: Any) -> int:
-    from rloo_kit.runs.train import train
-
-    result = train(source, **options)
+    result = rk.train(source, **options)
     if result.interrupted:
         return exit_code(Terminated() if result.terminated else KeyboardInterrupt())
     return 0
@@ -237,14 +228,12 @@ def _train(source: str, **options: Any) -> int:
 )
 def _doctor(run: str | None) -> int:
     if run is not None:
-        from rloo_kit.diagnosis.run_rules import diagnose
-
-        return int(any(finding.level == "error" for finding in diagnose(run)))
+        return int(any(finding.level == "error" for finding in rk.diagnose(run)))
     from rloo_kit.diagnosis.installation import examine
 
     lines, can_train = examine()
     print("\n".join(lines))
-    return 0 if can_train else 1
+    return int(not can_train)
 
 
 @_command(
@@ -325,9 +314,7 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
     SET,
 )
 def _calibrate(**options: Any) -> None:
-    from rloo_kit.runs.calibrate import calibrate
-
-    calibrate(**options)
+    rk.calibrate(**options)
 
 
 @_command(
@@ -365,9 +352,7 @@ def _calibrate(**options: Any) -> None:
     SET,
 )
 def _warm_up(**options: Any) -> None:
-    from rloo_kit.runs.warm_up import warm_up
-
-    warm_up(**options)
+    rk.warm_up(**options)
 
 
 @_command(
@@ -383,9 +368,7 @@ def _warm_up(**options: Any) -> None:
     ),
 )
 def _report(runs: list[str], output: str | None) -> None:
-    from rloo_kit.report.page import write_report
-
-    print(write_report(runs, output, say=print))
+    print(rk.write_report(runs, output, say=print))
 
 
 @_command(
@@ -408,9 +391,7 @@ def _report(runs: list[str], output: str | None) -> None:
     *ASKED,
 )
 def _eval(**options: Any) -> None:
-    from rloo_kit.evaluation.table import evaluate_models
-
-    print(f"\n{evaluate_models(**options)}")
+    print(f"\n{rk.evaluate_models(**options)}")
 
 
 @_command(
@@ -437,9 +418,7 @@ def _eval(**options: Any) -> None:
     *ASKED,
 )
 def _judge(**options: Any) -> None:
-    from rloo_kit.evaluation.win_rate import judge_models
-
-    print(f"\n{judge_models(**options)}")
+    print(f"\n{rk.judge_models(**options)}")
 
 
 @_command(
@@ -448,10 +427,10 @@ def _judge(**options: Any) -> None:
     MODEL,
     _argument("--base", "also show the answers of the base model", action="store_true"),
 )
-def _chat(model: str, base: bool) -> None:
+def _chat(**options: Any) -> None:
     from rloo_kit.export.chat import chat
 
-    chat(model, base=base)
+    chat(**options)
 
 
 @_command(
@@ -517,9 +496,7 @@ def _serve(model: str, more: list[str]) -> None:
     ),
 )
 def _export(**options: Any) -> None:
-    from rloo_kit.export.exporter import export_model
-
-    export_model(**options)
+    rk.export_model(**options)
 
 
 @_command(
@@ -603,9 +580,7 @@ def _rewards_show(name: str) -> None:
     SET,
 )
 def _rewards_check(**options: Any) -> int:
-    from rloo_kit.reward_lab.lab import check_rewards
-
-    return 1 if check_rewards(**options, say=redacting(print)).has_errors else 0
+    return int(rk.check_rewards(**options, say=redacting(print)).has_errors)
 
 
 _group("reward-model", "train a reward model")
@@ -626,20 +601,16 @@ _group("reward-model", "train a reward model")
         metavar="DIR",
     ),
     _set(
-        "settings",
         "set an argument of train_reward_model or a field of TRL's RewardConfig, for example "
         "max_steps=100 or load_in_4bit=false",
     ),
 )
-def _reward_model_train(pairs: str, settings: list[str], **options: Any) -> None:
+def _reward_model_train(overrides: list[str], **options: Any) -> None:
     from rloo_kit.config.run_file import read_overrides
-    from rloo_kit.reward_lab.reward_model import train_reward_model
 
-    given = read_overrides(settings)
-    for name, value in options.items():
-        if value is not None and name in given:
+    given = read_overrides(overrides)
+    for name in given:
+        if options.get(name) is not None:
             raise ConfigError(f"{name} is given twice, also with --set: give it once")
     options |= given
-    for name in {"pairs", "say"} & set(options):
-        raise ConfigError(f"--set {name!r} is not a setting of a reward model: leave it out")
-    train_reward_model(pairs, **{k: v for k, v in options.items() if v is not None})
+    rk.train_reward_model(**{name: value for name, value in options.items() if value is not None})

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from rloo_kit.config.run_file import (
     TASK_REWARDS,
     DataSection,
     LoraSection,
+    ModelSection,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -27,24 +28,13 @@ from rloo_kit.data.files import local_path, looks_local, missing_file
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.images import has_images
 from rloo_kit.data.lengths import check_lengths, drop_long_prompts, quantile_of_lengths
-from rloo_kit.data.prompts import (
-    MAX_HELD_OUT,
-    is_task,
-    load_prompts,
-    split_held_out,
-)
+from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts, split_held_out
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
 from rloo_kit.machine.processes import check_launch
-from rloo_kit.models.adapters import EMBEDDED, adapter_in, lora_settings
-from rloo_kit.models.loading import (
-    attach_lora,
-    check_lora_config,
-    check_path,
-    load_model,
-    load_tokenizer,
-)
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, check_path, lora_settings
+from rloo_kit.models.loading import attach_lora, check_lora_config, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
 from rloo_kit.scoring.contract import guarded
@@ -52,6 +42,7 @@ from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.thoughts import give_marks
 from rloo_kit.text.wording import first_line
 from rloo_kit.tools.specs import load_environment, load_tools
+from rloo_kit.types import Say
 
 if TYPE_CHECKING:
     from rloo_kit.tools.loop import ToolLoop
@@ -91,17 +82,27 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             "a RunConfig"
         )
     if os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
-        file = Path(source) / "run.yaml"
-        if not file.is_file():
-            raise ConfigError(
-                f"{str(source)!r} is not the folder of a run, because it has no run.yaml: give a "
-                f"run file, or a folder that `rloo-kit train` wrote"
-            )
+        file = run_file_in(source)
         base = Path()
     else:
         file = source
         base = find_run_file(source).parent
     return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+
+
+def run_file_in(folder: str | Path) -> Path:
+    """Return the path of the run file in the folder of a run.
+
+    Raises:
+        ConfigError: The folder has no such file.
+    """
+    file = Path(folder) / "run.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"{str(folder)!r} is not the folder of a run, because it has no run.yaml: give a "
+            "folder that `rloo-kit train` wrote"
+        )
+    return file
 
 
 def _check_settings(config: RunConfig) -> None:
@@ -146,26 +147,15 @@ def beside(name: str, base: Path) -> str:
     return str(candidate) if candidate.exists() else name
 
 
-def prompts_beside(name: str, base: Path) -> str:
-    """Return ``data.prompts`` with its path below ``base`` if the file exists there.
-
-    Args:
-        name: Value of ``data.prompts``: a task, ``TASK:PATH``, a path, or a dataset on the hub.
-        base: Folder that relative paths in the run file start from.
-    """
-    task, path = _path_in(name)
-    return task + beside(path, base) if path else name
-
-
 def _path_in(name: str) -> tuple[str, str]:
     """Split a value of ``data.prompts`` into a task with its colon, and a path or hub name.
 
-    Each of the two may be "". Both are "" for a built-in task or a task of reasoning-gym.
+    Each of the two may be "". The second one is "" for a built-in task or a task of reasoning-gym.
     """
     task, colon, path = name.partition(":")
     if hub_task(name):
         return task + colon, path
-    return "", "" if is_task(name) else name
+    return (name, "") if is_task(name) else ("", name)
 
 
 def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunConfig:
@@ -176,22 +166,31 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
         base: Folder that relative paths of model and prompts start from.
         rewards_base: Folder that relative paths of rewards, tools and environments start from.
     """
-    name = beside(config.model.name, base)
-    prompts = prompts_beside(config.data.prompts, base)
+
+    def whole(name: str | None) -> Any:
+        found = name and beside(name, base)
+        return str(Path(found).resolve()) if found and os.path.exists(found) else name
+
     model = config.model
     data = config.data
-    if Path(name).exists() and name not in EMBEDDED:
-        model = replace(model, name=str(Path(name).resolve()))
-    if model.chat_template is not None:
-        template = Path(beside(model.chat_template, base)).resolve()
-        model = replace(model, chat_template=str(template))
-    task, path = _path_in(prompts)
-    if path and Path(path).exists():
-        data = replace(data, prompts=f"{task}{Path(path).resolve()}")
-    data = replace(data, held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base))
+    is_embedded = beside(model.name, base) in EMBEDDED
+    task, path = _path_in(data.prompts)
     names = ("rewards", "tools", "environment")
     listed = {name: _with_whole_paths(getattr(config, name), rewards_base) for name in names}
-    return replace(config, model=model, data=data, **listed)
+    return replace(
+        config,
+        model=replace(
+            model,
+            name=model.name if is_embedded else whole(model.name),
+            chat_template=whole(model.chat_template),
+        ),
+        data=replace(
+            data,
+            prompts=task + whole(path),
+            held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base),
+        ),
+        **listed,
+    )
 
 
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
@@ -225,9 +224,11 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         DataError: The file is missing or has bad rows, or the task is for evaluation only.
     """
     data = config.data
-    name = prompts_beside(data.prompts, base)
-    task = hub_task(data.prompts)
-    if looks_local(path := _path_in(name)[1]) and not os.path.exists(local_path(path)):
+    prefix, path = _path_in(data.prompts)
+    path = path and beside(path, base)
+    name = prefix + path
+    task = hub_task(name)
+    if looks_local(path) and not os.path.exists(local_path(path)):
         raise missing_file(path, base)
     if task is not None and task.train is None:
         raise DataError(
@@ -306,33 +307,46 @@ def held_out_judges(
             other = f"{judge.name}_held_out"  # the same kind of reward with other arguments
             found.append(replace(judge, name=other, func=replace(judge.func, name=other)))
     found += rewards
-    names = {one.name for one in found}
     first = "accuracy"
     if held_out is not None and "answer" in held_out.column_names:
         (judge,) = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first)])
         first = judge.name
-        if not {first, "math"} & names:
+        if not any(one.name in (first, "math") for one in found):
             found.append(judge)
     return sorted(found, key=lambda judge: judge.name != first)
 
 
+@dataclass(eq=False)
 class PreparedJob:
-    """The parts of a run: each one is made and checked when it is first used.
+    """The parts of a run: each one is made and checked when it is first used."""
 
-    Args:
-        config: The settings of the run.
-        base: Folder that relative paths of model and prompts start from.
-        say: Called with each line that is printed for the user.
-    """
+    config: RunConfig
+    base: Path = Path()  # folder that relative paths of model and prompts start from
+    say: Say = print  # called with each line that is printed for the user
 
-    def __init__(
-        self, config: RunConfig, base: Path = Path(), say: Callable[[str], None] = print
-    ) -> None:
-        self.config = config
-        self.base = base
-        self.say = say
-        # An example that comes with the kit finds the user's own rewards in the working folder
-        self.rewards_base = Path() if base == EXAMPLES else base
+    @cached_property
+    def rewards_base(self) -> Path:
+        """Folder that relative paths of rewards, tools and environments start from.
+
+        An example that comes with the kit finds the user's own rewards in the working folder.
+        """
+        return Path() if self.base == EXAMPLES else self.base
+
+    @cached_property
+    def absolute(self) -> RunConfig:
+        """The settings with absolute paths, as they are written to run.yaml."""
+        return with_whole_paths(self.config, self.base, self.rewards_base)
+
+    @cached_property
+    def model(self) -> ModelSection:
+        """The section ``model:``, whose files are looked for beside the run file too."""
+        model = self.config.model
+        template = model.chat_template
+        return replace(
+            model,
+            name=beside(model.name, self.base),
+            chat_template=template and beside(template, self.base),
+        )
 
     def prepare(self) -> None:
         """Make and check all parts that do not need the model's weights.
@@ -343,24 +357,23 @@ class PreparedJob:
         Raises:
             KitError: A setting, a file or a reward is wrong, or this machine cannot do the run.
         """
-        if self.config.model.trust_remote_code:
+        config = self.config
+        if config.model.trust_remote_code:
             self.say(
-                f"code that comes with {self.config.model.name} may run: model.trust_remote_code "
-                f"is true"
+                f"code that comes with {config.model.name} may run: model.trust_remote_code is true"
             )
         set_variables()
-        check_launch(self.config.trainer)
-        check_path(self.config.model.name, self.base)
+        check_launch(config.trainer)
+        check_path(config.model.name, self.base)
         # first without a tokenizer, so that a wrong name is found within a second
-        given = (self.config.rewards, self.config.data.held_out_rewards)
+        given = (config.rewards, config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
+        of_environments = ["environments"] if config.environment else []
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
-            if dataset is None:  # no prompts are held out
-                continue
-            for reward in rewards:
-                given = ["environments"] if self.config.environment else []
-                reward.func.check_columns([*dataset.column_names, *given])
-        for part in ("tools", "environment", "tool_loop", "splits", "rewards", "judges"):
+            if dataset is not None:  # else no prompts are held out
+                for reward in rewards:
+                    reward.func.check_columns([*dataset.column_names, *of_environments])
+        for part in ("tools", "environment", "splits", "judges"):  # they make all other parts too
             getattr(self, part)
 
     @cached_property
@@ -375,20 +388,20 @@ class PreparedJob:
         _ = self.environment
         from rloo_kit.training.arguments import LeaveOneOutConfig  # TRL, after Unsloth
 
-        settings = {**config.trainer}
+        settings = {**config.trainer, "output_dir": config.output_dir, "seed": config.seed}
         if config.data.enable_thinking is not None:
             settings["chat_template_kwargs"] = template_settings(config)
-        return LeaveOneOutConfig(**settings, output_dir=config.output_dir, seed=config.seed)
+        return LeaveOneOutConfig(**settings)
 
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model. The weights of the model are not read for it."""
-        model = self.config.model
+        model = self.model
         found = load_tokenizer(
-            beside(model.name, self.base),
+            model.name,
             trust_remote_code=model.trust_remote_code,
             revision=model.revision,
-            chat_template=model.chat_template and beside(model.chat_template, self.base),
+            chat_template=model.chat_template,
         )
         give_marks(found, **vars(self.config.thinking))
         return found
@@ -417,7 +430,7 @@ class PreparedJob:
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
-            check_engine(args, with_whole_paths(self.config, self.base, self.rewards_base))
+            check_engine(args, self.absolute)
         prompts, held_out = self.prompts
         tokenizer = self.tokenizer
         settings = args.chat_template_kwargs
@@ -438,7 +451,7 @@ class PreparedJob:
                 dropped += more
             if dropped:
                 self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
-        longest = self.config.model.max_seq_length
+        longest = self.model.max_seq_length
         check_lengths(prompts, tokenizer, args, longest)
         if held_out is not None:
             check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
@@ -453,18 +466,18 @@ class PreparedJob:
     def of_environments(self) -> list[Any]:
         """Rewards of the environments that have a method ``get_reward``."""
         loop = self.tool_loop
-        return [] if loop is None or loop.environments is None else loop.environments.rewards
+        return loop.environments.rewards if loop and loop.environments else []
 
     def load_rewards(self, specs: Sequence[RewardSpec]) -> list[LoadedReward]:
         """Load rewards from their values in a run file, for the tokenizer of this run."""
-        template = self.args.chat_template_kwargs
-        return load_rewards(specs, self.tokenizer, self.rewards_base, template)
+        return load_rewards(
+            specs, self.tokenizer, self.rewards_base, self.args.chat_template_kwargs
+        )
 
     @cached_property
     def judges(self) -> list[LoadedReward]:
         """Rewards that score the held-out prompts, with the run's time limit."""
-        held_out = self.splits[1]
-        found = held_out_judges(self.rewards, held_out, self.load_rewards, self.config.data)
+        found = held_out_judges(self.rewards, self.splits[1], self.load_rewards, self.config.data)
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
@@ -498,9 +511,8 @@ class PreparedJob:
         """
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
-        longest = self.config.model.max_seq_length
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, longest)
+        return make_tool_loop(*self.tools, tokenizer, self.args, self.model.max_seq_length)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
@@ -510,7 +522,6 @@ class PreparedJob:
             ConfigError: ``unsloth:`` has settings, but the backend is transformers.
         """
         config = self.config
-        model = self.config.model
         args = self.args
         if config.unsloth and self.environment.backend != "unsloth":
             raise ConfigError(
@@ -518,11 +529,7 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            **asdict(model)
-            | {
-                "name": beside(model.name, self.base),
-                "chat_template": model.chat_template and beside(model.chat_template, self.base),
-            },
+            **vars(self.model),
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,

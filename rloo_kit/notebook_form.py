@@ -96,9 +96,7 @@ class Form:
         for name, field in self.fields.items():
             field.description = name
         self.buttons = {name: widgets.Button(description=name) for name in (*COMMANDS, "stop")}
-        self.parts = {name: widgets.HTML() for name in PARTS}
-        for name, part in self.parts.items():
-            part.add_class(f"rloo-kit-{name}")
+        self.parts = {name: widgets.HTML().add_class(f"rloo-kit-{name}") for name in PARTS}
         self.start.observe(lambda change: self._begin_with(change["new"]), "value")
         for name in COMMANDS:
             self.buttons[name].on_click(lambda button: self.run(button.description))
@@ -141,10 +139,7 @@ class Form:
             f"rewards=[{values['rewards']}]",
             *filter(str.strip, values["settings"].splitlines()),
         ]
-        content = dict(self._content)
-        for key, value in read_overrides(overrides).items():
-            old = content.get(key)
-            content[key] = {**(old or {}), **value} if isinstance(value, dict) else value
+        content = read_overrides(overrides, self._content)
         config = make_run_config(content)
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self.path, text.encode())
@@ -200,17 +195,15 @@ class Form:
             name: Name of its button.
             folder: Folder of the run.
         """
-        lines: deque[str] = deque(maxlen=LOG_LINES)
+        lines = deque(maxlen=LOG_LINES)
         due = 0.0
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                lines.append(line)
-                self._put("log", "".join(lines))
-                if time.monotonic() >= due:
-                    self._draw(folder)
-                    due = time.monotonic() + DRAWING_SECONDS
-        code = process.wait()
+        for line in process.stdout or ():
+            lines.append(line)
+            self._put("log", "".join(lines))
+            if time.monotonic() >= due:
+                self._draw(folder)
+                due = time.monotonic() + DRAWING_SECONDS
+        process.communicate()  # closes the output
         self._draw(folder)
         report = folder / "report.html"
         if report.exists():
@@ -219,6 +212,7 @@ class Form:
                 '<iframe title="report" sandbox="allow-scripts" width="100%" height="700" '
                 f'src="data:text/html;base64,{content}"></iframe>'
             )
+        code = process.returncode
         ended = ENDED.get(code, f"ended with code {code}, see the last lines of the log")
         self._put("status", f"{name}: {ended}")
         self._set_running(False)

@@ -13,8 +13,6 @@ from typing import Any
 
 from rloo_kit.errors import ConfigError
 
-LOCK = "run.lock"
-
 
 def free_folder(wanted: str | Path) -> Path:
     """Return ``wanted``, or ``wanted-N`` with the lowest number N from 2 that does not exist yet.
@@ -64,8 +62,7 @@ def check_writable(folder: Path) -> None:
     """
     nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     try:
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as exc:
         raise ConfigError(
             f"{str(folder)!r} cannot be written ({exc.strerror or exc}): give another folder"
@@ -145,7 +142,8 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(Path(folder) / LOCK, blocking=False)
+    file = Path(folder) / "run.lock"
+    lock = FileLock(file, blocking=False)
     try:
         lock.acquire()
     except Timeout as exc:
@@ -159,7 +157,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         # The file is removed before the lock is released, so that no file means no lock. On Windows
         # it cannot be removed now, and the library removes it
         with contextlib.suppress(PermissionError):
-            Path(folder, LOCK).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         lock.release()
 
 

@@ -86,7 +86,8 @@ def test_the_form_begins_with_its_own_file(form):
 
 def test_the_run_file_says_what_the_fields_say(form):
     rewards = "accuracy:2, {name: length_band, low: 6, high: 20, weight: 0.5}"
-    settings = ["trainer.max_steps=3", "trainer.learning_rate=5e-4", "output_dir=runs/mine",
+    settings = ["trainer.max_steps=3", "data={prompts: sums, held_out: 0}",
+                "trainer.learning_rate=5e-4", "output_dir=runs/mine",
                 "vllm.enforce_eager=true"]  # fmt: skip
     form.fields["rewards"].value = rewards
     form.fields["settings"].value = "\n  \n".join(settings)

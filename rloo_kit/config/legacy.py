@@ -63,8 +63,8 @@ def _flags(words: Sequence[str]) -> dict[str, Any]:
     A flag without a value is True. A flag with several values has a list.
     """
     scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
-    found: dict[str, list[Any]] = {}
-    values: list[Any] = []  # values of the latest flag; words before the first flag are dropped
+    found = {}
+    values = []  # values of the latest flag; words before the first flag are dropped
     for word in words[scripts[0] if scripts else 0 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")

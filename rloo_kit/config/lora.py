@@ -4,13 +4,10 @@ Every field of ``LoraConfig`` in the installed PEFT is allowed, unless sampling,
 or an export cannot support it. PEFT is not imported.
 """
 
-import ast
-import functools
-import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Set
 from typing import Any
 
+from rloo_kit.config.sources import fields_of
 from rloo_kit.text.wording import format_value
 
 _OTHER_BASE = "but sampler, reference and export do not support it: leave it out"
@@ -35,21 +32,9 @@ NOT_BY_VLLM = (
 )  # fmt: skip
 
 
-@functools.cache
-def lora_fields() -> frozenset[str]:
-    """Return the names of the fields that PEFT's ``LoraConfig`` defines, read from its source file.
-
-    Inherited fields are left out. The result is empty if PEFT is not installed.
-    """
-    package = importlib.util.find_spec("peft")
-    places = (package and package.submodule_search_locations) or ()
-    for place in places:
-        text = (Path(place) / "tuners" / "lora" / "config.py").read_text(encoding="utf-8")
-        for kind in ast.parse(text).body:
-            if isinstance(kind, ast.ClassDef) and kind.name == "LoraConfig":
-                named = (one.target for one in kind.body if isinstance(one, ast.AnnAssign))
-                return frozenset(one.id for one in named if isinstance(one, ast.Name))
-    return frozenset()
+def lora_fields() -> Set[str]:
+    """Return the names of the fields that PEFT's ``LoraConfig`` itself defines."""
+    return fields_of("peft", "tuners/lora/config.py", "LoraConfig").keys()
 
 
 def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,13 +21,7 @@ from rloo_kit.config.trainer_settings import translate_trainer_arguments
 from rloo_kit.config.values import NO_RULE, check_value, suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
-from rloo_kit.text.wording import (
-    did_you_mean,
-    first_line,
-    format_errors,
-    format_name,
-    format_value,
-)
+from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_name, format_value
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -63,7 +57,7 @@ class ModelSection:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraSection:
     """``lora:``, the adapter to train; further fields of ``LoraConfig`` are accepted too."""
 
@@ -77,15 +71,14 @@ class LoraSection:
     )
     others: dict[str, Any] = field(default_factory=dict)
     """Other fields of ``LoraConfig``. In a run file they are direct keys of ``lora:``."""
-    given: ClassVar[frozenset[str]] = frozenset()
+    given: ClassVar[Set[str]]
     """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
     the settings that the user did not give are those of the adapter."""
 
-    def __new__(cls, *values: Any, **given: Any) -> "LoraSection":
+    def __new__(cls, **given: Any) -> "LoraSection":
         """Create a section that remembers in ``given`` which settings were passed."""
         section = super().__new__(cls)
-        names = [one.name for one in dataclasses.fields(cls)][: len(values)]
-        object.__setattr__(section, "given", frozenset([*names, *given]) - {"others"})
+        object.__setattr__(section, "given", given.keys() - {"others"})
         return section
 
     def as_dict(self) -> dict[str, Any]:
@@ -347,16 +340,19 @@ def find_run_file(path: str | Path) -> Path:
 # --- overrides -----------------------------------------------------------------------------------
 
 
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def read_overrides(
+    overrides: Sequence[str], content: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Parse ``--set`` options; return a dict of sections.
 
     Args:
         overrides: Settings in the form ``section.key=value``, or ``key=value`` at the top level.
+        content: Content of a run file, whose settings are returned too.
 
     Raises:
         ConfigError: A setting does not have this form.
     """
-    content: dict[str, Any] = {}
+    content = dict(content or {})
     if errors := _apply_overrides(content, overrides):
         raise ConfigError(format_errors(errors))
     remember_settings(content)
@@ -381,24 +377,24 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
     """Write ``--set`` options into ``content``; return a message for each malformed option."""
     errors = []
     for override in overrides:
-        path, equals, text = override.partition("=")
-        keys = path.strip().split(".")
-        section = keys[0]
-        table = content.get(section) or {}
-        if not equals or not all(keys) or len(keys) > 2:
+        form = re.fullmatch(r"\s*([^.=\s]+)(?:\.([^.=\s]+))?\s*=(.*)", override, re.DOTALL)
+        if form is None:
             errors.append(
                 f"--set {format_value(override)} does not have the form section.key=value: write "
                 "it like --set trainer.beta=0.1"
             )
-        elif len(keys) == 1:
-            content[section] = read_value(text)
-        elif section not in WITH_KEYS or not isinstance(table, Mapping):
+            continue
+        section, key, value = form[1], form[2], read_value(form[3])
+        table = content.get(section) or {}
+        if key is None:
+            content[section] = value
+        elif section in WITH_KEYS and isinstance(table, Mapping):
+            content[section] = {**table, key: value}
+        else:
             errors.append(
                 f"--set {format_value(override)} cannot be used, because {format_value(section)} "
                 "is not a section with keys: correct its name"
             )
-        else:
-            content[section] = {**table, keys[1]: read_value(text)}
     return errors
 
 
@@ -438,7 +434,7 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     remember_settings(content)
     # A section may be empty
     content = {k: v for k, v in content.items() if v is not None or k not in WITH_KEYS}
-    config: RunConfig = _make_section(RunConfig, content, "", errors)
+    config = _make_section(RunConfig, content, "", errors)
     for name in TABLES:
         errors += check_table(name, getattr(config, name))
     try:
@@ -470,7 +466,7 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
     hints = typing.get_type_hints(kind)
     known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
     others = lora_fields() if known.pop("others", None) else ()
-    good: dict[str, Any] = {}
+    good = {}
     for key, value in content.items():
         if key not in known and key in others:
             good["others"] = {**good.get("others", {}), key: value}
@@ -518,10 +514,6 @@ def _check_together(config: RunConfig) -> list[str]:
             "thinking: needs both start and end: add the missing one",
         ),
         (
-            config.environment == {},
-            "environment: is empty: name a class, or leave it out",
-        ),
-        (
             not (config.rewards or config.environment),
             "rewards: is empty: give at least one reward",
         ),
@@ -529,10 +521,6 @@ def _check_together(config: RunConfig) -> list[str]:
             TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
             f"rewards: accuracy compares the whole answer, but the prompts of {task} ask for the "
             "steps of the solution too: write {name: accuracy, match: number}",
-        ),
-        (
-            not Path(config.output_dir).name,
-            f"output_dir is {config.output_dir!r}, must be the name of a new folder",
         ),
         (
             completion >= model.max_seq_length,

@@ -35,19 +35,22 @@ class Rule:
     ``free``: Yes, without a notice."""
 
 
-def setting(default: Any = MISSING, help: str = "", **rule: Any) -> Any:
+def setting(
+    default: Any = MISSING, help: str = "", *, default_factory: Any = MISSING, **rule: Any
+) -> Any:
     """Return a dataclass field whose metadata hold a ``Rule``.
 
     Args:
-        default: Default of the field. For a list or dict, give ``default_factory`` instead.
+        default: Default of the field.
         help: Help text of the rule.
-        rule: Other fields of ``Rule``, and perhaps ``default_factory``.
+        default_factory: Function that returns the default, for a list or dict.
+        rule: Other fields of ``Rule``.
     """
-    if "default_factory" in rule:
-        given = {"default_factory": rule.pop("default_factory")}
-    else:
-        given = {"default": default}
-    return dataclasses.field(**given, metadata={"rule": Rule(help=help, **rule)})
+    return dataclasses.field(
+        default=default,
+        default_factory=default_factory,
+        metadata={"rule": Rule(help=help, **rule)},
+    )
 
 
 # Common to most settings of the kit: they decide what is learned, and only the kit's step uses them
@@ -355,8 +358,8 @@ TRL_RULES: dict[str, Rule] = {
         "trainer.shuffle_dataset: false: leave it out",
     ),
     "use_cpu": _BY_DEVICE,
-    "vllm_enable_sleep_mode": Rule(by_device=True),
-    "vllm_gpu_memory_utilization": Rule(by_device=True),
+    "vllm_enable_sleep_mode": _BY_DEVICE,
+    "vllm_gpu_memory_utilization": _BY_DEVICE,
     "warmup_steps": _MAY,
     "weight_decay": _MUST,
 }

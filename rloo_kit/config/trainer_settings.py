@@ -10,29 +10,26 @@ import math
 import os
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
+from rloo_kit.config.sources import fields_of
 from rloo_kit.config.values import NO_RULE, check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
-# Package, file and class that define TRL's fields; each class is followed by its base class
+# Package, file and class that define TRL's fields; each class comes after its base class
 SOURCES = (
-    ("trl", "trainer/rloo_config.py", "RLOOConfig"),
-    ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("trl", "trainer/rloo_config.py", "RLOOConfig"),
 )
-
-
 # Setting -> another setting; the first has no effect if the other is off
 ONLY_WITH = {
     "dynamic_sampling_rounds": "dynamic_sampling",
@@ -81,28 +78,31 @@ KIT_TYPES: dict[str, Any] = {
 
 def known_trainer_fields() -> frozenset[str]:
     """Return the name of every field of ``LeaveOneOutConfig``, without importing TRL or torch."""
-    return frozenset({*_trl_types(), *KIT_TYPES})
+    return frozenset(_types())
 
 
-@cache
 def _trl_fields() -> dict[str, ast.AnnAssign]:
     """Return a dict from the name of each TRL field to the statement of its source that defines it.
 
     Private fields are left out.
     """
-    found: dict[str, ast.AnnAssign] = {}
+    found = {}
     for source in SOURCES:
-        found = _fields_of(*source) | found
+        found |= fields_of(*source)
     return {name: node for name, node in found.items() if not name.startswith("_")}
 
 
 @cache
-def _trl_types() -> dict[str, Any]:
-    """Return a dict from the name of each TRL field to its type.
+def _types() -> dict[str, Any]:
+    """Return a dict from the name of each field of ``LeaveOneOutConfig`` to its type.
 
-    A type that is not in ``TYPE_NAMES``, such as a class of TRL, becomes ``Any``.
+    A part of a type of TRL that is not in ``TYPE_NAMES``, such as a class, becomes ``Any``.
     """
-    return {name: _type_of(ast.unparse(node.annotation)) for name, node in _trl_fields().items()}
+    found = {}
+    for name, node in _trl_fields().items():
+        kinds = ast.unparse(node.annotation).split(" | ")
+        found[name] = typing.Union[tuple(TYPE_NAMES.get(kind, Any) for kind in kinds)]  # noqa: UP007
+    return found | KIT_TYPES
 
 
 def trl_defaults() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def trl_defaults() -> dict[str, Any]:
 
     Fields whose default is not a literal in TRL's source are left out.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for name, node in _trl_fields().items():
         keywords = {key.arg: key.value for key in getattr(node.value, "keywords", ())}  # of field()
         with contextlib.suppress(ValueError):
@@ -118,40 +118,9 @@ def trl_defaults() -> dict[str, Any]:
     return found
 
 
-@cache
-def grpo_fields() -> frozenset[str]:
+def grpo_fields() -> Set[str]:
     """Return the names of the fields that TRL's ``GRPOConfig`` itself defines."""
-    return frozenset(_fields_of("trl", "trainer/grpo_config.py", "GRPOConfig"))
-
-
-def _fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
-    """Return a dict from each field of a class to the statement in its source that defines it.
-
-    Args:
-        package: Name of the package.
-        file: Path of the source file in the package.
-        name: Name of the class.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(
-            f"{package} is not installed: run `rloo-kit doctor`, which shows the version to install"
-        )
-    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text("utf-8"))
-    (source,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    return {
-        node.target.id: node
-        for node in source.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-
-
-def _type_of(annotation: str) -> Any:
-    """Return the type for an annotation such as ``int | None``; ``Any`` for parts not known."""
-    return typing.Union[tuple(TYPE_NAMES.get(kind, Any) for kind in annotation.split(" | "))]  # noqa: UP007
+    return fields_of("trl", "trainer/grpo_config.py", "GRPOConfig").keys()
 
 
 def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
@@ -163,12 +132,11 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
             it for run files. Python code may pass objects of other types, which TRL converts.
     """
     errors = []
-    hints = {**_trl_types(), **KIT_TYPES}
     for name, value in values.items():
         rule = RULES.get(name, NO_RULE)
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
-            errors += check_value(f"trainer.{name}", value, hints.get(name, Any), rule)
+            errors += check_value(f"trainer.{name}", value, _types().get(name, Any), rule)
     return errors or _check_together(values)
 
 
@@ -235,9 +203,9 @@ def translate_trainer_arguments(
             Contradictions are looked for only if each value is right, and the batch is checked only
             if there is no other error.
     """
-    errors: list[str] = []
-    notes: list[str] = []
-    values: dict[str, Any] = {}
+    errors = []
+    notes = []
+    values = {}
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
@@ -255,8 +223,9 @@ def translate_trainer_arguments(
         raise ConfigError(format_errors(errors))
     if "total_episodes" in arguments:
         values["max_steps"] = _steps_of(values["max_steps"], values)
-    renamed = {old: RENAMED[old] for old in arguments if old in RENAMED}
-    notes += [f"{old} is {new} here: {new}={values[new]!r} is used" for old, new in renamed.items()]
+    for old in filter(RENAMED.get, arguments):
+        new = RENAMED[old]
+        notes.append(f"{old} is {new} here: {new}={values[new]!r} is used")
     for note in notes:  # the warning names a file of the kit: Unsloth hides those of TRL's parser
         warnings.warn(note, FutureWarning, stacklevel=2)
     return values
@@ -376,47 +345,39 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     """Return a list with the error message for wrong batch sizes, or [] if they are right.
 
     A generation batch must consist of whole slices of ``per_device_train_batch_size`` completions,
-    and of whole groups of ``num_generations`` completions.
+    and of whole groups of ``num_generations`` completions. ``rows_in_flight`` must be whole groups
+    too.
 
     Args:
         trainer: Trainer settings whose single values have been checked.
     """
-    total = trainer.get("generation_batch_size")
-    if total and trainer.get("steps_per_generation"):
+    values = {**DEFAULTS, **trainer}
+    total = values.get("generation_batch_size")
+    if total and values.get("steps_per_generation"):
         return [
             "generation_batch_size and steps_per_generation both set the size of a generation "
             "batch: give one of them"
         ]
     plan = batch_plan(trainer)
-    rows = {**DEFAULTS, **trainer}["per_device_train_batch_size"]
+    batch = plan.num_completions
     group = plan.num_generations
-    if total:
-        name = "generation_batch_size"
-        size = total
-        step = math.lcm(rows, group)
-    else:
-        slices = plan.num_completions // rows
-        name = "per_device_train_batch_size"
-        size = rows
-        step = group // math.gcd(group, slices)
-    if size % step == 0:
-        return _check_in_flight(plan, {**DEFAULTS, **trainer}["max_rollout_age"])
-    below = size // step * step
-    sizes = " or ".join(str(number) for number in (below, below + step) if number)
-    return [
-        f"a generation batch would have {plan.num_completions} completions, which do not divide "
-        f"into groups of num_generations {group} and into slices of {rows}: set trainer.{name} to "
-        f"{sizes}"
-    ]
-
-
-def _check_in_flight(plan: BatchPlan, max_age: int) -> list[str]:
-    """Return a list with the error message for a wrong ``rows_in_flight``, or [] if it is right."""
-    most = plan.num_completions * (max_age + 1)  # a group must be trained before it is too old
-    if plan.num_completions <= plan.in_flight <= most and not plan.in_flight % plan.num_generations:
+    rows = values["per_device_train_batch_size"]
+    name = "generation_batch_size" if total else "per_device_train_batch_size"
+    size = values[name]
+    step = math.lcm(rows, group) if total else group // math.gcd(group, batch // rows)
+    if size % step:
+        below = size // step * step
+        sizes = " or ".join(str(number) for number in (below, below + step) if number)
+        return [
+            f"a generation batch would have {batch} completions, which do not divide into groups "
+            f"of num_generations {group} and into slices of {rows}: set trainer.{name} to {sizes}"
+        ]
+    max_age = values["max_rollout_age"]
+    most = batch * (max_age + 1)  # a group must be trained before it is too old
+    if batch <= plan.in_flight <= most and not plan.in_flight % group:
         return []
     return [
         f"trainer.rows_in_flight is {plan.in_flight}, must be a multiple of num_generations "
-        f"{plan.num_generations}, at least {plan.num_completions} (the completions of a generation "
-        f"batch) and at most {most} (that number times max_rollout_age {max_age} plus 1)"
+        f"{group}, at least {batch} (the completions of a generation batch) and at most {most} "
+        f"(that number times max_rollout_age {max_age} plus 1)"
     ]

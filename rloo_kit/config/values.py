@@ -34,10 +34,10 @@ def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> li
         is_text = isinstance(value, str) and "a valid number" in wanted
         note = " (YAML reads 1e-5 as text: write 1.0e-5)" if is_text else ""
         return [f"{start} {wanted}{note}"]
-    choices = rule.choices or (tuple(pkgutil.resolve_name(rule.table)) if rule.table else ())
-    names = [str(choice) for choice in choices]
+    choices = pkgutil.resolve_name(rule.table) if rule.table else rule.choices
     for item in value if isinstance(value, list) else [value]:
         if choices and item is not None and item not in choices:
+            names = [str(choice) for choice in choices]
             wanted = f"must be among {', '.join(names)}{did_you_mean(item, names)}"
             return [f"{start} {rule.instead or wanted}"]
     return []

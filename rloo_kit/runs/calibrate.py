@@ -9,12 +9,12 @@ import math
 import os
 import random
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -31,10 +31,7 @@ from rloo_kit.runs.precision import PRECISIONS, job_in, mismatch
 from rloo_kit.scoring.specs import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value
-from rloo_kit.types import Row
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from rloo_kit.types import Row, Say
 
 # A level may be chosen only if its mean score, the share of solved completions, is in this range
 LOW = 0.2
@@ -60,7 +57,7 @@ def calibrate(  # noqa: PLR0913
     num_generations: int | None = None,
     output: str | Path | None = None,
     precision: bool = False,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Path:
     """Find the difficulty level to train on, and write a run file that uses it.
 
@@ -150,12 +147,15 @@ def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[st
     """
     _write_rows(file, [*train, *held_out])
     used_up = ("num_prompts", "columns", "config", "level", "settings", "max_prompt_quantile")
-    settings: dict[str, Any] = dict.fromkeys(used_up)
-    return settings | {"prompts": file.name, "split": "train", "held_out": len(held_out)}
+    return dict.fromkeys(used_up) | {
+        "prompts": file.name,
+        "split": "train",
+        "held_out": len(held_out),
+    }
 
 
 def _in_best_precision(
-    config: RunConfig, base: Path, rows: Sequence[Row], say: Callable[[str], None]
+    config: RunConfig, base: Path, rows: Sequence[Row], say: Say
 ) -> tuple[RunConfig, str]:
     """Measure the mismatch of sampler and learner in bf16 and float16, and choose the better one.
 
@@ -193,8 +193,11 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
     file = place / f"{name}-calibrated.yaml" if output is None else Path(output)
     made = (file, file.with_suffix(".jsonl"), _completions_of(file))
-    taken = any(os.path.lexists(one) for one in made)
-    if taken or file.suffix != ".yaml" or not file.absolute().parent.is_dir():
+    if (
+        any(map(os.path.lexists, made))
+        or file.suffix != ".yaml"
+        or not file.absolute().parent.is_dir()
+    ):
         raise ConfigError(
             f"the output {format_value(str(file))} must be a new .yaml file in a folder that "
             "exists, and no .jsonl file of that name may exist: choose another one with --output"
@@ -222,11 +225,11 @@ def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
     are returned unchanged.
     """
     data = config.data
-    last = count_levels(config.data.prompts)
+    last = count_levels(data.prompts)
     if not last:
         return config
-    wanted = data.level if isinstance(data.level, list) else list(range(1, last + 1))
-    data = replace(data, level=wanted, num_prompts=num_prompts * len(wanted), held_out=0)
+    levels = data.level if isinstance(data.level, list) else [*range(1, last + 1)]
+    data = replace(data, level=levels, num_prompts=num_prompts * len(levels), held_out=0)
     return replace(config, data=data)
 
 
@@ -253,7 +256,6 @@ def _tried(
     judge = job.guarded(max(rewards, key=lambda reward: reward.weight_at(0.0)), "stop")
     engine, _ = job.engine
     job.say(f"sampling {len(rows)} prompts x {size} completions of {job.config.model.name}")
-    how = settings_of(job.args)
     found = evaluate(
         *job.policy,
         rows,
@@ -261,7 +263,7 @@ def _tried(
         engine=engine,
         num_samples=size,
         tool_loop=job.tool_loop,
-        **how,
+        **settings_of(job.args),
     )
     scores = [[one["rewards"][judge.name] for one in group] for group in found.by_prompt]
     others = prompts.select(sorted(set(range(len(prompts))) - set(drawn)))
@@ -277,8 +279,8 @@ def _tried(
     return _by_level(rows, scores, judge.name), others, [*(held_out or [])], sampled
 
 
-def _drawn(prompts: "Dataset", num: int, seed: int) -> list[int]:
-    """Return the row numbers of ``num`` random prompts of each level.
+def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
+    """Return the row numbers of ``num`` random prompts of each level of a ``datasets.Dataset``.
 
     If a level has fewer prompts, all of them are returned.
     """

@@ -64,10 +64,21 @@ def call_in_child(
         order = Path(folder) / "order"
         answer = Path(folder) / "answer"
         order.write_bytes(pickle.dumps((function, args, keywords)))
-        with (
-            _started(order, answer, variables or {}) as process,
-            _forwarded_to(process) as received,
-        ):
+        received = []
+
+        def forward(number: int, _: object) -> None:
+            """Note a signal; forward the first two to the process, except on Windows.
+
+            Raises:
+                KeyboardInterrupt: It is the third signal.
+            """
+            received.append(number)
+            if len(received) > 2:
+                raise interrupt_for(number)
+            if POSIX:  # Windows sends Ctrl-C to both
+                process.send_signal(number)
+
+        with _started(order, answer, variables or {}) as process, handled(forward, *SIGNALS):
             assert process.stdout is not None
             for line in process.stdout:
                 say(line.rstrip("\n"))
@@ -85,34 +96,6 @@ def call_in_child(
     if returned:
         return value
     raise value
-
-
-@contextlib.contextmanager
-def _forwarded_to(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Forward Ctrl-C and SIGTERM to a process while the body runs.
-
-    The third signal is not forwarded, but raised in this process. On Windows no signal is
-    forwarded, because the system itself sends Ctrl-C to both processes.
-
-    Yields:
-        A list that has the number of each signal received so far.
-    """
-    received: list[int] = []
-
-    def forward(number: int, _: object) -> None:
-        """Note a signal; forward the first two to the process, except on Windows.
-
-        Raises:
-            KeyboardInterrupt: It is the third signal.
-        """
-        received.append(number)
-        if len(received) > 2:
-            raise interrupt_for(number)
-        if POSIX:  # Windows sends Ctrl-C to both
-            process.send_signal(number)
-
-    with handled(forward, *SIGNALS):
-        yield received
 
 
 @contextlib.contextmanager

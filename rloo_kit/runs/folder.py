@@ -16,7 +16,7 @@ from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.config.trainer_settings import trl_defaults
 from rloo_kit.errors import ConfigError
-from rloo_kit.machine.environment import Environment
+from rloo_kit.job import PreparedJob, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.output_folder import (
@@ -69,21 +69,17 @@ def folder_to_resume(
     if resume is False:
         return None
     if resume is not True:
-        folder = Path(resume)
-    elif not isinstance(source, RunConfig) and os.path.isdir(source):
-        folder = Path(source)
-    else:
-        return latest_folder(config.output_dir)
-    if not (folder / RUN_FILE).is_file():
-        raise ConfigError(
-            f"{str(folder)!r} has no {RUN_FILE}, so it is not the folder of a run: give a folder "
-            "that `rloo-kit train` wrote"
-        )
-    return folder
+        return run_file_in(resume).parent
+    if not isinstance(source, RunConfig) and os.path.isdir(source):
+        return Path(source)
+    return latest_folder(config.output_dir)
 
 
-def has_finished(folder: Path, trainer: Mapping[str, Any]) -> bool:
-    """Return True if a run has finished, its adapter was saved, and no more steps are asked for.
+def finished_steps(folder: Path, trainer: Mapping[str, Any]) -> int:
+    """Return the number of steps of a run that has finished; 0 if the run must continue.
+
+    A run has finished if its end was reached, its adapter was saved, and no more steps are asked
+    for.
 
     Args:
         folder: Folder of the run.
@@ -91,13 +87,14 @@ def has_finished(folder: Path, trainer: Mapping[str, Any]) -> bool:
     """
     end = read_json(folder / "end.json") or {}
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
-        return False
-    if (steps := trainer.get("max_steps") or 0) > 0:
-        return end["steps"] >= steps
-    then = read_run_file(folder / RUN_FILE).trainer
-    epochs = float(trl_defaults()["num_train_epochs"])
-    old, new = (float(one.get("num_train_epochs") or epochs) for one in (then, trainer))
-    return new <= old and (then.get("max_steps") or 0) <= 0
+        return 0
+    then = trl_defaults() | read_run_file(folder / RUN_FILE).trainer
+    now = {**trl_defaults(), **trainer}
+    if now["max_steps"] > 0:
+        is_enough = end["steps"] >= now["max_steps"]
+    else:
+        is_enough = then["max_steps"] <= 0 and now["num_train_epochs"] <= then["num_train_epochs"]
+    return end["steps"] if is_enough else 0
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
@@ -141,12 +138,7 @@ def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened_folder(
-    free: Path,
-    past: Path | None,
-    config: RunConfig,
-    environment: Environment,
-    checkpoint: Checkpoint | None,
-    step: str,
+    job: PreparedJob, past: Path | None, checkpoint: Checkpoint | None
 ) -> Iterator["RunRecorder"]:
     """Create a folder for a new run, or reopen the folder of an unfinished run.
 
@@ -154,13 +146,10 @@ def opened_folder(
     error is written to end.json and into the report.
 
     Args:
-        free: The new folder; a number is added if it exists.
+        job: The run.
         past: Folder of the unfinished run, which the caller has locked; None to create a new one.
-        config: Settings of the run.
-        environment: Backend and hardware of the run.
         checkpoint: Checkpoint to resume from; None: the run starts from step 0, and the record of
             an earlier start is removed.
-        step: Name of the training step that is used (the kit's or TRL's), for environment.json.
 
     Yields:
         The recorder of the run, which knows the folder.
@@ -172,28 +161,39 @@ def opened_folder(
 
     def begin() -> None:
         """Remove what is left of an earlier start, and write the settings and the environment."""
-        for name in RECORD if checkpoint is None else ("end.json",):
+        for name in ("end.json",) if checkpoint else RECORD:
             (folder / name).unlink(missing_ok=True)
         # an old adapter, of fewer steps, would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
-        write_run_file(folder, config)
-        facts = asdict(environment) | {"step": step, "processes": num_processes()}
-        facts["versions"] = {name: installed_version(name) for name in ("rloo_kit", *TESTED)}
+        write_run_file(folder, job.absolute)
+        facts = asdict(job.environment) | {
+            "step": str(job.step),
+            "processes": num_processes(),
+            "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
+        }
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
     with contextlib.ExitStack() as stack:
         with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
-            folder = past or make_run_folder(free)
+            folder = past or make_run_folder(job.config.output_dir)
             if past is None:
                 stack.enter_context(_removed_if_empty(folder))
                 stack.enter_context(lock_folder(folder))
         if signals.received:
             raise interrupt_for(signals.received)
-        recorder = RunRecorder(folder, begin)
-        if checkpoint is None:  # otherwise it begins when the trainer has accepted the checkpoint
-            recorder.begin()
-        stack.enter_context(_end_recorded(recorder))
-        yield recorder
+        if checkpoint is None:
+            begin()
+        recorder = RunRecorder(folder, begin if checkpoint else None)
+        started = time.monotonic()
+        try:
+            yield recorder
+        except BaseException as exc:
+            if recorder.make_ready is None and (folder / "metrics.jsonl").exists():
+                reason = f"{type(exc).__name__}: {exc}"
+                # an error of a full disk must not hide the first error
+                with contextlib.suppress(OSError):
+                    recorder.write_end("failed", reason, recorder.steps, time.monotonic() - started)
+            raise
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
@@ -214,19 +214,4 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
             # if the parent folder has other runs, this fails and the parent stays
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _end_recorded(recorder: "RunRecorder") -> Iterator[None]:
-    """If the body fails, write the error to end.json and into the report, and raise it again."""
-    start = time.monotonic()
-    try:
-        yield
-    except BaseException as exc:
-        if recorder.began and (recorder.folder / "metrics.jsonl").exists():
-            reason = f"{type(exc).__name__}: {exc}"
-            # an error of a full disk must not hide the first error
-            with contextlib.suppress(OSError):
-                recorder.write_end("failed", reason, recorder.steps, time.monotonic() - start)
         raise

@@ -35,29 +35,25 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Prepares the folder. It is called once, at the latest when training begins.
+        make_ready: Prepares the folder when training begins, because only then the trainer has
+            accepted the checkpoint of a resumed run; None if the folder is ready.
     """
 
-    def __init__(self, folder: Path, make_ready: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, make_ready: Callable[[], None] | None = None) -> None:
         self.folder = folder
         self.steps = 0  # optimizer steps that were recorded
         self.resumed_at: list[int] = []  # steps after which the run was resumed
-        self.began = False
-        self._make_ready = make_ready
+        self.make_ready = make_ready  # None if that has happened
         self._started = time.monotonic()
         self._earlier = 0.0
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
 
-    def begin(self) -> None:
-        """Prepare the folder, if that has not happened yet."""
-        if not self.began:
-            self.began = True
-            self._make_ready()
-
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Prepare the folder, if that has not happened yet."""
-        self.begin()
+        if self.make_ready is not None:
+            self.make_ready()
+            self.make_ready = None
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,

@@ -50,9 +50,8 @@ class HeldOutScores(TrainerCallback):
         if held_out is None:
             return None
         num_samples = self.job.config.data.held_out_samples
-        sample = partial(self.trainer.sample_rows, seed=args.seed) if self.trainer.by_trl else None
-        if not is_first():
-            assert sample is not None  # several processes always use TRL's step
+        sample = partial(self.trainer.sample_rows, seed=args.seed)
+        if not is_first():  # several processes always use TRL's step
             sample([row for row in held_out for _ in range(num_samples)])
             return None
         return evaluate(
@@ -61,7 +60,7 @@ class HeldOutScores(TrainerCallback):
             self.job.judges,
             engine=self.job.engine[0],
             num_samples=num_samples,
-            sample=sample,
+            sample=sample if self.trainer.by_trl else None,
             tool_loop=self.job.tool_loop,
             **settings_of(args),
         )

@@ -1,29 +1,22 @@
 """The result of a run, and the lines that a run prints before and after training."""
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rloo_kit.config.engine_settings import requested_engine
-from rloo_kit.config.run_file import RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob
 from rloo_kit.machine.cleanup import Released
-from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
-from rloo_kit.text.wording import resume_command
-
-if TYPE_CHECKING:
-    from rloo_kit.training.arguments import LeaveOneOutConfig
-
-Say = Callable[[str], None]
+from rloo_kit.text.wording import resume_command, text_of
+from rloo_kit.types import Say
 
 # Number of held-out prompts whose completions before and after are printed
 SAMPLES_SHOWN = 2
@@ -40,7 +33,7 @@ class RunResult:
     after: Evaluation | None  # and after training; None if there are none
     steps: int
     seconds: float  # of the training alone, since the start or the last resume
-    interrupted: bool  # True after Ctrl-C or SIGTERM
+    interrupted: bool = False  # True after Ctrl-C or SIGTERM
     terminated: bool = False  # True after SIGTERM
     released: Released | None = None  # the memory that was released at the end
 
@@ -50,24 +43,23 @@ class RunResult:
         return self.folder / "adapter"
 
 
-def announce_load(
-    say: Say, config: RunConfig, environment: Environment, args: "LeaveOneOutConfig"
-) -> None:
+def announce_load(job: PreparedJob) -> None:
     """Print which model is loaded, and what may take minutes.
 
     Nothing is printed for a built-in tiny model on a CPU, which loads at once.
     """
-    on_gpu = environment.hardware.on_gpu
-    text = f"loading {config.model.name}"
-    if on_gpu and requested_engine(args) in ("auto", "vllm") and why_not_vllm() is None:
+    name = job.config.model.name
+    text = f"loading {name}"
+    on_gpu = job.environment.hardware.on_gpu
+    if on_gpu and requested_engine(job.args) in ("auto", "vllm") and why_not_vllm() is None:
         text += "; vLLM compiles at its first start, which takes minutes"
-    if on_gpu and environment.backend == "unsloth":
+    if on_gpu and job.environment.backend == "unsloth":
         text += "; Unsloth compiles in the first step, which takes a minute or two"
-    if on_gpu or config.model.name not in EMBEDDED:
-        say(text)
+    if on_gpu or name not in EMBEDDED:
+        job.say(text)
 
 
-def introduce(say: Say, job: PreparedJob) -> None:
+def introduce(job: PreparedJob) -> None:
     """Print the model and the device.
 
     If one of these applies, also print why ``model.backend: auto`` did not choose Unsloth, why
@@ -75,7 +67,7 @@ def introduce(say: Say, job: PreparedJob) -> None:
     """
     config = job.config
     environment = job.environment
-    args = job.args
+    say = job.say
     bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
     hardware = environment.hardware
     say(
@@ -85,7 +77,7 @@ def introduce(say: Say, job: PreparedJob) -> None:
     if environment.why_not_unsloth and config.model.backend == "auto":
         say(f"without Unsloth: {environment.why_not_unsloth}")
     if job.step.by_trl:
-        by_vllm = args.use_vllm or args.generation in ("vllm", "server")
+        by_vllm = job.args.use_vllm or job.args.generation in ("vllm", "server")
         say(f"{job.step}{'; no canary checks the vLLM that it samples with' if by_vllm else ''}")
     if hardware.num_devices > 1 and num_processes() == 1:
         say(
@@ -120,8 +112,7 @@ def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> No
     risen = [(old, new) for old, new in pairs if _total(new) > _total(old)]
     risen.sort(key=lambda pair: _total(pair[0]) - _total(pair[1]))
     for old, new in risen[:SAMPLES_SHOWN]:
-        prompt = old["prompt"]
-        say(f"\n  {_one_line(prompt if isinstance(prompt, str) else prompt[-1]['content'])}")
+        say(f"\n  {_one_line(text_of(old['prompt']))}")
         say(f"    before: {_one_line(old['completion'])}")
         say(f"    after:  {_one_line(new['completion'])}")
 
@@ -131,10 +122,10 @@ def _total(sample: dict[str, Any]) -> float:
     return sum(value for value in sample["rewards"].values() if value is not None)
 
 
-def _one_line(text: str, limit: int = 160) -> str:
-    """Return the text on one line, cut to ``limit`` characters."""
-    flat = " ".join(str(text).split())
-    return flat if len(flat) <= limit else f"{flat[: limit - 3]}..."
+def _one_line(text: str) -> str:
+    """Return the text on one line, cut to 160 characters."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= 160 else f"{flat[:157]}..."
 
 
 def conclude(say: Say, result: RunResult) -> None:

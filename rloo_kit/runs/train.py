@@ -7,15 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
 from rloo_kit.machine.engines import sleep_pool_bytes
@@ -25,19 +24,19 @@ from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     check_same_settings,
+    finished_steps,
     folder_to_resume,
-    has_finished,
     opened_folder,
 )
-from rloo_kit.runs.summary import RunResult, Say
+from rloo_kit.runs.summary import RunResult
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, resume_command
+from rloo_kit.types import Say
 
 if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
-T = TypeVar("T")
 # Functions of transformers that read settings only when the training begins
 SET_UP = {"create_optimizer", "create_scheduler", "on_train_begin"}
 
@@ -84,7 +83,6 @@ def train(
     say = redacting(say if is_first() else lambda _: None)
     config, base = read_config(source, overrides)
     job = PreparedJob(config, base, say)
-    absolute = with_whole_paths(config, base, job.rewards_base)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
         if num_processes() > 1:
             _ = job.args  # connects the processes
@@ -93,35 +91,27 @@ def train(
         if past is not None:
             if is_first():
                 held.enter_context(lock_folder(past))
-            check_same_settings(past, absolute)
-            if has_finished(past, config.trainer):
-                return _already_finished(past, say)
+            check_same_settings(past, job.absolute)
+            if steps := finished_steps(past, config.trainer):
+                say(
+                    f"the run in {past} has finished its {steps} steps; for more raise "
+                    "trainer.max_steps or trainer.num_train_epochs"
+                )
+                return RunResult(past, None, None, steps, 0.0)
         elif resume:
             say(f"no run in {config.output_dir} to resume: a new one begins")
-        result = _train_and_score(job, absolute, past)
+        result = _train_and_score(job, past)
     result = replace(result, released=opened.released)
     if is_first():
         summary.conclude(say, result)
     return result
 
 
-def _already_finished(folder: Path, say: Say) -> RunResult:
-    """Print that the run to resume has finished, and return a result without scores."""
-    steps = read_run(folder).end["steps"]
-    say(
-        f"the run in {folder} has finished its {steps} steps; for more raise trainer.max_steps or "
-        "trainer.num_train_epochs"
-    )
-    return RunResult(folder, None, None, steps, 0.0, interrupted=False)
-
-
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _prepare(job: PreparedJob, past: Path | None) -> Path:
-    """Load the model, the data and the engine, and return the path for the folder of the run.
-
-    Nothing is written yet.
+def _prepare(job: PreparedJob, past: Path | None) -> None:
+    """Load the model, the data and the engine. Nothing is written yet.
 
     Args:
         job: The run.
@@ -129,43 +119,40 @@ def _prepare(job: PreparedJob, past: Path | None) -> Path:
     """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
-    folder = past or free_folder(job.config.output_dir)
     job.prepare()
     from rloo_kit.training.trainer import check_prompts  # TRL, after Unsloth
 
     prompts, held_out = job.splits
     check_prompts(prompts, job.args)
-    summary.announce_load(say, job.config, job.environment, job.args)
+    summary.announce_load(job)
     engine, choice = job.engine
-    summary.introduce(say, job)
+    summary.introduce(job)
     say(
         f"{len(prompts):,} prompts to train on, {len(held_out or ()):,} held out; "
-        f"run folder {folder}"
+        f"run folder {past or free_folder(job.config.output_dir)}"
     )
     if engine is not None:
         say(f"completions from {engine.name}, adapter sent after every step")
     elif choice.reason:
         say(f"completions from transformers and not vLLM: {choice.reason}")
-    return folder
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
-def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -> RunResult:
+def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """Load, train, score and save; the caller's session releases the memory afterwards.
 
     Args:
         job: The run.
-        absolute: Settings of the run with absolute paths, as they are written to run.yaml.
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
-    free = _prepare(job, past)
+    _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     checkpoint, before = _find_progress(past)
-    with _opened(job, free, past, absolute, checkpoint) as (folder, recorder):
+    with _opened(job, past, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
         scores = HeldOutScores(job, trainer, recorder, before)
         if checkpoint is None:
@@ -205,19 +192,13 @@ def _train_and_score(job: PreparedJob, absolute: RunConfig, past: Path | None) -
 
 @contextlib.contextmanager
 def _opened(
-    job: PreparedJob,
-    free: Path,
-    past: Path | None,
-    config: RunConfig,
-    checkpoint: Checkpoint | None,
+    job: PreparedJob, past: Path | None, checkpoint: Checkpoint | None
 ) -> Iterator[tuple[Path, "RunRecorder | None"]]:
     """Open the folder of the run while the body trains.
 
     Args:
         job: The run.
-        free: Path for a new folder.
         past: Folder of the run to resume; None for a new run.
-        config: Settings to write to run.yaml.
         checkpoint: Checkpoint to resume from; None to start from step 0.
 
     Yields:
@@ -226,12 +207,8 @@ def _opened(
     Raises:
         ProcessEndedError: Another process of this training has ended.
     """
-    with contextlib.ExitStack() as stack:
-        recorder = None
-        if is_first():
-            recorder = stack.enter_context(
-                opened_folder(free, past, config, job.environment, checkpoint, str(job.step))
-            )
+    opened = opened_folder(job, past, checkpoint)
+    with opened if is_first() else contextlib.nullcontext() as recorder:
         try:
             yield from_first(recorder.folder if recorder else Path()), recorder
         except Exception as exc:
@@ -331,20 +308,20 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
         if step := trainer.state.global_step:
             command = resume_command(str(trainer.args.output_dir))
             say(f"\nstopped after step {step}: resume with {command}")
-        if not isinstance(exc, KitError) and _raised_by_set_up(exc) and not is_out_of_memory(exc):
+        if is_out_of_memory(exc):
+            raise MemoryRanOutError(
+                f"memory ran out ({first_line(exc)}): close other programs; or lower "
+                "trainer.per_device_train_batch_size and raise "
+                "trainer.gradient_accumulation_steps; or lower trainer.max_completion_length"
+            ) from exc
+        if not isinstance(exc, KitError) and _raised_by_set_up(exc):
             raise _not_accepted(exc) from exc
-        if not is_out_of_memory(exc):
-            raise
-        raise MemoryRanOutError(
-            f"memory ran out ({first_line(exc)}): close other programs; or lower "
-            "trainer.per_device_train_batch_size and raise trainer.gradient_accumulation_steps; or "
-            "lower trainer.max_completion_length"
-        ) from exc
+        raise
     if trainer.stop_reason:
         say(f"\nstopped after step {trainer.state.global_step}: {trainer.stop_reason}")
 
 
-def _until_interrupted(call: Callable[[], T]) -> tuple[T | None, str]:
+def _until_interrupted(call: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a call, and "".
 
     If it was interrupted, return None and "SIGTERM" or "the user" (Ctrl-C) instead.

@@ -8,12 +8,13 @@ run or a calibration.
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.run_file import RunConfig, read_value
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, placed_rows
@@ -32,10 +33,9 @@ from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
 from rloo_kit.text.wording import format_value, text_of
-from rloo_kit.types import Row, Tokenizer
+from rloo_kit.types import Row, Say, Tokenizer
 
 WHAT = "the warm-up"  # its name in messages
-EPOCHS = 2.0
 # Fields of TRL's `SFTConfig` that the kit sets
 FIXED = {
     "per_device_train_batch_size": 1,
@@ -57,7 +57,7 @@ def warm_up(  # noqa: PLR0913
     epochs: float | None = None,
     learning_rate: float = 2e-4,
     output: str | Path | None = None,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Path:
     """Train a run's policy on examples with TRL's ``SFTTrainer``; return the adapter's folder.
 
@@ -87,10 +87,8 @@ def warm_up(  # noqa: PLR0913
     folder = free_folder(output or f"{config.output_dir}-warm-up")
     check_writable(folder.parent)
     rows = read_examples(examples)
-    job = PreparedJob(config, base, say)
     with session():
-        job.prepare()
-        found = _trained(job, rows, settings, folder)
+        found = _trained(PreparedJob(config, base, say), rows, settings, folder)
     named = str(examples) if isinstance(examples, str | Path) else "rows"
     write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
     command = _next_command(source, overrides, config, folder)
@@ -117,7 +115,7 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
         )
     if errors:
         raise ConfigError("; ".join(errors))
-    length = {"num_train_epochs": epochs or EPOCHS} if steps is None else {"max_steps": steps}
+    length = {"num_train_epochs": epochs or 2.0} if steps is None else {"max_steps": steps}
     return {"learning_rate": learning_rate, **length}
 
 
@@ -128,7 +126,9 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
     layers = lora_settings(folder, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
         settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
-    return shlex.join([*words, *(word for setting in settings for word in ("--set", setting))])
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
 
 
 # --- examples ------------------------------------------------------------------------------------
@@ -147,11 +147,9 @@ def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
         DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
             completion has a score above the mean of its prompt.
     """
-    found: Any = source
-    if isinstance(source, str | Path):
-        path = local_path(str(source))
-        found = path / "completions.jsonl" if path.is_dir() else path
-    rows = [_example(place, row) for place, row in placed_rows(found, ())]
+    if isinstance(source, str | Path) and (folder := local_path(str(source))).is_dir():
+        source = str(folder / "completions.jsonl")
+    rows = [_example(place, row) for place, row in placed_rows(source, ())]
     if not any("score" in row for row in rows):
         return rows
     best = best_completions(rows)
@@ -176,8 +174,9 @@ def _example(place: str, row: Row) -> Row:
     """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
-        row = {"prompt": messages[:-1], "completion": messages[-1:]}
-        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        *prompt, last = messages
+        row = {"prompt": prompt, "completion": [last]}
+        if not prompt or last["role"] != "assistant":
             raise DataError(
                 f"{place}: messages must have a prompt, and end with a message of the assistant"
             )
@@ -193,16 +192,11 @@ def _example(place: str, row: Row) -> Row:
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
-    # values of a CSV file are text
-    if isinstance(cut := row.get("truncated"), str):
-        row = row | {"truncated": cut.strip().lower() in ("true", "1")}
-    if isinstance(score := row.get("score"), str):
-        try:
-            row = row | {"score": float(score) if score.strip() else None}
-        except ValueError as exc:
-            raise DataError(
-                f"{place}: score is {format_value(score)}, must be a number or empty"
-            ) from exc
+    for name in ("score", "truncated"):
+        if isinstance(value := row.get(name), str):  # all values of a CSV file are text
+            row = row | {name: read_value(value)}
+    if not isinstance(score := row.get("score"), float | int | None):
+        raise DataError(f"{place}: score is {format_value(score)}, must be a number or empty")
     return row | {"completion": text}
 
 
@@ -215,17 +209,17 @@ def best_completions(rows: Sequence[Row]) -> list[Row]:
     Args:
         rows: Rows with ``prompt``, ``completion`` and ``score``.
     """
-    groups: dict[str, list[tuple[float, Row]]] = {}
+    groups = defaultdict(list)
     for row in rows:
-        if (score := finite_number(row.get("score"))) is not None:
-            groups.setdefault(json.dumps(row["prompt"], default=str), []).append((score, row))
+        if finite_number(row.get("score")) is not None:
+            groups[json.dumps(row["prompt"], default=str)].append(row)
     best = []
     for group in groups.values():
-        mean = fmean(score for score, _ in group)
-        whole = [(s, row) for s, row in group if row["completion"] and not row.get("truncated")]
-        top = max((score for score, _ in whole), default=mean)
+        mean = fmean(row["score"] for row in group)
+        whole = [row for row in group if row["completion"] and not row.get("truncated")]
+        top = max((row["score"] for row in whole), default=mean)
         if top > mean:
-            best += {row["completion"]: row for score, row in whole if score == top}.values()
+            best += {row["completion"]: row for row in whole if row["score"] == top}.values()
     return best
 
 
@@ -255,7 +249,7 @@ def tokenized(
     for row in rows:
         ids = prompt_ids(tokenizer, row["prompt"], settings)
         completion = row["completion"]
-        before = str(tokenizer.decode(ids))
+        before = tokenizer.decode(ids)
         if marks is not None:  # completions in the record of a run have the usual marks
             completion = marks.own_text(completion)
         if opens_thought(tokenizer, before):
@@ -302,6 +296,7 @@ def _trained(
     Returns:
         The number of examples, the logged losses, and the duration in seconds.
     """
+    job.prepare()
     examples = _fitting(job, rows)
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
@@ -315,7 +310,7 @@ def _trained(
     model, tokenizer = job.policy
     follow_model(args, model, tokenizer)
     same = ("bf16", "fp16", "gradient_checkpointing", "seed")
-    settings = {**settings, **{name: getattr(args, name) for name in same}}
+    settings = settings | {name: getattr(args, name) for name in same}
     columns = {
         "input_ids": [prompt + completion for prompt, completion in examples],
         "labels": [[-100] * len(prompt) + completion for prompt, completion in examples],

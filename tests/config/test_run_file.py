@@ -140,7 +140,6 @@ WRONG = {
     ),
     "thinking: {start: <a>}": "thinking: needs both start and end",
     "model: {max_seq_length: 512}": "trainer.max_completion_length 512 leaves no room",
-    "output_dir: .": "output_dir is '.'",
     "trainer: {output_dir: x}": "output_dir is output_dir in a run file: write it",
     "trainer: {trust_remote_code: true}": "is model.trust_remote_code in a run file",
     "trainer: {reward_clip_range: [-1]}": "reward_clip_range is [-1], must have at least 2 items",
@@ -207,7 +206,19 @@ def test_overrides_are_yaml_and_the_last_one_wins():
 
 
 @pytest.mark.parametrize(
-    "override", ["lora.r", "=3", ".r=3", "lora.=3", "a.b.c=3", "", "rewards.weight=2", "seed.x=2"]
+    "override",
+    [
+        "lora.r",
+        "=3",
+        ".r=3",
+        "lora.=3",
+        "a.b.c=3",
+        "",
+        " =3",
+        "a b=3",
+        "rewards.weight=2",
+        "seed.x=2",
+    ],
 )
 def test_a_malformed_override_is_shown(override):
     assert f"--set {override!r}" in error_of({"rewards": ["accuracy"]}, override)

@@ -227,7 +227,9 @@ def test_what_cannot_be_trained_further_is_one_sentence(adapter, tmp_path, capsy
 def test_the_run_file_takes_the_adapters_settings(adapter):
     config = RunConfig(model=ModelSection(name=str(adapter)))
     found, _ = read_config(config, [])
-    assert found.lora == LoraSection(4, 8, 0.0, ["q_proj", "v_proj"])
+    assert found.lora == LoraSection(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"]
+    )
     made = make_plan(found)
     assert (made.job.rank, made.job.targets) == (4, ("q_proj", "v_proj"))
 

@@ -16,11 +16,12 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ModelError
+from rloo_kit.job import PreparedJob
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import has_finished, write_run_file
+from rloo_kit.runs.folder import finished_steps, write_run_file
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -80,7 +81,7 @@ def test_the_last_line_fits_the_run_that_ended(reward):
     Path("run/run.yaml").write_text(f"rewards: [{reward}]")
     Path("run/end.json").write_text('{"how": "finished"}')
     lines = []
-    result = summary.RunResult(Path("run"), None, None, 4, 1.0, interrupted=False)
+    result = summary.RunResult(Path("run"), None, None, 4, 1.0)
     summary.conclude(lines.append, result)
     assert lines[-1].startswith(NEXT[reward])
 
@@ -163,9 +164,9 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
 def test_a_run_is_finished_unless_more_steps_or_epochs_are_asked_for(then, now, finished, tmp_path):
     write_run_file(tmp_path, make_run_config({"trainer": yaml.safe_load(then)}))
     (tmp_path / "end.json").write_text('{"how": "finished", "steps": 8}')
-    assert not has_finished(tmp_path, yaml.safe_load(now))
+    assert not finished_steps(tmp_path, yaml.safe_load(now))
     (tmp_path / "adapter").mkdir()
-    assert has_finished(tmp_path, yaml.safe_load(now)) == finished
+    assert finished_steps(tmp_path, yaml.safe_load(now)) == (8 if finished else 0)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +289,10 @@ def test_a_load_that_takes_minutes_is_announced(monkeypatch, device, backend, na
     monkeypatch.setattr(summary, "why_not_vllm", lambda: None)
     hardware = replace(detect_hardware(), device=device)
     lines = []
-    summary.announce_load(
-        lines.append,
-        make_run_config({"model": {"name": name}}),
-        Environment(backend, None, hardware),
-        rk.LeaveOneOutConfig("out", generation="auto"),
-    )
+    job = PreparedJob(make_run_config({"model": {"name": name}}), say=lines.append)
+    job.environment = Environment(backend, None, hardware)
+    job.args = rk.LeaveOneOutConfig("out", generation="auto")
+    summary.announce_load(job)
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))
 

@@ -194,6 +194,7 @@ WRONG_EXAMPLES = {
     '{"prompt": "a", "completion": "123456789 123456789 123456789 123456789 12345678"}': (
         "max_completion_length 48"
     ),
+    '{"prompt": "a", "completion": "b", "score": [1.0]}': "score is [1.0], must be a number or",
     '{"prompt": "a", "completion": "b", "score": 1.0}': (
         "none of the 1 completions in 'rows.jsonl' has a score above"
     ),

@@ -296,7 +296,7 @@ def test_traceback_of_the_command_is_masked(monkeypatch, capsys):
         raise ZeroDivisionError(SECRET)
 
     remember_secret(SECRET, "K")
-    monkeypatch.setattr("rloo_kit.runs.train.train", fail)
+    monkeypatch.setattr("rloo_kit.train", fail)
     assert main(["quickstart"]) == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
