@@ -4,7 +4,6 @@ The text of the prompt decides the game, so that all completions of a prompt pla
 """
 
 import random
-from collections import deque
 from typing import Any
 
 DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
@@ -104,19 +103,17 @@ def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
     Return the maze as a dict from each room to the rooms that its doors lead to.
     """
     doors: dict[Place, set[Place]] = {(x, y): set() for x in range(size) for y in range(size)}
-    way: list[Place] = [(0, 0)]
-    seen = {way[0]}
+    way = [(0, 0)]
     while way:
         x, y = way[-1]
         beside = [(x + a, y + b) for a, b in DIRECTIONS.values()]
-        new = [room for room in beside if room in doors and room not in seen]
+        new = [room for room in beside if room in doors and not doors[room]]
         if not new:
             way.pop()
             continue
         room = rng.choice(new)
         doors[x, y].add(room)
         doors[room].add((x, y))
-        seen.add(room)
         way.append(room)
     return doors
 
@@ -124,9 +121,8 @@ def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
 def _distances(doors: dict[Place, set[Place]], start: Place) -> dict[Place, int]:
     """Return a dict from each room to the number of doors on the path from ``start`` to it."""
     found = {start: 0}
-    queue = deque([start])
-    while queue:
-        here = queue.popleft()
+    queue = [start]
+    for here in queue:  # which grows while it is read
         for room in doors[here] - found.keys():
             found[room] = found[here] + 1
             queue.append(room)

@@ -31,7 +31,7 @@ class OpenEnv:
 
         Args:
             **row: Columns of the prompt's row. The server uses the columns that its ``reset`` has
-                as parameters.
+                as parameters. A value that JSON does not have, such as a date, is sent as text.
 
         Raises:
             ConfigError: ``openenv-core`` is missing.
@@ -39,7 +39,7 @@ class OpenEnv:
         """
         self._reward = 0.0
         self._done = False
-        sent = {name: value for name, value in row.items() if _is_json(value)}
+        sent = json.loads(json.dumps(row, default=str))
         if self._client is not None:
             with contextlib.suppress(Exception):
                 return self._ask("reset", **sent)
@@ -110,10 +110,3 @@ class OpenEnv:
 def _close(client: Any) -> None:
     """Close a session in a background thread, since a busy server may take long to reply."""
     threading.Thread(target=client.close, daemon=True).start()
-
-
-def _is_json(value: object) -> bool:
-    with contextlib.suppress(TypeError, ValueError):
-        json.dumps(value)
-        return True
-    return False

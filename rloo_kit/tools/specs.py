@@ -24,7 +24,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 
 
 def load_tools(
-    specs: Iterable[Any], base_dir: str | Path | None = None, say: Say | None = None
+    specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = None
 ) -> list[Callable[..., Any]]:
     """Return the tools that the key ``tools`` of a run file names, in the same order.
 
@@ -33,8 +33,7 @@ def load_tools(
             ``package.module:function``, or a table such as ``{name: search, file: notes.jsonl}``.
             The ``name`` in a table refers to a function. This function is called with the other
             keys as parameters, and returns the tool.
-        base_dir: Folder to which paths are relative, including the ``file`` of a table; None: the
-            working directory.
+        base_dir: Folder to which paths are relative, including the ``file`` of a table.
         say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
@@ -50,13 +49,13 @@ def load_tools(
     ]
 
 
-def _plain(spec: Any, base_dir: str | Path | None, say: Say | None) -> Any:
+def _plain(spec: Any, base_dir: Path, say: Say | None) -> Any:
     if isinstance(spec, str) and spec in MADE:
         raise ConfigError(f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}")
     return _load(spec, "tool", TOOLS, base_dir, say)
 
 
-def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
+def _made(table: dict[str, Any], base_dir: Path, say: Say | None) -> Any:
     """Return the tool that a table describes.
 
     Raises:
@@ -68,7 +67,7 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
         raise ConfigError(f"tool {name} has no parameters: write its name alone")
     make = _load(name, "tool", MADE, base_dir, say)
     if "file" in table:
-        table["file"] = Path(base_dir or "", Path(str(table["file"])).expanduser())
+        table["file"] = base_dir / Path(str(table["file"])).expanduser()
     try:
         tool = make(**table)
     except TypeError as exc:
@@ -85,7 +84,7 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
     return tool
 
 
-def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | None = None) -> Any:
+def load_environment(spec: Any, base_dir: Path = Path(), say: Say | None = None) -> Any:
     """Return the environment class that the key ``environment`` of a run file names.
 
     If the key has a table with several classes, return a dict of classes by name. If it is not set,
@@ -94,7 +93,7 @@ def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | N
     Args:
         spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from
             names to these; or None.
-        base_dir: Folder to which paths are relative; None: the working directory.
+        base_dir: Folder to which paths are relative.
         say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
@@ -112,12 +111,12 @@ def _load(
     spec: Any,
     what: str,
     known: dict[str, Callable[..., Any]],
-    base_dir: str | Path | None,
+    base_dir: Path,
     say: Say | None,
 ) -> Callable[..., Any]:
     found = spec
     if isinstance(spec, str):
-        found = known.get(spec) or find_object(spec, Path(base_dir or ""), say, what)
+        found = known.get(spec) or find_object(spec, base_dir, say, what)
     if found is None:
         raise ConfigError(
             f"unknown {what} {format_value(spec)}{did_you_mean(spec, known)}; give "

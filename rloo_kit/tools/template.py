@@ -1,17 +1,15 @@
 """Functions that show tools and calls to a model in its chat template, and read its calls."""
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from rloo_kit.data.lengths import tokenize_prompts
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.thoughts import THOUGHT_ENDS, completion_texts
 from rloo_kit.text.wording import first_line
-
-Message = dict[str, Any]
+from rloo_kit.types import Message
 
 
 class CallTemplate:
@@ -32,7 +30,7 @@ class CallTemplate:
         from transformers import ProcessorMixin
         from trl import chat_template_utils as templates
 
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._settings = settings
         if isinstance(tokenizer, ProcessorMixin):
             raise ConfigError(
@@ -47,7 +45,7 @@ class CallTemplate:
             try:
                 templates.add_response_schema(tokenizer)
             except ValueError as exc:
-                if "<tool_call>\n{" not in re.sub(r"\\n", "\n", tokenizer.chat_template):
+                if "<tool_call>\n{" not in tokenizer.chat_template.replace(r"\n", "\n"):
                     raise ConfigError(
                         "the kit does not know how this model writes a tool call: set "
                         "tokenizer.response_template, as the page on response parsing in "
@@ -77,7 +75,7 @@ class CallTemplate:
         def render(messages: list[Message], **how: Any) -> Any:
             thought = {"reasoning_content": "dummy"}
             shown = [thought | one if one["role"] == "assistant" else one for one in messages]
-            return self._tokenizer.apply_chat_template(shown, **how)
+            return self.tokenizer.apply_chat_template(shown, **how)
 
         return SimpleNamespace(apply_chat_template=render)
 
@@ -85,10 +83,10 @@ class CallTemplate:
     def for_trl(self) -> dict[str, Any]:
         """Trainer attributes from which TRL's loop reads the template, as a dict."""
         return {
-            "processing_class": self._tokenizer if self._of_training else self._with_thoughts,
+            "processing_class": self.tokenizer if self._of_training else self._with_thoughts,
             "chat_template": self._of_training,
             "chat_template_kwargs": self._settings,
-            "_tokenizer": self._tokenizer,
+            "_tokenizer": self.tokenizer,
             "_is_vlm": False,
         }
 
@@ -102,53 +100,39 @@ class CallTemplate:
         Raises:
             DataError: The chat template cannot render the prompt.
         """
-        settings = {**self._settings, "tools": schemas or None}
-        return tokenize_prompts(self._tokenizer, [prompt], settings)[0]
-
-    def parse(self, ids: list[int], before: list[int]) -> Message:
-        """Parse a turn of the model and return it as a message, with its tool calls.
-
-        Args:
-            ids: Token ids of the turn.
-            before: Token ids of everything before the turn: the prompt and earlier turns.
-        """
-        from trl.chat_template_utils import parse_response
-
-        return parse_response(self._tokenizer, ids, before)
+        return prompt_ids(self.tokenizer, prompt, {**self._settings, "tools": schemas or None})
 
     def with_texts(self, messages: list[Message], turns: list[list[int]]) -> list[Message]:
-        """Return the messages of a trajectory with the thoughts put back into their content.
+        """Put the thoughts of a trajectory back into the content of its messages; return these.
 
         A turn without calls gets its whole text as content, as in a run without tools. A turn with
         calls gets its thought and the text before the calls. If the last message is the result of a
         tool, an empty turn of the model is added.
 
         Args:
-            messages: Turns of the model and of tools, as TRL's loop returns them.
+            messages: Turns of the model and of tools, as TRL's loop returns them. They are changed.
             turns: Token ids of each turn of the model.
         """
-        texts = iter(completion_texts(self._tokenizer, turns))
-        shown = []
+        texts = iter(completion_texts(self.tokenizer, turns))
         for message in messages:
-            one = {**message}
             if message["role"] == "assistant":
                 text = next(texts)
-                thought = one.pop("reasoning_content", None)
+                thought = message.pop("reasoning_content", None)
                 if not message.get("tool_calls"):
-                    one["content"] = text
+                    message["content"] = text
                 elif thought is not None:
-                    one["content"] = f"{thought}{THOUGHT_ENDS}\n\n{message['content']}"
-            shown.append(one)
-        if shown[-1]["role"] == "tool":  # no tokens were left for another turn of the model
-            shown.append({"role": "assistant", "content": ""})
-        return shown
+                    message["content"] = f"{thought}{THOUGHT_ENDS}\n\n{message['content']}"
+        if messages[-1]["role"] == "tool":  # no tokens were left for another turn of the model
+            messages.append({"role": "assistant", "content": ""})
+        return messages
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """Return the JSON schema of each tool, which the prompt shows to the model.
 
     Raises:
-        ConfigError: A tool has no description, or one of its parameters has no type or description.
+        ConfigError: A tool has no description, one of its parameters has no type or description, or
+            two tools have the same name.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -162,4 +146,7 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
                 f"({first_line(exc)}): give each parameter a type, and a line under Args: in the "
                 "docstring"
             ) from exc
+    names = [one["function"]["name"] for one in found]
+    if len({*names}) < len(names):
+        raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
     return found
