@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +184,15 @@ def _check_arguments(
             f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
         )
     known = DTYPES.get(to, ())
-    if dtype is not None and not known:
-        raise ConfigError("an adapter is copied without conversion: leave --dtype out")
-    if dtype is not None and dtype not in known:
+    if not known and (dtype is not None or not check or num_prompts != NUM_PROMPTS):
+        raise ConfigError(
+            "an adapter is copied without conversion or check: leave out --dtype, --no-check and "
+            "--prompts"
+        )
+    if dtype not in (None, *known):
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
     if converter is not None and to != "gguf":
         raise ConfigError("--converter is used only with --to gguf: leave --converter out")
-    if (not check or num_prompts != NUM_PROMPTS) and not known:
-        raise ConfigError("an adapter is copied without a check: leave out --no-check, --prompts")
     check_quantiser(dtype or "")
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
@@ -232,9 +233,9 @@ def _copy(patterns: Sequence[str], source: Path, folder: Path) -> None:
 # --- the kinds -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Export:
-    """The arguments of one export, and the steps that write it."""
+    """One export: its arguments, and the steps that write it and collect notes about it."""
 
     trained: TrainedModel
     adapter: Path
@@ -244,22 +245,17 @@ class _Export:
     converter: str | Path | None
     num_prompts: int  # number of prompts for the comparison; 0 skips it
     say: Say
+    notes: list[str] = field(default_factory=list)  # sentences for the model card
 
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
+        kinds = {"adapter": self._copy_adapter, "merged": self._merged, "gguf": self._gguf}
         with _whole_folder(goal) as folder:
-            if self.kind == "adapter":
-                base = self._copy_adapter(folder)
-                notes = []
-            elif self.kind == "merged":
-                base, notes, reference = self._merged(folder)
-                self._load_back(folder, reference)
-            else:
-                base, notes = self._gguf(folder, find_converter(self.converter))
+            base = kinds[self.kind](folder)
             title = _title(self.trained)
             record = _record_of(self.trained)
-            card = model_card(self.kind, title, base, licence_of(base), record, notes)
+            card = model_card(self.kind, title, base, licence_of(base), record, self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
 
@@ -281,18 +277,18 @@ class _Export:
             )
         return name
 
-    def _gguf(self, folder: Path, command: list[str]) -> tuple[str, list[str]]:
+    def _gguf(self, folder: Path) -> str:
         """Merge the adapter, write the GGUF file and a Modelfile, and check the file.
 
-        Returns:
-            The name of the base, and notes for the model card.
+        Returns the name of the base.
         """
         from transformers import AutoTokenizer
 
+        command = find_converter(self.converter)
         file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
-            name, notes, reference = self._merge(model)
+            name, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, self.dtype, command)
             tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
@@ -300,36 +296,40 @@ class _Export:
             (folder / "Modelfile").write_text(text, encoding="utf-8")
             if reference is not None:
                 self._load_back(convert(file, Path(place) / "back"), reference)
-        return name, notes
+        return name
 
-    def _merged(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and save them.
+    def _merged(self, folder: Path) -> str:
+        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and check them.
 
-        Returns the results of ``_merge``; if ``dtype`` is ``nf4``, with a note about NF4 added.
+        Returns the name of the base.
         """
         if self.dtype != "nf4":
-            return self._merge(folder)
-        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-            name, notes, reference = self._merge(Path(place))
-            with session():
-                packed = load_base(self.trained, name=place, load_in_4bit=True)
-                packed.model.config.use_cache = True
-                packed.model.save_pretrained(str(folder))
-            _copy(TOKENIZER_FILES, Path(place), folder)
-        return name, [*notes, "The merged weights were rounded to 4 bits (NF4)."], reference
+            name, reference = self._merge(folder)
+        else:
+            with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
+                name, reference = self._merge(Path(place))
+                with session():
+                    packed = load_base(self.trained, name=place, load_in_4bit=True)
+                    packed.model.config.use_cache = True
+                    packed.model.save_pretrained(str(folder))
+                _copy(TOKENIZER_FILES, Path(place), folder)
+            self.notes.append("The merged weights were rounded to 4 bits (NF4).")
+        if reference is not None:
+            self._load_back(folder, reference)
+        return name
 
-    def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
+    def _merge(self, folder: Path) -> tuple[str, Answers | None]:
         """Merge the adapter into its base in 16 bit, and save the weights in ``folder``.
 
         Returns:
-            The name of the base, notes for the model card, and the answers of the adapter on the
-            16-bit base before the merge (None without a check).
+            The name of the base, and the answers of the adapter on the 16-bit base before the merge
+            (None without a check).
         """
         import torch
         from transformers import AutoTokenizer
 
         with session():
-            sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
+            sixteen, name = self._base_in_16_bit()
             _widen(sixteen.model)
             reference = None
             with sixteen.using(self.trained) as model:
@@ -341,7 +341,7 @@ class _Export:
             merged.config.use_cache = True  # it was off during training
             # When transformers loads weights it changes their layout. This undoes the change, which
             # is not possible for a base of 4-bit weights (then there are notes).
-            merged.save_pretrained(str(folder), save_original_format=not notes)
+            merged.save_pretrained(str(folder), save_original_format=not self.notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
                 tokenizer = AutoTokenizer.from_pretrained(
@@ -356,24 +356,51 @@ class _Export:
                 f"belong, and was merged into {public_name(name)}."
             )
             self.say(f"note: {note} The check compares with the adapter on that base")
-            return name, [*notes, note], reference
-        if self.trained.config and self.trained.model.load_in_4bit and not notes:
-            notes = [
+            self.notes.append(note)
+        elif self.trained.config and self.trained.model.load_in_4bit and not self.notes:
+            self.notes.append(
                 "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
                 "base."
-            ]
-        return name, notes, reference
+            )
+        return name, reference
 
-    def _load_back(self, folder: Path, reference: Answers | None) -> None:
+    def _base_in_16_bit(self) -> tuple[LoadedBase, str]:
+        """Load the base model to merge into, in 16 bit, and return it and its name.
+
+        If only 4-bit weights are available, they are converted to 16 bit, and a note says so.
+        """
+        trained = self.trained
+        name = self.base or trained.base
+        found = None
+        if self.base == DEQUANTIZED:
+            name = trained.base
+            found = load_base(trained, load_in_4bit=True)
+        elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
+            try:
+                found = load_base(trained, name=whole, load_in_4bit=False)
+                name = whole
+            except ModelError as exc:
+                self.say(f"note: the unquantised base {whole} is not available ({exc})")
+        if found is None:
+            packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
+            found = load_base(trained, name=name, load_in_4bit=packed)
+        if getattr(found.model, "is_quantized", False):
+            note = (
+                "The adapter was merged into 4-bit weights written out in 16 bit, which lack the "
+                "precision that the base lost by quantisation."
+            )
+            if self.base != DEQUANTIZED:
+                self.say(f"note: {note} Give the unquantised base with --base")
+            self.notes.append(note)
+            found.model = found.model.dequantize()
+        return found, name
+
+    def _load_back(self, folder: Path, reference: Answers) -> None:
         """Load the export back and compare its answers with those from before the merge.
-
-        Nothing happens if ``reference`` is None.
 
         Raises:
             ModelError: The log-probabilities differ by more than the tolerance.
         """
-        if reference is None:
-            return
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
@@ -400,40 +427,6 @@ class _Export:
                 train, held_out = read_prompts(self.trained.config, Path())
                 return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
-
-
-def _base_in_16_bit(
-    trained: TrainedModel, base: str | None, say: Say
-) -> tuple[LoadedBase, str, list[str]]:
-    """Load the base model to merge into, in 16 bit.
-
-    Returns:
-        The loaded base, its name, and notes for the model card. There is a note if only 4-bit
-        weights were available, which were then converted to 16 bit.
-    """
-    name = base or trained.base
-    found = None
-    if base == DEQUANTIZED:
-        name = trained.base
-        found = load_base(trained, load_in_4bit=True)
-    elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
-        try:
-            found = load_base(trained, name=whole, load_in_4bit=False)
-            name = whole
-        except ModelError as exc:
-            say(f"note: the unquantised base {whole} is not available ({exc})")
-    if found is None:
-        packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
-        found = load_base(trained, name=name, load_in_4bit=packed)
-    if not getattr(found.model, "is_quantized", False):
-        return found, name, []
-    note = (
-        "The adapter was merged into 4-bit weights written out in 16 bit, which lack the precision "
-        "that the base lost by quantisation."
-    )
-    if base != DEQUANTIZED:
-        say(f"note: {note} Give the unquantised base with --base")
-    return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
 
 
 def _record_of(trained: TrainedModel) -> RunRecord | None:
