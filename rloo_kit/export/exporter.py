@@ -21,13 +21,14 @@ from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, find_trained, 
 from rloo_kit.export.llama_cpp import K_QUANTS, check_quantiser, find_converter, write_gguf
 from rloo_kit.export.model_card import KINDS, is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
-from rloo_kit.export.verify import Answers, ask, compare
+from rloo_kit.export.verify import Answers
 from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.gguf import convert
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import read_shape, weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, write_json
 from rloo_kit.runs.child import call_in_child
@@ -109,9 +110,9 @@ def export_model(  # noqa: PLR0913
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
-        given = "" if repo is None else f", and {format_value(repo)} is none"
         raise ConfigError(
-            f"an upload needs the name of a repository{given}: give --repo OWNER/NAME"
+            f"--repo is {format_value(repo)}, but an upload needs the name of a repository: give "
+            "--repo OWNER/NAME"
         )
     kind = "adapter" if to == "hub" else to
     trained = find_trained(run)
@@ -282,8 +283,6 @@ class _Export:
 
         Returns the name of the base.
         """
-        from transformers import AutoTokenizer
-
         command = find_converter(self.converter)
         file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
@@ -291,8 +290,7 @@ class _Export:
             name, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, self.dtype, command)
-            tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-            text = modelfile(file.name, tokenizer, self.trained.config or RunConfig())
+            text = modelfile(file.name, load_tokenizer(model), self.trained.config or RunConfig())
             (folder / "Modelfile").write_text(text, encoding="utf-8")
             if reference is not None:
                 self._load_back(convert(file, Path(place) / "back"), reference)
@@ -326,7 +324,6 @@ class _Export:
             (None without a check).
         """
         import torch
-        from transformers import AutoTokenizer
 
         with session():
             sixteen, name = self._base_in_16_bit()
@@ -336,7 +333,7 @@ class _Export:
                 if self.num_prompts:
                     prompts = self._prompts(is_chat=bool(sixteen.tokenizer.chat_template))
                     settings = template_settings(self.trained.config or RunConfig())
-                    reference = ask(model, sixteen.tokenizer, prompts, settings)
+                    reference = Answers(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
             # When transformers loads weights it changes their layout. This undoes the change, which
@@ -344,9 +341,7 @@ class _Export:
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    str(self.adapter), trust_remote_code=False
-                )
+                tokenizer = load_tokenizer(self.adapter)
             if longest := getattr(merged.config, "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
@@ -407,7 +402,7 @@ class _Export:
             both = load_base(self.trained, name=str(folder), load_in_4bit=packed)
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
-            difference = compare(reference, both.model, both.tokenizer)
+            difference = reference.difference(both.model, both.tokenizer)
         found = f"log-probabilities differ by {difference:.4f} nats per token"
         if not difference <= tolerance:  # NaN too
             raise ModelError(

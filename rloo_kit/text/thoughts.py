@@ -71,19 +71,20 @@ class Mark:
     text: str  # the mark in its usual spelling
     pattern: str = ""  # regular expression for every spelling that the model may use
     token: int | None = None  # token id; None if the mark is not a single token
+    tokenizer: Any = None  # the model's tokenizer; None: only `token` is searched for
 
-    def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
+    def places(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the token range of each occurrence of the mark, as (start, end), end exclusive.
 
         If the mark is not a single token, it is searched for in the decoded text. A token that
         holds a part of the mark and also other text counts as part of the mark.
         """
-        if self.token is not None or tokenizer is None:
+        if self.token is not None or self.tokenizer is None:
             return [(at, at + 1) for at, one in enumerate(ids) if one == self.token]
-        text = tokenizer.decode(ids, skip_special_tokens=False)
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
 
         def length(number: int) -> int:
-            return len(tokenizer.decode(ids[:number], skip_special_tokens=False))
+            return len(self.tokenizer.decode(ids[:number], skip_special_tokens=False))
 
         numbers = range(len(ids) + 1)
         return [
@@ -101,30 +102,22 @@ class ThoughtMarks:
 
     start: Mark
     end: Mark
-    tokenizer: Tokenizer | None = None  # None: both marks are single tokens with known ids
-
-    def opened(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the token range of each opening mark, as (start, end), end exclusive."""
-        return self.start.places(ids, self.tokenizer)
-
-    def closed(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the token range of each closing mark, as (start, end), end exclusive."""
-        return self.end.places(ids, self.tokenizer)
 
     def is_open(self, ids: Sequence[int]) -> bool:
         """Return whether the tokens end inside a thought: their last mark is an opening mark."""
-        return max(self.opened(ids), default=(-1, 0)) > max(self.closed(ids), default=(-1, 0))
+        opened, closed = (max(mark.places(ids), default=(-1, 0)) for mark in (self.start, self.end))
+        return opened > closed
 
     def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the tokens before the first closing mark, without a leading opening mark.
 
         Return None if there is no closing mark.
         """
-        closed = self.closed(ids)
+        closed = self.end.places(ids)
         if not closed:
             return None
         end = closed[0][0]
-        opened = self.opened(ids[:end])
+        opened = self.start.places(ids[:end])
         # If the chat template opens the thought, the opening mark is in the prompt, not here
         return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
 
@@ -141,18 +134,16 @@ class ThoughtMarks:
     @cached_property
     def _hidden(self) -> set[int]:
         """Ids of the special tokens that ``text`` leaves out: all that are not part of a mark."""
-        tokenizer: Any = self.tokenizer
         return {
             number
-            for number, token in tokenizer.added_tokens_decoder.items()
+            for number, token in self.end.tokenizer.added_tokens_decoder.items()
             if token.special and token.content not in self.start.text + self.end.text
         }
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, with its marks written ``<think>`` and ``</think>``."""
-        tokenizer: Any = self.tokenizer
         shown = [one for one in ids if one not in self._hidden]
-        text = tokenizer.decode(shown, skip_special_tokens=False)
+        text = self.end.tokenizer.decode(shown, skip_special_tokens=False)
         text = re.sub(self.start.pattern, THOUGHT_BEGINS, text)
         return re.sub(self.end.pattern, THOUGHT_ENDS, text)
 
@@ -184,10 +175,10 @@ def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     if not given and not fit(found):
         return None
     marks = (
-        Mark(text, pattern or re.escape(text), token_id(tokenizer, text))
+        Mark(text, pattern or re.escape(text), token_id(tokenizer, text), tokenizer)
         for text, pattern in ((found.start, found.start_pattern), (found.end, found.end_pattern))
     )
-    return ThoughtMarks(*marks, tokenizer)
+    return ThoughtMarks(*marks)
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
@@ -243,7 +234,7 @@ def find_thoughts(
     if marks is None or (thought := marks.thought_of(turns)) is None:
         return found
     found["thought_tokens"] = len(thought)
-    before = marks.text(turns[-1][: marks.closed(turns[-1])[-1][1]])
+    before = marks.text(turns[-1][: marks.end.places(turns[-1])[-1][1]])
     if text_of(completion).startswith(before):
         found["answer_at"] = len(before)
     return found

@@ -24,7 +24,7 @@ from rloo_kit.export.exporter import TOLERANCES, export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
-from rloo_kit.export.verify import ask, compare
+from rloo_kit.export.verify import Answers
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
@@ -130,14 +130,14 @@ def test_model_that_answers_otherwise_is_detected(merged):
     folder = merged[0]
     with rk.session():
         model, tokenizer = rk.load_model(folder, load_in_4bit=False, max_seq_length=128)
-        first = ask(model, tokenizer, ["one two"], None)
-        assert compare(first, model, tokenizer) == 0
+        first = Answers(model, tokenizer, ["one two"], None)
+        assert first.difference(model, tokenizer) == 0
         other, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        assert compare(first, other, tokenizer) > 0.1
-        first = ask(model, tokenizer, [[{"role": "user", "content": "What is 1 + 2?"}]], None)
+        assert first.difference(other, tokenizer) > 0.1
+        first = Answers(model, tokenizer, [[{"role": "user", "content": "What is 1 + 2?"}]], None)
         tokenizer.chat_template = "{{ messages[0].content }}"
         with pytest.raises(ModelError, match="reads a prompt as"):
-            compare(first, model, tokenizer)
+            first.difference(model, tokenizer)
 
 
 @pytest.mark.long
