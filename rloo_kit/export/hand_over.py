@@ -125,10 +125,10 @@ def _write_rewards(folder: Path, job: PreparedJob) -> None:
         return made.relative_to(folder).as_posix()
 
     text = json.dumps(specs, ensure_ascii=False)
-    specs = json.loads(re.sub(r'(?<=")/[^":]+\.py(?=[":])', copied, text))
-    of_scores = {name: getattr(job.args, name) for name in OF_SCORES}
-    trusts = {"trust_remote_code": config.model.trust_remote_code}
-    _write_yaml(folder / "rewards.yaml", {**specs, **of_scores, **trusts})
+    content = json.loads(re.sub(r'(?<=")/[^":]+\.py(?=[":])', copied, text))
+    content |= {name: getattr(job.args, name) for name in OF_SCORES}
+    content["trust_remote_code"] = config.model.trust_remote_code
+    _write_yaml(folder / "rewards.yaml", content)
     job.tokenizer.save_pretrained(folder / "tokenizer")
 
 
