@@ -7,7 +7,10 @@ from typing import Any, TypeAlias
 
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.text.wording import content_text, encodable, first_line, format_value
+from rloo_kit.types import Reward
 
+# A function that the model can call
+Tool: TypeAlias = Callable[..., Any]
 # An environment class for all rows, or a dict of classes by name
 Factories: TypeAlias = Mapping[str, Callable[[], Any]] | Callable[[], Any]
 # Methods of an environment that are not tools
@@ -113,7 +116,7 @@ class Environments:
         return prompts
 
     @property
-    def rewards(self) -> list[Callable[..., Any]]:
+    def rewards(self) -> list[Reward]:
         """Reward functions of the environments, one for each class with a method ``get_reward``.
 
         A reward function has the name of its class. It returns None for rows of other classes.
@@ -122,7 +125,7 @@ class Environments:
         return [_reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
 
-def methods_of(environment: Any) -> list[Callable[..., Any]]:
+def methods_of(environment: Any) -> list[Tool]:
     """Return the tools of an environment; none if it is None.
 
     They are its public methods except ``reset`` and ``get_reward``.
@@ -151,7 +154,7 @@ def _made(factory: Callable[[], Any]) -> Any:
         ) from exc
 
 
-def _reward_of(kind: type) -> Callable[..., Any]:
+def _reward_of(kind: type) -> Reward:
     """Return a reward function that calls ``get_reward`` of the environments of one class.
 
     The function returns None for rows whose environment has another class.

@@ -25,7 +25,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.wording import encodable, first_line
-from rloo_kit.tools.environments import Environments, Factories, methods_of
+from rloo_kit.tools.environments import Environments, Factories, Tool, methods_of
 from rloo_kit.tools.numbers import MAX_RESULT
 from rloo_kit.tools.template import CallTemplate, schemas_of
 from rloo_kit.types import Say
@@ -37,7 +37,6 @@ Drawn = tuple[list[list[int]], list[list[float]] | None]
 # Function that samples completions: it gets the token ids of prompts, and returns the token ids of
 # completions and, if the engine reports them, their log-probabilities
 Draw = Callable[[list[list[int]]], Drawn]
-Tool = Callable[..., Any]
 
 
 @dataclass(frozen=True)

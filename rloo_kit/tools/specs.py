@@ -1,6 +1,6 @@
 """Functions that load tools and environments: built-in ones, or from a file or a package."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +8,19 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.scoring.specs import find_object
 from rloo_kit.text.wording import did_you_mean, first_line, format_value
 from rloo_kit.tools.calculator import calculator
+from rloo_kit.tools.environments import Tool
 from rloo_kit.tools.games import GuessNumber, Maze
 from rloo_kit.tools.python import PythonSession, python
 from rloo_kit.tools.search import search
 from rloo_kit.types import Say
 
 # Built-in tools, and functions that make a tool from the parameters of a table
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-MADE: dict[str, Callable[..., Any]] = {"search": search}
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {
-    "guess_number": GuessNumber,
-    "maze": Maze,
-    "python_session": PythonSession,
-}
+TOOLS = {"calculator": calculator, "python": python}
+MADE = {"search": search}
+ENVIRONMENTS = {"guess_number": GuessNumber, "maze": Maze, "python_session": PythonSession}
 
 
-def load_tools(
-    specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = None
-) -> list[Callable[..., Any]]:
+def load_tools(specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = None) -> list[Tool]:
     """Return the tools that the key ``tools`` of a run file names, in the same order.
 
     Args:
@@ -107,13 +102,7 @@ def load_environment(spec: Any, base_dir: Path = Path(), say: Say | None = None)
     return _load(spec, "environment", ENVIRONMENTS, base_dir, say)
 
 
-def _load(
-    spec: Any,
-    what: str,
-    known: dict[str, Callable[..., Any]],
-    base_dir: Path,
-    say: Say | None,
-) -> Callable[..., Any]:
+def _load(spec: Any, what: str, known: Mapping[str, Tool], base_dir: Path, say: Say | None) -> Tool:
     found = spec
     if isinstance(spec, str):
         found = known.get(spec) or find_object(spec, base_dir, say, what)

@@ -1,6 +1,6 @@
 """Functions that show tools and calls to a model in its chat template, and read its calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.thoughts import THOUGHT_ENDS, completion_texts
 from rloo_kit.text.wording import first_line
+from rloo_kit.tools.environments import Tool
 from rloo_kit.types import Message
 
 
@@ -127,7 +128,7 @@ class CallTemplate:
         return messages
 
 
-def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the JSON schema of each tool, which the prompt shows to the model.
 
     Raises:
