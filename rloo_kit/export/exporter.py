@@ -8,7 +8,7 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
-from rloo_kit.models.adapters import EMBEDDED
+from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
 from rloo_kit.models.gguf import convert
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import read_shape, weight_bytes
-from rloo_kit.output_folder import free_folder, read_json, write_json
+from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
@@ -51,12 +51,9 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# Environment variables that hide GPUs from a process
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 NUM_PROMPTS = 16  # prompts of the check, by default
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export_model(  # noqa: PLR0913
@@ -130,7 +127,8 @@ def export_model(  # noqa: PLR0913
         export.write(goal)
     else:
         say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
-        call_in_child(replace(export, say=print).write, (goal,), say, variables=NO_GPU)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}  # hides the GPUs from the process
+        call_in_child(replace(export, say=print).write, (goal,), say, variables=hidden)
     if repo is not None:
         say(f"uploaded to {_upload(goal, repo, private=not public)}")
     return goal
@@ -199,32 +197,6 @@ def _check_arguments(
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
 
 
-@contextlib.contextmanager
-def _whole_folder(goal: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to ``goal`` at the end of the block.
-
-    If the block fails, the temporary folder is removed, so that ``goal`` is never incomplete.
-
-    Raises:
-        ModelError: The folder cannot be written.
-    """
-    from safetensors import SafetensorError
-
-    part = goal.with_name(f".{goal.name}.partial")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        part.rename(goal)
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(
-            f"{format_value(str(goal))} cannot be written ({first_line(exc)}): free some space, or "
-            "choose another folder with --output"
-        ) from exc
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
 def _copy(patterns: Sequence[str], source: Path, folder: Path) -> None:
     for pattern in patterns:
         for file in source.glob(pattern):
@@ -248,29 +220,34 @@ class _Export:
     say: Say
     notes: list[str] = field(default_factory=list)  # sentences for the model card
 
+    @property
+    def _title(self) -> str:
+        """Title of the model card: the names of the base and of the run."""
+        text = f"{Path(self.trained.base).stem}-{self.trained.short_name}"
+        return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "model"
+
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
         kinds = {"adapter": self._copy_adapter, "merged": self._merged, "gguf": self._gguf}
-        with _whole_folder(goal) as folder:
+        with whole_folder(goal) as folder:
             base = kinds[self.kind](folder)
-            title = _title(self.trained)
+            licence = licence_of(base)
             record = _record_of(self.trained)
-            card = model_card(self.kind, title, base, licence_of(base), record, self.notes)
+            card = model_card(self.kind, self._title, base, licence, record, self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
 
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        _copy((*ADAPTER_FILES, *TOKENIZER_FILES), self.adapter, folder)
-        config_file, weights = (folder / name for name in ADAPTER_FILES)
-        config = read_json(config_file)
-        if config is None or not weights.is_file():
+        _copy((CONFIG, WEIGHTS, *TOKENIZER_FILES), self.adapter, folder)
+        config = read_json(folder / CONFIG)
+        if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
-        write_json(config_file, config | {"base_model_name_or_path": name}, indent=2)
+        write_json(folder / CONFIG, config | {"base_model_name_or_path": name}, indent=2)
         if Path(name).exists():
             self.say(
                 f"note: the adapter's config names its base as a folder on this machine, {name}: "
@@ -284,7 +261,7 @@ class _Export:
         Returns the name of the base.
         """
         command = find_converter(self.converter)
-        file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
+        file = folder / f"{self._title}-{self.dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
             name, reference = self._merge(model)
@@ -434,11 +411,6 @@ def _record_of(trained: TrainedModel) -> RunRecord | None:
         return record
     before = {"before": record.evaluation.get("before")}
     return replace(record, end={"steps": int(step[1])}, evaluation=before)
-
-
-def _title(trained: TrainedModel) -> str:
-    text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{trained.short_name}")
-    return text.strip("-.") or "model"
 
 
 def licence_of(base: str) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import statistics
 import tempfile
 from collections import Counter
@@ -22,7 +21,7 @@ from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.models.adapters import EMBEDDED
-from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.output_folder import check_writable, free_folder, whole_folder, write_json
 from rloo_kit.rewards._classifier import (
     fingerprint,
     load_base,
@@ -402,10 +401,9 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
 def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
     """Write the folder under a temporary name, then rename it, so that it is never incomplete."""
     model = trainer.model
-    part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = _facts(job, result, trainer.state.global_step)
-    try:
+    with whole_folder(result.folder) as part:
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(part))
@@ -415,9 +413,6 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
             calibration = {name: scores[name] for name in ("mean", "std")}
             write_json(part / "calibration.json", calibration, indent=2)
         write_json(part / "reward_model.json", redact_tree(facts), indent=2)
-        part.rename(result.folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _facts(job: _Job, result: RewardModelResult, steps: int) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Environments:
             DataError: A row names an unknown environment class, or ``reset`` raised.
         """
         self.current = []
-        taken = Counter[str | None]()
+        taken = Counter()
         prompts = []
         for row in rows:
             name = self.name_of(row)
@@ -97,11 +97,11 @@ class Environments:
             one = pool[taken[name]]
             taken[name] += 1
             self.current.append(one)
-            given = {
-                key: value for key, value in row.items() if name is None or key != "environment"
-            }
+            columns = {**row}
+            if self.by_name:
+                del columns["environment"]
             try:
-                seen = one.reset(**given)
+                seen = one.reset(**columns)
             except Exception as exc:
                 raise DataError(
                     f"{type(one).__name__}.reset raised {type(exc).__name__}: {first_line(exc)}; "
@@ -147,10 +147,9 @@ def _made(factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as exc:
-        name = getattr(factory, "__name__", type(factory).__name__)
         raise ConfigError(
-            f"environment {name} raised {type(exc).__name__} when it was made without arguments: "
-            f"{first_line(exc)}; correct its __init__"
+            f"environment {getattr(factory, '__name__', factory)} raised {type(exc).__name__} when "
+            f"it was made without arguments: {first_line(exc)}; correct its __init__"
         ) from exc
 
 

@@ -20,6 +20,7 @@ from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
 
+from rloo_kit.data.lengths import prompt_ids as prompt_ids_of
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions
@@ -27,7 +28,7 @@ from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.wording import encodable, first_line
 from rloo_kit.tools.environments import Environments, Factories, Tool, methods_of
 from rloo_kit.tools.numbers import MAX_RESULT
-from rloo_kit.tools.template import CallTemplate, schemas_of
+from rloo_kit.tools.template import checked_template, schemas_of, with_texts
 from rloo_kit.types import Say
 
 # Most characters of an error that the model reads
@@ -80,10 +81,14 @@ class ToolLoop:
         self._run = run
         self.environments = None if environments is None else Environments(environments)
         self._tools = [*tools]
-        samples = {None: None} if self.environments is None else self.environments.samples
+        samples = self.environments.samples if self.environments else {None: None}
         # Name of an environment -> JSON schemas of its tools, which the prompt shows
-        self.schemas = {name: schemas_of(self._tools_with(one)) for name, one in samples.items()}
-        self._template = CallTemplate(tokenizer, settings)
+        self.schemas = {
+            name: schemas_of(self._tools + methods_of(one)) for name, one in samples.items()
+        }
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._for_trl = checked_template(tokenizer, settings)
         self.seconds = 0.0  # time spent in all calls of the newest batch
         self.show: Say = lambda line: None  # gets a line about each call: name and result, or error
         self._fault: KitError | None = None  # error of a tool that must stop the run
@@ -91,11 +96,8 @@ class ToolLoop:
     @property
     def tools(self) -> list[Tool]:
         """All tools, including the tools of environments."""
-        own = [] if self.environments is None else self.environments.samples.values()
+        own = self.environments.samples.values() if self.environments else []
         return [*self._tools, *(tool for one in own for tool in methods_of(one))]
-
-    def _tools_with(self, environment: Any) -> list[Tool]:
-        return self._tools + methods_of(environment)
 
     def sample(
         self,
@@ -134,9 +136,11 @@ class ToolLoop:
             names = [self.environments.name_of(row) for row in rows]
             prompts = self.environments.begin(rows)
             instances = self.environments.current
-        template = self._template
+        tokenizer = self._tokenizer
         prompt_ids = [
-            template.prompt_ids(prompt, self.schemas[name])
+            prompt_ids_of(
+                tokenizer, prompt, {**self._settings, "tools": self.schemas[name] or None}
+            )
             for prompt, name in zip(prompts, names, strict=True)
         ]
         longest = max(map(len, prompt_ids))
@@ -147,18 +151,20 @@ class ToolLoop:
                 "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
         with turns():
-            ids, log_probs = _copied(draw(prompt_ids))
+            ids, log_probs = copy.deepcopy(draw(prompt_ids))  # see `_trainer`
             pairs = zip(ids, prompt_ids, strict=True)
-            first = [[parse_response(template.tokenizer, *pair)] for pair in pairs]
+            first = [[parse_response(tokenizer, *pair)] for pair in pairs]
             mask, messages, ids, log_probs, *_ = self._run(
-                self._for_trl(draw, instances), copy.deepcopy(prompts), prompt_ids, ids, first,
+                self._trainer(draw, instances), copy.deepcopy(prompts), prompt_ids, ids, first,
                 log_probs, None, {},
             )  # fmt: skip
             self._check_fault()
         tokens = TokenRows(prompt_ids, ids, [list(map(bool, row)) for row in mask])
         return Completions(
             prompts=prompts,
-            completions=list(map(template.with_texts, messages, tokens.turns)),
+            completions=[
+                with_texts(tokenizer, *one) for one in zip(messages, tokens.turns, strict=True)
+            ],
             tokens=tokens,
             ended=[
                 one[-1] in ends and not turns[-1].get("tool_calls")
@@ -167,7 +173,7 @@ class ToolLoop:
             sampler_log_probs=log_probs,
         )
 
-    def _for_trl(self, draw: Draw, environments: Sequence[Any]) -> dict[str, Any]:
+    def _trainer(self, draw: Draw, environments: Sequence[Any]) -> dict[str, Any]:
         """Return the trainer attributes that TRL's loop reads, as a dict of name -> value.
 
         Args:
@@ -177,13 +183,15 @@ class ToolLoop:
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
             self._check_fault()
-            return _copied(draw(prompt_ids))
+            # TRL's loop changes the lists, and the canary, the check that the engine samples from
+            # the current policy, still reads the originals
+            return copy.deepcopy(draw(prompt_ids))
 
         def those(is_async: bool) -> list[dict[str, Tool]]:
             return [
                 {
                     tool.__name__: self._guarded(tool)
-                    for tool in self._tools_with(environment)
+                    for tool in self._tools + methods_of(environment)
                     if inspect.iscoroutinefunction(tool) == is_async
                 }
                 for environment in environments
@@ -194,7 +202,7 @@ class ToolLoop:
         config = SimpleNamespace(max_position_embeddings=limits.max_length)
         async_tools = those(True)
         return {
-            **self._template.for_trl,
+            **self._for_trl,
             "async_loop": self._async_loop if any(async_tools) else None,
             "max_completion_length": limits.max_tokens,
             "max_tool_calling_iterations": rounds,
@@ -280,13 +288,3 @@ class ToolLoop:
         """Raise the remembered error of a tool that must stop the run, if there is one."""
         if self._fault is not None:
             raise self._fault
-
-
-def _copied(drawn: Drawn) -> Drawn:
-    """Return copies of the lists of sampled token ids and log-probabilities.
-
-    TRL's loop changes its lists in place, and the canary (the check that the engine samples from
-    the current policy) still reads the originals.
-    """
-    ids, log_probs = drawn
-    return [*ids], log_probs and [[*one] for one in log_probs]

@@ -103,10 +103,7 @@ class OpenEnv:
                 "an OpenEnv server needs the package openenv-core: pip install openenv-core"
             ) from exc
         self._client = GenericEnvClient(self.url).sync()
-        self._end = weakref.finalize(self, _close, self._client)
+        # In a background thread, since a busy server may take long to reply
+        closing = threading.Thread(target=self._client.close, daemon=True)
+        self._end = weakref.finalize(self, closing.start)
         self._end.atexit = False  # the server notices that the program ends
-
-
-def _close(client: Any) -> None:
-    """Close a session in a background thread, since a busy server may take long to reply."""
-    threading.Thread(target=client.close, daemon=True).start()
