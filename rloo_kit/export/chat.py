@@ -136,10 +136,10 @@ def _say(
         )
     marks = thought_marks(tokenizer)
 
-    def decode(sampled: list[int], **_: Any) -> str:
-        return completion_texts(tokenizer, [sampled])[0]
-
-    streamer: Any = TextStreamer(SimpleNamespace(decode=decode), skip_prompt=True)  # pyright: ignore[reportArgumentType]
+    decoder: Any = SimpleNamespace(
+        decode=lambda sampled, **_: completion_texts(tokenizer, [sampled])[0]
+    )
+    streamer: Any = TextStreamer(decoder, skip_prompt=True)
     # A chat template may open the thought
     streamer.on_finalized_text = printer(console, marks is not None and marks.is_open(ids))
     settings = {**DEFAULTS, **config.trainer}

@@ -119,9 +119,15 @@ def export_model(  # noqa: PLR0913
             "an adapter"
         )
     goal = free_folder(output or trained.adapter.parent / f"export-{kind}")
-    num_checked = num_prompts if check else 0
     export = _Export(
-        trained, trained.adapter, kind, dtype or "bf16", base, converter, num_checked, say
+        trained,
+        trained.adapter,
+        kind,
+        dtype or "bf16",
+        base,
+        converter,
+        num_prompts if check else 0,
+        say,
     )
     if kind == "adapter" or _fits(trained, base, setup(trained.model.backend).hardware):
         export.write(goal)
@@ -233,10 +239,20 @@ class _Export:
         with whole_folder(goal) as folder:
             base = kinds[self.kind](folder)
             licence = licence_of(base)
-            record = _record_of(self.trained)
-            card = model_card(self.kind, self._title, base, licence, record, self.notes)
+            card = model_card(self.kind, self._title, base, licence, self._record(), self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
+
+    def _record(self) -> RunRecord | None:
+        """Return the record of the run up to the step that the adapter has; None without a run."""
+        if self.trained.run is None:
+            return None
+        record = read_run(self.trained.run)
+        step = re.fullmatch(r"checkpoint-(\d+)", self.adapter.resolve().name)
+        if step is None:
+            return record
+        before = {"before": record.evaluation.get("before")}
+        return replace(record, end={"steps": int(step[1])}, evaluation=before)
 
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
@@ -399,18 +415,6 @@ class _Export:
                 train, held_out = read_prompts(self.trained.config, Path())
                 return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
-
-
-def _record_of(trained: TrainedModel) -> RunRecord | None:
-    """Return the record of the run up to the step that the adapter has; None without a run."""
-    if trained.run is None or trained.adapter is None:
-        return None
-    record = read_run(trained.run)
-    step = re.fullmatch(r"checkpoint-(\d+)", trained.adapter.resolve().name)
-    if step is None:
-        return record
-    before = {"before": record.evaluation.get("before")}
-    return replace(record, end={"steps": int(step[1])}, evaluation=before)
 
 
 def licence_of(base: str) -> str:

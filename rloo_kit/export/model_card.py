@@ -41,8 +41,6 @@ def model_card(
     record = record or RunRecord([])
     config = record.config
     prompts = config.data.prompts if config else ""
-    rewards = without_folders(redact_tree(config.rewards)) if config else []
-    versions = record.environment.get("versions") or {}
     data = ModelCardData(
         base_model=base if is_hub_name(base) else None,
         datasets=prompts if is_hub_name(prompts) else None,
@@ -58,13 +56,10 @@ def model_card(
         name=name,
         base=public_name(base),
         needs_kit=base in EMBEDDED or base.endswith(".gguf"),
-        config=config,
+        record=record,
         prompts=public_name(prompts),
-        steps=record.end.get("steps") or len(record.metrics),
         settings=_settings(config.trainer) if config else [],
-        hardware=record.environment.get("hardware"),
-        versions=[f"{package} {version}" for package, version in versions.items() if version],
-        rewards=[f"`{reward}`" for reward in rewards],
+        rewards=without_folders(redact_tree(config.rewards)) if config else [],
         scores=_scores(record),
         notes=notes,
     )

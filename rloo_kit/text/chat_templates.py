@@ -1,5 +1,6 @@
 """Function that finds the end-of-turn token of a chat template."""
 
+from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Tokenizer
 
 ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
@@ -17,8 +18,7 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     except Exception:  # no template, or one that raises: it is a program and may raise anything
         return None
     after = text.rpartition(ANSWER)[2].lstrip()
-    vocabulary = tokenizer.get_vocab()
     # a plain word does not end a turn
     known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    fits = [token for token in known if token in vocabulary and after.startswith(token)]
-    return vocabulary[max(fits, key=len)] if fits else None
+    fits = [token for token in known if after.startswith(token)]
+    return token_id(tokenizer, max(fits, key=len)) if fits else None

@@ -117,9 +117,9 @@ class ThoughtMarks:
         if not closed:
             return None
         end = closed[0][0]
-        opened = self.start.places(ids[:end])
-        # If the chat template opens the thought, the opening mark is in the prompt, not here
-        return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
+        # Where an opening mark at 0 ends, or 0: a chat template may open the thought in the prompt
+        begin = dict(self.start.places(ids[:end])).get(0, 0)
+        return ids[begin:end]
 
     def thought_of(self, turns: Sequence[Sequence[int]]) -> list[int] | None:
         """Return the tokens of the thoughts of all turns, joined.

@@ -25,13 +25,7 @@ MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):
-    """``repr`` that shows at most 12 items of a container and three levels of nesting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
-        self.maxstring = self.maxother = LONGEST_VALUE
+    """``repr`` that masks secrets, and shows little of huge values."""
 
     def repr_str(self, x: str, level: int) -> str:
         """Return the short ``repr`` of a text, with its secrets masked.
@@ -47,6 +41,9 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 12
+_SHORT.maxstring = _SHORT.maxother = LONGEST_VALUE
 
 
 def resume_command(run: str | Path) -> str:
