@@ -176,9 +176,9 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: Console) -> Any
     limits = ToolLimits(
         max_tokens=settings["max_completion_length"],
         max_length=sys.maxsize,  # `_say` reports a conversation that is too long
-        max_rounds=settings.get("max_tool_calling_iterations"),
+        max_rounds=settings["max_tool_calling_iterations"],
         # The user may need time to confirm a program, and the sandbox has its own time limit
-        timeout=None if python in tools else settings.get("tool_timeout_seconds"),
+        timeout=None if python in tools else settings["tool_timeout_seconds"],
     )
     template = template_settings(config) or {}
     asking = [confirmed_python(console) if tool is python else tool for tool in tools]

@@ -8,7 +8,9 @@ from typing import Any
 
 # A room at column x and row y is the complex number x + yj, so that a step is an addition
 DIRECTIONS = {"north": -1j, "east": 1, "south": 1j, "west": -1}
+SIZE = 4
 START = 0j
+EXIT = complex(SIZE - 1, SIZE - 1)
 
 
 class GuessNumber:
@@ -54,13 +56,10 @@ class Maze:
     the start to 1 at the exit.
     """
 
-    SIZE = 4
-
     def reset(self, prompt: Any, **row: Any) -> str:
         """Begin in a new maze and return the text that is added to the end of the prompt."""
-        rng = random.Random(f"maze {prompt}")
-        self._doors = _dug(self.SIZE, rng)
-        self._to_exit = _distances(self._doors, complex(self.SIZE - 1, self.SIZE - 1))
+        self._doors = _dug(random.Random(f"maze {prompt}"))
+        self._to_exit = _distances(self._doors)
         self._here = START
         return f"\nFind the way out of the maze with calls of move. {self._view()}"
 
@@ -90,20 +89,20 @@ class Maze:
         return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[START])
 
     def _view(self) -> str:
-        if not self._to_exit[self._here]:
+        if self._here == EXIT:
             return "You are at the exit."
         doors = self._doors[self._here]
         open_to = [name for name, step in DIRECTIONS.items() if self._here + step in doors]
         return f"Doors: {', '.join(open_to)}."
 
 
-def _dug(size: int, rng: random.Random) -> dict[complex, set[complex]]:
+def _dug(rng: random.Random) -> dict[complex, set[complex]]:
     """Make a random maze with exactly one path between any two rooms.
 
     Return the maze as a dict from each room to the rooms that its doors lead to.
     """
     doors: dict[complex, set[complex]] = {
-        complex(x, y): set() for x in range(size) for y in range(size)
+        complex(x, y): set() for x in range(SIZE) for y in range(SIZE)
     }
 
     def dig(here: complex) -> None:
@@ -118,10 +117,10 @@ def _dug(size: int, rng: random.Random) -> dict[complex, set[complex]]:
     return doors
 
 
-def _distances(doors: dict[complex, set[complex]], start: complex) -> dict[complex, int]:
-    """Return a dict from each room to the number of doors on the path from ``start`` to it."""
-    found = {start: 0}
-    queue = [start]
+def _distances(doors: dict[complex, set[complex]]) -> dict[complex, int]:
+    """Return a dict from each room to the number of doors on the path to the exit."""
+    found = {EXIT: 0}
+    queue = [EXIT]
     for here in queue:  # which grows while it is read
         for room in doors[here] - found.keys():
             found[room] = found[here] + 1

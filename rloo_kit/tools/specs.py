@@ -36,18 +36,17 @@ def load_tools(specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = 
         DataError: The file of the tool ``search`` cannot be read.
         RewardLoadError: The Python file or module of a tool cannot be loaded.
     """
-    return [
-        _made(dict(spec), base_dir, say)
-        if isinstance(spec, Mapping)
-        else _plain(spec, base_dir, say)
-        for spec in specs
-    ]
-
-
-def _plain(spec: Any, base_dir: Path, say: Say | None) -> Any:
-    if isinstance(spec, str) and spec in MADE:
-        raise ConfigError(f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}")
-    return _load(spec, "tool", TOOLS, base_dir, say)
+    tools = []
+    for spec in specs:
+        if isinstance(spec, str) and spec in MADE:
+            raise ConfigError(
+                f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}"
+            )
+        if isinstance(spec, Mapping):
+            tools.append(_made(dict(spec), base_dir, say))
+        else:
+            tools.append(_load(spec, "tool", TOOLS, base_dir, say))
+    return tools
 
 
 def _made(table: dict[str, Any], base_dir: Path, say: Say | None) -> Any:
