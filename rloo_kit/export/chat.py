@@ -128,8 +128,7 @@ def _say(
     from transformers import TextStreamer
 
     (ids,) = prompts
-    longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-    room = longest - len(ids)
+    room = (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - len(ids)
     if room < 1:
         raise ConfigError(
             "the conversation is longer than the model's context length: start a new conversation"

@@ -8,7 +8,6 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -203,12 +202,6 @@ def _check_arguments(
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
 
 
-def _copy(patterns: Sequence[str], source: Path, folder: Path) -> None:
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-
-
 # --- the kinds -----------------------------------------------------------------------------------
 
 
@@ -257,7 +250,9 @@ class _Export:
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        _copy((CONFIG, WEIGHTS, *TOKENIZER_FILES), self.adapter, folder)
+        for pattern in (CONFIG, WEIGHTS, *TOKENIZER_FILES):
+            for file in self.adapter.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
         config = read_json(folder / CONFIG)
         if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
@@ -303,7 +298,7 @@ class _Export:
                     packed = load_base(self.trained, name=place, load_in_4bit=True)
                     packed.model.config.use_cache = True
                     packed.model.save_pretrained(str(folder))
-                _copy(TOKENIZER_FILES, Path(place), folder)
+                load_tokenizer(place).save_pretrained(str(folder))
             self.notes.append("The merged weights were rounded to 4 bits (NF4).")
         if reference is not None:
             self._load_back(folder, reference)

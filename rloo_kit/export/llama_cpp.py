@@ -74,8 +74,9 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     _remove_byte_fallback(model / "tokenizer.json")
     whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
     words = [*command, str(model), "--outfile", str(whole), "--outtype", first]
-    remedy = "give another llama.cpp with --converter, or export --to merged"
-    _run("converter", words, whole, remedy)
+    _run(
+        "converter", words, whole, "give another llama.cpp with --converter, or export --to merged"
+    )
     if dtype in K_QUANTS:
         words = [sys.executable, "-m", __name__, str(whole), str(file), dtype]
         _run("quantiser", words, file, "export with --dtype q8_0, which does not need it")

@@ -35,10 +35,11 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 
     Returns:
         Two lists: the settings that are carried over to verl, and the settings that differ from
-        their default but are lost.
+        their default but are lost. ``model.load_in_4bit`` is always among the lost ones.
     """
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
-    values = _flat(job.config.as_dict() | {"trainer": job.args.to_dict()}) | _derived(job)
+    given = _flat(job.config.as_dict())
+    values = given | _flat({"trainer": job.args.to_dict()}) | _derived(job)
     carried = [Row({}, table["always"], "in every folder")]
     lost = []
     for one in table["carried"]:
@@ -46,26 +47,17 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
         verl = {key: values[name] for key, name in one["verl"].items()}
         carried.append(Row(run, verl, one.get("note", "").format(**values)))
     seen = {name for row in carried for name in row.run}
-    for name, value in _given(job.config).items():
+    default = _flat(RunConfig().as_dict())
+    for name, value in given.items():
+        is_default = name in default and value == default[name]
+        if name in seen or (is_default and name != "model.load_in_4bit"):
+            continue
         if name in table["in_files"]:
             carried.append(Row({name: value}, {}, table["in_files"][name]))
-        elif name not in seen:
+        else:
             why = table["lost"].get(name) or table["lost"].get(name.partition(".")[0])
             lost.append(Row({name: value}, {}, why or table["unknown"]))
     return carried, lost
-
-
-def _given(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that differ from their default, as dotted name -> value.
-
-    ``model.load_in_4bit`` is always included.
-    """
-    default = _flat(RunConfig().as_dict())
-    return {
-        name: value
-        for name, value in _flat(config.as_dict()).items()
-        if name not in default or value != default[name] or name == "model.load_in_4bit"
-    }
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
