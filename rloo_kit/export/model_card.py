@@ -1,6 +1,5 @@
 """Model card (README.md) of a trained model: metadata for the hub, and text for readers."""
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def model_card(
         prompts=public_name(prompts),
         settings=_settings(config.trainer) if config else [],
         rewards=without_folders(redact_tree(config.rewards)) if config else [],
-        evaluations=_evaluations(record),
+        scores=_scores(record),
         notes=notes,
     )
     return redact(str(card))
@@ -92,13 +91,20 @@ def _settings(given: dict[str, Any]) -> list[str]:
     ]
 
 
-def _evaluations(record: RunRecord) -> dict[str, Evaluation]:
-    """Return the evaluations on held-out prompts ``before`` and ``after`` training.
+def _scores(record: RunRecord) -> list[str]:
+    """Return a line for each held-out score before and after training.
 
     An evaluation that is missing or was written by another version is left out.
     """
-    found = {}
+    lines = []
     for when in ("before", "after"):
-        with contextlib.suppress(TypeError, KeyError, AttributeError):
-            found[when] = Evaluation.from_dict(record.evaluation[when])
-    return found
+        try:
+            found = Evaluation.from_dict(record.evaluation[when])
+        except (TypeError, KeyError, AttributeError):  # missing, or of another version
+            continue
+        for name in found.rewards:
+            if one := found.estimate(name):
+                interval = f"95% interval {one.low:.3f} to {one.high:.3f}"
+                prompts = f"{found.num_prompts} held-out prompts, {found.drawn}"
+                lines.append(f"{when}: {name} {one.mean:.3f} ({interval}) on {prompts}")
+    return lines

@@ -33,7 +33,6 @@ class Answers:
         prompts: Sequence[Any],
         settings: dict[str, Any] | None,
     ) -> None:
-        self._prompts = prompts
         self._settings = settings
         found = evaluate(
             model,
@@ -44,15 +43,16 @@ class Answers:
             max_completion_length=MAX_TOKENS,
             chat_template_kwargs=settings,
         )
-        # For each prompt, its token ids and those of its answer
+        # For each prompt, the prompt, its token ids and those of its answer
         self._rows = [
             (
+                sample["prompt"],
                 prompt_ids(tokenizer, sample["prompt"], settings),
                 tokenizer(sample["completion"], add_special_tokens=False)["input_ids"],
             )
             for sample in found.samples
         ]
-        self._log_probs = _log_probs(model, self._rows)
+        self._log_probs = self._log_probs_by(model)
 
     def difference(self, model: Model, tokenizer: Tokenizer) -> float:
         """Return the mean absolute difference of two models' token log-probabilities, in nats.
@@ -67,7 +67,7 @@ class Answers:
             ModelError: The second tokenizer turns a prompt into other tokens, or has lost its chat
                 template.
         """
-        for prompt, (ids, _) in zip(self._prompts, self._rows, strict=True):
+        for prompt, ids, _ in self._rows:
             try:
                 read = prompt_ids(tokenizer, prompt, self._settings)
             except DataError as exc:
@@ -78,20 +78,20 @@ class Answers:
                     f"the {len(ids)} tokens of the trained model's tokenizer: pass --no-check to "
                     "keep the export"
                 )
-        now = _log_probs(model, self._rows)
+        now = self._log_probs_by(model)
         total = sum(abs(a - b) for a, b in zip(now, self._log_probs, strict=True))
         return total / max(1, len(now))
 
+    def _log_probs_by(self, model: Model) -> list[float]:
+        """Return a model's log-probability of each token of all answers, in nats."""
+        import torch
+        from trl.trainer.utils import selective_log_softmax
 
-def _log_probs(model: Model, rows: list[tuple[list[int], list[int]]]) -> list[float]:
-    import torch
-    from trl.trainer.utils import selective_log_softmax
-
-    model.eval()
-    found = []
-    for prompt, answer in rows:
-        tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
-        found += selective_log_softmax(logits.float(), tokens[0, len(prompt) :]).tolist()
-    return found
+        model.eval()
+        found = []
+        for _, prompt, answer in self._rows:
+            tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
+            found += selective_log_softmax(logits.float(), tokens[0, len(prompt) :]).tolist()
+        return found

@@ -36,7 +36,7 @@ class Environments:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
         self.samples = {name: _made(factory) for name, factory in self._factories.items()}
         self._pool = {name: [one] for name, one in self.samples.items()}
-        self.current: list[Any] = []  # instances of the newest batch, one for each row
+        self.current = []  # instances of the newest batch, one for each row
         for one in self.samples.values():
             reset = getattr(one, "reset", None)
             if not callable(reset) or inspect.iscoroutinefunction(reset):

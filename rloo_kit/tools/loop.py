@@ -14,7 +14,6 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from types import SimpleNamespace
@@ -103,7 +102,7 @@ class ToolLoop:
         self,
         rows: Sequence[Mapping[str, Any]],
         draw: Draw,
-        turns: Callable[[], AbstractContextManager[None]],
+        turns: Callable[[], contextlib.AbstractContextManager[None]],
         ends: Container[int],
     ) -> Completions:
         """Sample one trajectory for each row.
@@ -133,7 +132,7 @@ class ToolLoop:
         prompts = [row["prompt"] for row in rows]
         names = instances = [None] * len(rows)
         if self.environments is not None:
-            names = [self.environments.name_of(row) for row in rows]
+            names = list(map(self.environments.name_of, rows))
             prompts = self.environments.begin(rows)
             instances = self.environments.current
         tokenizer = self._tokenizer
@@ -286,5 +285,5 @@ class ToolLoop:
 
     def _check_fault(self) -> None:
         """Raise the remembered error of a tool that must stop the run, if there is one."""
-        if self._fault is not None:
+        if self._fault:
             raise self._fault
