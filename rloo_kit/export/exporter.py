@@ -333,7 +333,8 @@ class _Export:
             if longest := getattr(merged.config, "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
-        if public_name(name) != PACKED_SUFFIX.sub("", public_name(self.trained.base)):
+        own, other = (PACKED_SUFFIX.sub("", public_name(n)) for n in (self.trained.base, name))
+        if own != other:
             note = (
                 f"The adapter was trained on {public_name(self.trained.base)}, to which all scores "
                 f"belong, and was merged into {public_name(name)}."

@@ -50,7 +50,7 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
     default = _flat(RunConfig().as_dict())
     for name, value in given.items():
         is_default = name in default and value == default[name]
-        if name in seen or (is_default and name != "model.load_in_4bit"):
+        if {name, name.partition(".")[0]} & seen or (is_default and name != "model.load_in_4bit"):
             continue
         if name in table["in_files"]:
             carried.append(Row({name: value}, {}, table["in_files"][name]))

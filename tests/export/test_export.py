@@ -194,6 +194,7 @@ def test_four_bit_base_is_written_out_with_a_warning(run, packed_thinker, tmp_pa
         (run / "run.yaml").write_text(text)
     folder, card, said = export(run, "merged", tmp_path / "x", base=base)
     assert "lack the precision that the base lost by quantisation" in card
+    assert "to which all scores belong" not in card  # it is the run's own base
     assert "loaded back" in said[-2]
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
