@@ -107,11 +107,12 @@ def _remove_byte_fallback(file: Path) -> None:
 
 def _quantise(whole: str, file: str, dtype: str) -> int:
     """Quantise a 16-bit GGUF file to the K-quant ``dtype``; return 0 if that succeeded."""
-    import llama_cpp  # pyright: ignore[reportMissingImports]
+    import llama_cpp  # the package, which pyright takes for this module
 
-    params = llama_cpp.llama_model_quantize_default_params()
+    params = llama_cpp.llama_model_quantize_default_params()  # pyright: ignore
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
-    return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
+    given = ctypes.pointer(params)
+    return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), given)  # pyright: ignore
 
 
 if __name__ == "__main__":  # runs in a separate process, since llama.cpp may abort the process
