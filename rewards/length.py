@@ -140,9 +140,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
         if self.part == "thought":
             return self.marks.thought_of(turns)
         ids = turns[-1]
-        closed = self.marks.closed(ids)
+        closed = self.marks.end.places(ids)
         answer = ids[closed[-1][1] :] if closed else ids
-        return None if self.marks.opened(answer) or (opened and not closed) else answer
+        return None if self.marks.start.places(answer) or (opened and not closed) else answer
 
     def _score(self, text: str, opened: bool, turns: list[list[int]] | None = None) -> float:
         part: Sequence[object] | None = part_text(text, self.part, opened=opened)

@@ -333,8 +333,8 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
         return [float(all(self._is_once(opened, ids) for ids in own)) for _, opened, own in rows]
 
     def _is_once(self, opened: bool, ids: Sequence[int]) -> bool:
-        closes = self.marks.closed(ids)
-        opens = self.marks.opened(ids)
+        closes = self.marks.end.places(ids)
+        opens = self.marks.start.places(ids)
         # The opening mark may be missing
         return len(closes) == 1 and opened + len(opens) <= 1 and opens[:1] < closes
 

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.text.wording import first_line
 
 
 def free_folder(wanted: str | Path) -> Path:
@@ -85,6 +87,32 @@ def latest_folder(wanted: str | Path) -> Path | None:
         and any((folder / file).is_file() for file in ("run.yaml", "metrics.jsonl"))
     }
     return found[max(found)] if found else None
+
+
+@contextlib.contextmanager
+def whole_folder(goal: Path) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it to ``goal`` at the end of the block.
+
+    If the block fails, the temporary folder is removed, so that ``goal`` is never incomplete.
+
+    Raises:
+        ModelError: The folder cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    part = goal.with_name(f".{goal.name}.partial")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        part.rename(goal)
+    except (OSError, SafetensorError) as exc:
+        raise ModelError(
+            f"{str(goal)!r} cannot be written ({first_line(exc)}): free some space, or choose "
+            "another folder with --output"
+        ) from exc
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 # --- atomic files ---------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-import inspect
 import io
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
@@ -25,15 +26,10 @@ from rloo_kit.text.thoughts import (
 from rloo_kit.text.wording import printable
 from rloo_kit.tools.python import python
 from rloo_kit.tools.specs import load_tools
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.types import Message, Model, Tokenizer
 
 # Question to the user before the tool `python` runs a program
 ASKED = "\nrun this program? [y/N] "
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rloo_kit.tools.loop import ToolLoop
 
 
 def chat(model: str, *, base: bool = False) -> None:
@@ -52,51 +48,50 @@ def chat(model: str, *, base: bool = False) -> None:
             context length.
         ModelError: The model cannot be loaded.
     """
-    from rich.console import Console
-
     trained = find_trained(model)
     config = trained.config or RunConfig()
     if base and trained.adapter is None:
         raise ConfigError(f"{model} has no adapter, so it is its own base: leave --base out")
     models = [trained, trained.without_adapter()] if base else [trained]
     text = system_message(config.data)
-    system = [_turn("system", text)] if text else []
-    conversations: list[list[dict[str, Any]]] = [[*system] for _ in models]
-    if isinstance(sys.stdin, io.TextIOWrapper):  # show a ? for what is not UTF-8
-        sys.stdin.reconfigure(errors="replace")
+    system = [{"role": "system", "content": text}] if text else []
+    conversations = [(one, [*system]) for one in models]
     console = Console()
     with session():
         loaded = load_base(trained)
-        loop = _tool_loop(config, loaded.tokenizer, console)
+        tokenizer = loaded.tokenizer
+        loop = _tool_loop(config, tokenizer, console)
+        is_chat = config.data.chat and tokenizer.chat_template
         for line in _lines(console):
-            for one, turns in zip(models, conversations, strict=True):
+            for one, turns in conversations:
                 if base:
                     console.out(f"{one.short_name}:", style="bold")
-                turns.append(_turn("user", line))
-                is_chat = config.data.chat and loaded.tokenizer.chat_template
+                turns.append({"role": "user", "content": line})
                 with loaded.using(one) as policy:
-                    say = functools.partial(_say, policy, loaded.tokenizer, config, console)
-                    if loop is not None:
-                        turns += _with_calls(loop, turns, say)
-                    else:
+                    draw = functools.partial(_say, policy, tokenizer, config, console)
+                    if loop is None:
                         prompt = turns if is_chat else line
-                        ids = prompt_ids(loaded.tokenizer, prompt, template_settings(config))
-                        (answer,) = completion_texts(loaded.tokenizer, [say(ids)])
-                        turns.append(_turn("assistant", _without_thought(answer)))
+                        ids, _ = draw([prompt_ids(tokenizer, prompt, template_settings(config))])
+                        (answer,) = completion_texts(tokenizer, ids)
+                        said = [{"role": "assistant", "content": answer}]
+                    else:
+                        rows = [{"prompt": turns}]
+                        (said,) = loop.sample(rows, draw, contextlib.nullcontext, ()).completions
+                turns += map(_without_thought, said)
                 console.print()
 
 
-def _turn(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
+def _without_thought(turn: Message) -> Message:
+    """Return a turn; a model's without its thought, as chat templates keep past turns."""
+    if turn["role"] != "assistant":
+        return turn
+    return turn | {"content": turn["content"].rpartition(THOUGHT_ENDS)[2].strip()}
 
 
-def _without_thought(text: str) -> str:
-    """Return the text after the thought, which is all that a chat template keeps of past turns."""
-    return text.rpartition(THOUGHT_ENDS)[2].strip()
-
-
-def _lines(console: "Console") -> Iterator[str]:
+def _lines(console: Console) -> Iterator[str]:
     """Yield each line that the user types, without the empty ones, until the input ends."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # show a ? for what is not UTF-8
+        sys.stdin.reconfigure(errors="replace")
     prompt = ""
     if sys.stdin.isatty():
         console.print("Ctrl-D ends the conversation", style="dim")
@@ -108,11 +103,23 @@ def _lines(console: "Console") -> Iterator[str]:
 
 
 def _say(
-    model: Model, tokenizer: Tokenizer, config: RunConfig, console: "Console", ids: list[int]
-) -> list[int]:
-    """Sample an answer to a prompt, print it while it is sampled, and return its token ids.
+    model: Model,
+    tokenizer: Tokenizer,
+    config: RunConfig,
+    console: Console,
+    prompts: list[list[int]],
+) -> tuple[list[list[int]], None]:
+    """Sample an answer to a prompt, and print it while it is sampled.
 
-    ``ids`` are the token ids of the prompt.
+    Args:
+        model: The model that answers.
+        tokenizer: Its tokenizer.
+        config: Settings of the run.
+        console: Console to print to.
+        prompts: A list of one prompt's token ids.
+
+    Returns:
+        A list of the answer's token ids, and None, as a tool loop expects them.
 
     Raises:
         ConfigError: The prompt leaves no room for an answer in the model's context length.
@@ -120,22 +127,22 @@ def _say(
     import torch
     from transformers import TextStreamer
 
-    longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-    room = longest - len(ids)
+    (ids,) = prompts
+    room = (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - len(ids)
     if room < 1:
         raise ConfigError(
             "the conversation is longer than the model's context length: start a new conversation"
         )
     marks = thought_marks(tokenizer)
 
-    def decode(sampled: list[int], **_: Any) -> str:
-        return completion_texts(tokenizer, [sampled])[0]
-
-    streamer: Any = TextStreamer(SimpleNamespace(decode=decode), skip_prompt=True)  # pyright: ignore[reportArgumentType]
+    decoder: Any = SimpleNamespace(
+        decode=lambda sampled, **_: completion_texts(tokenizer, [sampled])[0]
+    )
+    streamer: Any = TextStreamer(decoder, skip_prompt=True)
     # A chat template may open the thought
-    streamer.on_finalized_text = Printer(console, marks is not None and marks.is_open(ids))
+    streamer.on_finalized_text = printer(console, marks is not None and marks.is_open(ids))
     settings = {**DEFAULTS, **config.trainer}
-    inputs = torch.tensor([ids], device=model.device)  # (1, P)
+    inputs = torch.tensor(prompts, device=model.device)  # (1, P)
     with torch.inference_mode():
         getattr(model, "for_inference", model.eval)()  # Unsloth's faster path
         output = model.generate(
@@ -148,14 +155,14 @@ def _say(
             top_k=0,
             streamer=streamer,
         )
-    return output[0, len(ids) :].tolist()
+    return output[:, len(ids) :].tolist(), None
 
 
 # --- tools ---------------------------------------------------------------------------------------
 
 
-def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "ToolLoop | None":
-    """Return the loop that runs the run's tools, or None if the run has no tools."""
+def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: Console) -> Any:
+    """Return the ``ToolLoop`` that runs the run's tools, or None if the run has no tools."""
     from rloo_kit.tools.loop import ToolLimits, ToolLoop
     from rloo_kit.training.trl_step import run_tool_loop
 
@@ -168,106 +175,58 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: "Console") -> "
     limits = ToolLimits(
         max_tokens=settings["max_completion_length"],
         max_length=sys.maxsize,  # `_say` reports a conversation that is too long
-        max_rounds=settings.get("max_tool_calling_iterations"),
+        max_rounds=settings["max_tool_calling_iterations"],
         # The user may need time to confirm a program, and the sandbox has its own time limit
-        timeout=None if python in tools else settings.get("tool_timeout_seconds"),
+        timeout=None if python in tools else settings["tool_timeout_seconds"],
     )
     template = template_settings(config) or {}
-    shown = [seen(tool, console) for tool in tools]
-    return ToolLoop(shown, None, tokenizer, template, limits, run_tool_loop)
+    asking = [confirmed_python(console) if tool is python else tool for tool in tools]
+    loop = ToolLoop(asking, None, tokenizer, template, limits, run_tool_loop)
+    loop.show = lambda line: console.out(f"\n{printable(line)}", style="dim", highlight=False)
+    return loop
 
 
-def _with_calls(
-    loop: "ToolLoop", turns: list[dict[str, Any]], say: Callable[[list[int]], list[int]]
-) -> list[dict[str, Any]]:
-    """Let the model answer and call tools; return its messages and those of the tools, in order.
-
-    Args:
-        loop: Loop that runs the tools.
-        turns: The conversation so far, as chat messages.
-        say: Function that samples and prints, from the token ids of a prompt to those sampled.
-    """
-    found = loop.sample(
-        [{"prompt": turns}], lambda ids: ([say(ids[0])], None), contextlib.nullcontext
-    )
-    return [
-        one | {"content": _without_thought(one["content"])} if one["role"] == "assistant" else one
-        for one in found.messages[0]
-    ]
-
-
-def seen(tool: Callable[..., Any], console: "Console") -> Callable[..., Any]:
-    """Wrap a tool so that each call prints its result or error, and return the wrapped tool.
-
-    The tool ``python`` also asks the user before it runs a program.
+def confirmed_python(console: Console) -> Callable[..., str]:
+    """Return the tool ``python``, changed to ask the user before it runs a program.
 
     Raises:
-        PermissionError: Raised by a call of ``python`` if the user did not answer ``y``.
+        PermissionError: Raised by a call if the user did not answer ``y``.
     """
 
-    @contextlib.contextmanager
-    def shown() -> Iterator[list[Any]]:
-        """Print the result that the body appends to the yielded list, or the error of the body.
+    @functools.wraps(python)
+    def call(code: str) -> str:
+        """Run a program if the user answers ``y``.
 
         Raises:
-            Exception: The error of the body.
+            PermissionError: The user did not.
         """
-        results: list[Any] = []
-        try:
-            yield results
-        except Exception as exc:
-            results.append(f"{type(exc).__name__}: {exc}")
-            raise
-        finally:
-            text = printable(str(*results))
-            console.out(f"\n{tool.__name__}: {text}", style="dim", highlight=False)
-
-    if inspect.iscoroutinefunction(tool):
-
-        @functools.wraps(tool)
-        async def wait(**arguments: Any) -> Any:
-            with shown() as results:
-                results.append(await tool(**arguments))
-            return results[0]
-
-        return wait
-
-    @functools.wraps(tool)
-    def call(**arguments: Any) -> Any:
-        """Call the tool.
-
-        Raises:
-            PermissionError: The user did not let the program run.
-        """
-        with shown() as results:
-            if tool is python and console.input(ASKED, markup=False).lower().strip() != "y":
-                raise PermissionError("the user did not run the program")
-            results.append(tool(**arguments))
-        return results[0]
+        if console.input(ASKED, markup=False).lower().strip() != "y":
+            raise PermissionError("the user did not run the program")
+        return python(code)
 
     return call
 
 
-class Printer:
-    """Printer of an answer that arrives in pieces; it dims the thought.
+def printer(console: Console, in_thought: bool) -> Callable[..., None]:
+    """Return a function that prints an answer piece by piece, as a ``TextStreamer`` calls it.
 
-    The text is plain if the output goes to a file or a pipe.
+    It dims the thought. The text is plain if the output goes to a file or a pipe.
+
+    Args:
+        console: Console to print to.
+        in_thought: True if the prompt opens the thought.
     """
 
-    def __init__(self, console: "Console", in_thought: bool) -> None:
-        self._console = console
-        self._in_thought = in_thought
-
-    def __call__(self, piece: str, stream_end: bool = False) -> None:
-        """Print one piece of the answer, as a ``TextStreamer`` passes it."""
-        thought = ""
-        end = ""
-        answer = piece
-        if self._in_thought or piece.lstrip().startswith(THOUGHT_BEGINS):
-            thought, end, answer = piece.partition(THOUGHT_ENDS)
-            self._in_thought = not end
-        for text, style in ((thought + end, "dim"), (answer, None)):
+    def show(piece: str, stream_end: bool = False) -> None:
+        nonlocal in_thought
+        thought = end = ""
+        if in_thought or piece.lstrip().startswith(THOUGHT_BEGINS):
+            thought, end, piece = piece.partition(THOUGHT_ENDS)
+            in_thought = not end
+        for text, style in ((thought + end, "dim"), (piece, None)):
             # Keep line breaks, and escape all other control characters
             plain = "\n".join(map(printable, text.split("\n")))
-            self._console.out(plain, style=style, end="", highlight=False)
-        self._console.file.flush()
+            console.out(plain, style=style, end="", highlight=False)
+        console.file.flush()
+
+    return show

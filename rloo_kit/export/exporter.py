@@ -8,8 +8,7 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,16 @@ from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, find_trained, 
 from rloo_kit.export.llama_cpp import K_QUANTS, check_quantiser, find_converter, write_gguf
 from rloo_kit.export.model_card import KINDS, is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
-from rloo_kit.export.verify import Answers, ask, compare
+from rloo_kit.export.verify import Answers
 from rloo_kit.job import read_prompts, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
-from rloo_kit.models.adapters import EMBEDDED
+from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
 from rloo_kit.models.gguf import convert
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import read_shape, weight_bytes
-from rloo_kit.output_folder import free_folder, read_json, write_json
+from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
@@ -50,12 +50,9 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# Environment variables that hide GPUs from a process
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 NUM_PROMPTS = 16  # prompts of the check, by default
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export_model(  # noqa: PLR0913
@@ -109,9 +106,9 @@ def export_model(  # noqa: PLR0913
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
-        given = "" if repo is None else f", and {format_value(repo)} is none"
         raise ConfigError(
-            f"an upload needs the name of a repository{given}: give --repo OWNER/NAME"
+            f"--repo is {format_value(repo)}, but an upload needs the name of a repository: give "
+            "--repo OWNER/NAME"
         )
     kind = "adapter" if to == "hub" else to
     trained = find_trained(run)
@@ -121,15 +118,22 @@ def export_model(  # noqa: PLR0913
             "an adapter"
         )
     goal = free_folder(output or trained.adapter.parent / f"export-{kind}")
-    num_checked = num_prompts if check else 0
     export = _Export(
-        trained, trained.adapter, kind, dtype or "bf16", base, converter, num_checked, say
+        trained,
+        trained.adapter,
+        kind,
+        dtype or "bf16",
+        base,
+        converter,
+        num_prompts if check else 0,
+        say,
     )
     if kind == "adapter" or _fits(trained, base, setup(trained.model.backend).hardware):
         export.write(goal)
     else:
         say("the base in 16 bit does not fit into the GPU: the export runs on the CPU")
-        call_in_child(replace(export, say=print).write, (goal,), say, variables=NO_GPU)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}  # hides the GPUs from the process
+        call_in_child(replace(export, say=print).write, (goal,), say, variables=hidden)
     if repo is not None:
         say(f"uploaded to {_upload(goal, repo, private=not public)}")
     return goal
@@ -184,57 +188,26 @@ def _check_arguments(
             f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
         )
     known = DTYPES.get(to, ())
-    if dtype is not None and not known:
-        raise ConfigError("an adapter is copied without conversion: leave --dtype out")
-    if dtype is not None and dtype not in known:
+    if not known and (dtype is not None or not check or num_prompts != NUM_PROMPTS):
+        raise ConfigError(
+            "an adapter is copied without conversion or check: leave out --dtype, --no-check and "
+            "--prompts"
+        )
+    if dtype not in (None, *known):
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
     if converter is not None and to != "gguf":
         raise ConfigError("--converter is used only with --to gguf: leave --converter out")
-    if (not check or num_prompts != NUM_PROMPTS) and not known:
-        raise ConfigError("an adapter is copied without a check: leave out --no-check, --prompts")
     check_quantiser(dtype or "")
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
 
 
-@contextlib.contextmanager
-def _whole_folder(goal: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to ``goal`` at the end of the block.
-
-    If the block fails, the temporary folder is removed, so that ``goal`` is never incomplete.
-
-    Raises:
-        ModelError: The folder cannot be written.
-    """
-    from safetensors import SafetensorError
-
-    part = goal.with_name(f".{goal.name}.partial")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        part.rename(goal)
-    except (OSError, SafetensorError) as exc:
-        raise ModelError(
-            f"{format_value(str(goal))} cannot be written ({first_line(exc)}): free some space, or "
-            "choose another folder with --output"
-        ) from exc
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _copy(patterns: Sequence[str], source: Path, folder: Path) -> None:
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-
-
 # --- the kinds -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Export:
-    """The arguments of one export, and the steps that write it."""
+    """One export: its arguments, and the steps that write it and collect notes about it."""
 
     trained: TrainedModel
     adapter: Path
@@ -244,36 +217,48 @@ class _Export:
     converter: str | Path | None
     num_prompts: int  # number of prompts for the comparison; 0 skips it
     say: Say
+    notes: list[str] = field(default_factory=list)  # sentences for the model card
+
+    @property
+    def _title(self) -> str:
+        """Title of the model card: the names of the base and of the run."""
+        text = f"{Path(self.trained.base).stem}-{self.trained.short_name}"
+        return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "model"
 
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
-        with _whole_folder(goal) as folder:
-            if self.kind == "adapter":
-                base = self._copy_adapter(folder)
-                notes = []
-            elif self.kind == "merged":
-                base, notes, reference = self._merged(folder)
-                self._load_back(folder, reference)
-            else:
-                base, notes = self._gguf(folder, find_converter(self.converter))
-            title = _title(self.trained)
-            record = _record_of(self.trained)
-            card = model_card(self.kind, title, base, licence_of(base), record, notes)
+        kinds = {"adapter": self._copy_adapter, "merged": self._merged, "gguf": self._gguf}
+        with whole_folder(goal) as folder:
+            base = kinds[self.kind](folder)
+            licence = licence_of(base)
+            card = model_card(self.kind, self._title, base, licence, self._record(), self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
+
+    def _record(self) -> RunRecord | None:
+        """Return the record of the run up to the step that the adapter has; None without a run."""
+        if self.trained.run is None:
+            return None
+        record = read_run(self.trained.run)
+        step = re.fullmatch(r"checkpoint-(\d+)", self.adapter.resolve().name)
+        if step is None:
+            return record
+        before = {"before": record.evaluation.get("before")}
+        return replace(record, end={"steps": int(step[1])}, evaluation=before)
 
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        _copy((*ADAPTER_FILES, *TOKENIZER_FILES), self.adapter, folder)
-        config_file, weights = (folder / name for name in ADAPTER_FILES)
-        config = read_json(config_file)
-        if config is None or not weights.is_file():
+        for pattern in (CONFIG, WEIGHTS, *TOKENIZER_FILES):
+            for file in self.adapter.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        config = read_json(folder / CONFIG)
+        if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
-        write_json(config_file, config | {"base_model_name_or_path": name}, indent=2)
+        write_json(folder / CONFIG, config | {"base_model_name_or_path": name}, indent=2)
         if Path(name).exists():
             self.say(
                 f"note: the adapter's config names its base as a folder on this machine, {name}: "
@@ -281,106 +266,132 @@ class _Export:
             )
         return name
 
-    def _gguf(self, folder: Path, command: list[str]) -> tuple[str, list[str]]:
+    def _gguf(self, folder: Path) -> str:
         """Merge the adapter, write the GGUF file and a Modelfile, and check the file.
 
-        Returns:
-            The name of the base, and notes for the model card.
+        Returns the name of the base.
         """
-        from transformers import AutoTokenizer
-
-        file = folder / f"{_title(self.trained)}-{self.dtype}.gguf"
+        command = find_converter(self.converter)
+        file = folder / f"{self._title}-{self.dtype}.gguf"
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
             model = Path(place) / "model"
-            name, notes, reference = self._merge(model)
+            name, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, self.dtype, command)
-            tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-            text = modelfile(file.name, tokenizer, self.trained.config or RunConfig())
+            text = modelfile(file.name, load_tokenizer(model), self.trained.config or RunConfig())
             (folder / "Modelfile").write_text(text, encoding="utf-8")
             if reference is not None:
                 self._load_back(convert(file, Path(place) / "back"), reference)
-        return name, notes
+        return name
 
-    def _merged(self, folder: Path) -> tuple[str, list[str], Answers | None]:
-        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and save them.
+    def _merged(self, folder: Path) -> str:
+        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and check them.
 
-        Returns the results of ``_merge``; if ``dtype`` is ``nf4``, with a note about NF4 added.
+        Returns the name of the base.
         """
         if self.dtype != "nf4":
-            return self._merge(folder)
-        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-            name, notes, reference = self._merge(Path(place))
-            with session():
-                packed = load_base(self.trained, name=place, load_in_4bit=True)
-                packed.model.config.use_cache = True
-                packed.model.save_pretrained(str(folder))
-            _copy(TOKENIZER_FILES, Path(place), folder)
-        return name, [*notes, "The merged weights were rounded to 4 bits (NF4)."], reference
+            name, reference = self._merge(folder)
+        else:
+            with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
+                name, reference = self._merge(Path(place))
+                with session():
+                    packed = load_base(self.trained, name=place, load_in_4bit=True)
+                    packed.model.config.use_cache = True
+                    packed.model.save_pretrained(str(folder))
+                load_tokenizer(place).save_pretrained(str(folder))
+            self.notes.append("The merged weights were rounded to 4 bits (NF4).")
+        if reference is not None:
+            self._load_back(folder, reference)
+        return name
 
-    def _merge(self, folder: Path) -> tuple[str, list[str], Answers | None]:
+    def _merge(self, folder: Path) -> tuple[str, Answers | None]:
         """Merge the adapter into its base in 16 bit, and save the weights in ``folder``.
 
         Returns:
-            The name of the base, notes for the model card, and the answers of the adapter on the
-            16-bit base before the merge (None without a check).
+            The name of the base, and the answers of the adapter on the 16-bit base before the merge
+            (None without a check).
         """
         import torch
-        from transformers import AutoTokenizer
 
         with session():
-            sixteen, name, notes = _base_in_16_bit(self.trained, self.base, self.say)
+            sixteen, name = self._base_in_16_bit()
             _widen(sixteen.model)
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
                     prompts = self._prompts(is_chat=bool(sixteen.tokenizer.chat_template))
                     settings = template_settings(self.trained.config or RunConfig())
-                    reference = ask(model, sixteen.tokenizer, prompts, settings)
+                    reference = Answers(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
             # When transformers loads weights it changes their layout. This undoes the change, which
             # is not possible for a base of 4-bit weights (then there are notes).
-            merged.save_pretrained(str(folder), save_original_format=not notes)
+            merged.save_pretrained(str(folder), save_original_format=not self.notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    str(self.adapter), trust_remote_code=False
-                )
+                tokenizer = load_tokenizer(self.adapter)
             if longest := getattr(merged.config, "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
-        if public_name(name) != PACKED_SUFFIX.sub("", public_name(self.trained.base)):
+        own, other = (PACKED_SUFFIX.sub("", public_name(n)) for n in (self.trained.base, name))
+        if own != other:
             note = (
                 f"The adapter was trained on {public_name(self.trained.base)}, to which all scores "
                 f"belong, and was merged into {public_name(name)}."
             )
             self.say(f"note: {note} The check compares with the adapter on that base")
-            return name, [*notes, note], reference
-        if self.trained.config and self.trained.model.load_in_4bit and not notes:
-            notes = [
+            self.notes.append(note)
+        elif self.trained.config and self.trained.model.load_in_4bit and not self.notes:
+            self.notes.append(
                 "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
                 "base."
-            ]
-        return name, notes, reference
+            )
+        return name, reference
 
-    def _load_back(self, folder: Path, reference: Answers | None) -> None:
+    def _base_in_16_bit(self) -> tuple[LoadedBase, str]:
+        """Load the base model to merge into, in 16 bit, and return it and its name.
+
+        If only 4-bit weights are available, they are converted to 16 bit, and a note says so.
+        """
+        trained = self.trained
+        name = self.base or trained.base
+        found = None
+        if self.base == DEQUANTIZED:
+            name = trained.base
+            found = load_base(trained, load_in_4bit=True)
+        elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
+            try:
+                found = load_base(trained, name=whole, load_in_4bit=False)
+                name = whole
+            except ModelError as exc:
+                self.say(f"note: the unquantised base {whole} is not available ({exc})")
+        if found is None:
+            packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
+            found = load_base(trained, name=name, load_in_4bit=packed)
+        if getattr(found.model, "is_quantized", False):
+            note = (
+                "The adapter was merged into 4-bit weights written out in 16 bit, which lack the "
+                "precision that the base lost by quantisation."
+            )
+            if self.base != DEQUANTIZED:
+                self.say(f"note: {note} Give the unquantised base with --base")
+            self.notes.append(note)
+            found.model = found.model.dequantize()
+        return found, name
+
+    def _load_back(self, folder: Path, reference: Answers) -> None:
         """Load the export back and compare its answers with those from before the merge.
-
-        Nothing happens if ``reference`` is None.
 
         Raises:
             ModelError: The log-probabilities differ by more than the tolerance.
         """
-        if reference is None:
-            return
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
             both = load_base(self.trained, name=str(folder), load_in_4bit=packed)
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
-            difference = compare(reference, both.model, both.tokenizer)
+            difference = reference.difference(both.model, both.tokenizer)
         found = f"log-probabilities differ by {difference:.4f} nats per token"
         if not difference <= tolerance:  # NaN too
             raise ModelError(
@@ -400,57 +411,6 @@ class _Export:
                 train, held_out = read_prompts(self.trained.config, Path())
                 return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
-
-
-def _base_in_16_bit(
-    trained: TrainedModel, base: str | None, say: Say
-) -> tuple[LoadedBase, str, list[str]]:
-    """Load the base model to merge into, in 16 bit.
-
-    Returns:
-        The loaded base, its name, and notes for the model card. There is a note if only 4-bit
-        weights were available, which were then converted to 16 bit.
-    """
-    name = base or trained.base
-    found = None
-    if base == DEQUANTIZED:
-        name = trained.base
-        found = load_base(trained, load_in_4bit=True)
-    elif (whole := PACKED_SUFFIX.sub("", name)) != name and is_hub_name(name):
-        try:
-            found = load_base(trained, name=whole, load_in_4bit=False)
-            name = whole
-        except ModelError as exc:
-            say(f"note: the unquantised base {whole} is not available ({exc})")
-    if found is None:
-        packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
-        found = load_base(trained, name=name, load_in_4bit=packed)
-    if not getattr(found.model, "is_quantized", False):
-        return found, name, []
-    note = (
-        "The adapter was merged into 4-bit weights written out in 16 bit, which lack the precision "
-        "that the base lost by quantisation."
-    )
-    if base != DEQUANTIZED:
-        say(f"note: {note} Give the unquantised base with --base")
-    return LoadedBase(found.model.dequantize(), found.tokenizer), name, [note]
-
-
-def _record_of(trained: TrainedModel) -> RunRecord | None:
-    """Return the record of the run up to the step that the adapter has; None without a run."""
-    if trained.run is None or trained.adapter is None:
-        return None
-    record = read_run(trained.run)
-    step = re.fullmatch(r"checkpoint-(\d+)", trained.adapter.resolve().name)
-    if step is None:
-        return record
-    before = {"before": record.evaluation.get("before")}
-    return replace(record, end={"steps": int(step[1])}, evaluation=before)
-
-
-def _title(trained: TrainedModel) -> str:
-    text = re.sub(r"[^\w.-]+", "-", f"{Path(trained.base).stem}-{trained.short_name}")
-    return text.strip("-.") or "model"
 
 
 def licence_of(base: str) -> str:

@@ -86,7 +86,7 @@ def hand_over(
         (folder / file.stem).write_text(text, encoding="utf-8")
     _write_yaml(folder / "verl.yaml", _as_hydra_config(carried, folder.name))
     _write_rewards(folder, job)
-    for split, rows in zip(("train", "held_out"), job.splits, strict=True):
+    for split, rows in (("train", train), ("held_out", held_out)):
         if rows is not None:
             _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
     job.say(f"{folder}: bash run.sh; {len(lost)} settings are not carried over: see HANDOVER.md")
@@ -125,10 +125,10 @@ def _write_rewards(folder: Path, job: PreparedJob) -> None:
         return made.relative_to(folder).as_posix()
 
     text = json.dumps(specs, ensure_ascii=False)
-    specs = json.loads(re.sub(r'(?<=")/[^":]+\.py(?=[":])', copied, text))
-    of_scores = {name: getattr(job.args, name) for name in OF_SCORES}
-    trusts = {"trust_remote_code": config.model.trust_remote_code}
-    _write_yaml(folder / "rewards.yaml", {**specs, **of_scores, **trusts})
+    content = json.loads(re.sub(r'(?<=")/[^":]+\.py(?=[":])', copied, text))
+    content |= {name: getattr(job.args, name) for name in OF_SCORES}
+    content["trust_remote_code"] = config.model.trust_remote_code
+    _write_yaml(folder / "rewards.yaml", content)
     job.tokenizer.save_pretrained(folder / "tokenizer")
 
 
@@ -137,8 +137,10 @@ def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
 
     Dotted names become nested tables. ``name`` is the experiment's name.
     """
-    found: dict[str, Any] = {"defaults": ["ppo_trainer", "_self_"]}
-    found["hydra"] = {"searchpath": ["pkg://verl.trainer.config"]}
+    found: dict[str, Any] = {
+        "defaults": ["ppo_trainer", "_self_"],
+        "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
+    }
     for row in [*rows, Row({}, {"trainer.experiment_name": name}, "")]:
         for setting, value in row.verl.items():
             *tables, last = setting.split(".")

@@ -5,18 +5,16 @@ bindings. The package xllamacpp has wheels, but its library lacks the quantiser.
 """
 
 import ctypes
-import importlib
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.environment import cache_folder
 from rloo_kit.machine.hardware import installed_version
-from rloo_kit.text.wording import first_line, format_value
+from rloo_kit.text.wording import first_line
 
 SCRIPT = "convert_hf_to_gguf.py"
 # Data types that only the quantiser can write; the converter writes the other types
@@ -33,19 +31,16 @@ def find_converter(given: str | Path | None = None) -> list[str]:
     Raises:
         ConfigError: No converter is found.
     """
-    usual = (cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp")
-    for place in (Path(given).expanduser(),) if given else usual:
+    usual = [cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp"]
+    places = [Path(given).expanduser()] if given else usual
+    for place in places:
         script = place if place.name == SCRIPT else place / SCRIPT
         if script.is_file():
             return [sys.executable, str(script.absolute())]
-    if given:
-        raise ConfigError(
-            f"there is no {SCRIPT} in {format_value(str(given))}: set --converter to llama.cpp's "
-            "folder, or to this script"
-        )
     raise ConfigError(
-        f"llama.cpp's converter is missing: run `python scripts/fetch_converter.py` to download "
-        f"it, or give the path of {SCRIPT} with --converter"
+        f"llama.cpp's converter is not in {' or '.join(map(str, places))}: run `python "
+        f"scripts/fetch_converter.py` to download it, or set --converter to llama.cpp's folder or "
+        f"to its {SCRIPT}"
     )
 
 
@@ -79,8 +74,9 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
     _remove_byte_fallback(model / "tokenizer.json")
     whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
     words = [*command, str(model), "--outfile", str(whole), "--outtype", first]
-    remedy = "give another llama.cpp with --converter, or export --to merged"
-    _run("converter", words, whole, remedy)
+    _run(
+        "converter", words, whole, "give another llama.cpp with --converter, or export --to merged"
+    )
     if dtype in K_QUANTS:
         words = [sys.executable, "-m", __name__, str(whole), str(file), dtype]
         _run("quantiser", words, file, "export with --dtype q8_0, which does not need it")
@@ -104,20 +100,19 @@ def _remove_byte_fallback(file: Path) -> None:
     if not file.is_file():
         return
     content = json.loads(file.read_bytes())
-    model = content.get("model") or {}
-    before = content.get("pre_tokenizer") or {}
-    kinds = [one.get("type") for one in [before, *before.get("pretokenizers", [])]]
-    if model.get("type") == "BPE" and model.get("byte_fallback") and "ByteLevel" in kinds:
-        model["byte_fallback"] = False
+    if content["model"].get("byte_fallback") and "ByteLevel" in str(content["pre_tokenizer"]):
+        content["model"]["byte_fallback"] = False
         file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _quantise(whole: str, file: str, dtype: str) -> int:
     """Quantise a 16-bit GGUF file to the K-quant ``dtype``; return 0 if that succeeded."""
-    llama_cpp: Any = importlib.import_module("llama_cpp")  # the package, and not this module
-    params = llama_cpp.llama_model_quantize_default_params()
+    import llama_cpp  # the package, which pyright takes for this module
+
+    params = llama_cpp.llama_model_quantize_default_params()  # pyright: ignore
     params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{dtype.upper()}")
-    return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), ctypes.pointer(params))
+    given = ctypes.pointer(params)
+    return llama_cpp.llama_model_quantize(whole.encode(), file.encode(), given)  # pyright: ignore
 
 
 if __name__ == "__main__":  # runs in a separate process, since llama.cpp may abort the process

@@ -20,11 +20,16 @@ def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
         config: Settings of the run that trained the model.
     """
     temperature = config.trainer.get("temperature", DEFAULTS["temperature"])
-    parameters = [f"temperature {temperature:g}", "top_k 0", "top_p 1", "repeat_penalty 1"]
+    lines = [
+        f"FROM ./{file}",
+        f"PARAMETER temperature {temperature:g}",
+        "PARAMETER top_k 0",
+        "PARAMETER top_p 1",
+        "PARAMETER repeat_penalty 1",
+    ]
     end = end_of_turn_id(tokenizer)
     if end is not None and end != tokenizer.eos_token_id:  # llama.cpp stops at the EOS token anyway
-        parameters.append(f'stop "{tokenizer.convert_ids_to_tokens(end)}"')
-    lines = [f"FROM ./{file}", *(f"PARAMETER {one}" for one in parameters)]
+        lines.append(f'PARAMETER stop "{tokenizer.convert_ids_to_tokens(end)}"')
     if system := system_message(config.data):
         lines.append(f'SYSTEM """{system}"""')
     return "\n".join(lines) + "\n"

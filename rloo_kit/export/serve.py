@@ -46,8 +46,11 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         find_model(trained.model.name, trained.model.revision),
         "--served-model-name",
         "base",
+        "--host",
+        "127.0.0.1",
+        "--max-model-len",
+        str(trained.model.max_seq_length),
     ]
-    words += ["--host", "127.0.0.1", "--max-model-len", str(trained.model.max_seq_length)]
     if trained.adapter is not None:
         config = read_json(trained.adapter / CONFIG) or {}
         rank = max([config.get("r", 1), *config.get("rank_pattern", {}).values()])

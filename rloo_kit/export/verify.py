@@ -5,7 +5,6 @@ token of these answers, and the values are compared.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.data.lengths import prompt_ids
@@ -17,20 +16,8 @@ from rloo_kit.types import Model, Tokenizer
 MAX_TOKENS = 48
 
 
-@dataclass(frozen=True)
 class Answers:
-    """Greedy answers of a model to prompts, with the log-probabilities of their tokens."""
-
-    prompts: Sequence[Any]
-    settings: dict[str, Any] | None  # arguments of the chat template
-    rows: list[tuple[list[int], list[int]]]  # for each prompt, its token ids and its answer's
-    log_probs: list[float]  # one for each token of all answers, in nats
-
-
-def ask(
-    model: Model, tokenizer: Tokenizer, prompts: Sequence[Any], settings: dict[str, Any] | None
-) -> Answers:
-    """Return a model's greedy answers to prompts, with the log-probabilities of their tokens.
+    """Greedy answers of a model to prompts, with the log-probabilities of their tokens.
 
     Args:
         model: A causal language model, with or without an adapter.
@@ -38,64 +25,73 @@ def ask(
         prompts: Texts or lists of chat messages, at least one.
         settings: Arguments of the chat template.
     """
-    found = evaluate(
-        model,
-        tokenizer,
-        [{"prompt": prompt} for prompt in prompts],
-        [],
-        temperature=0,
-        max_completion_length=MAX_TOKENS,
-        chat_template_kwargs=settings,
-    )
-    rows = [
-        (
-            prompt_ids(tokenizer, sample["prompt"], settings),
-            tokenizer(sample["completion"], add_special_tokens=False)["input_ids"],
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Any],
+        settings: dict[str, Any] | None,
+    ) -> None:
+        self._settings = settings
+        found = evaluate(
+            model,
+            tokenizer,
+            [{"prompt": prompt} for prompt in prompts],
+            [],
+            temperature=0,
+            max_completion_length=MAX_TOKENS,
+            chat_template_kwargs=settings,
         )
-        for sample in found.samples
-    ]
-    return Answers(prompts, settings, rows, _log_probs(model, rows))
-
-
-def compare(first: Answers, model: Model, tokenizer: Tokenizer) -> float:
-    """Return the mean absolute difference of two models' token log-probabilities, in nats.
-
-    The mean is over all tokens of all answers of the first model.
-
-    Args:
-        first: Answers of the first model, with their log-probabilities.
-        model: The second model, which computes the log-probabilities of the same tokens.
-        tokenizer: Tokenizer of the second model.
-
-    Raises:
-        ModelError: The second tokenizer turns a prompt into other tokens, or has lost its chat
-            template.
-    """
-    for prompt, (ids, _) in zip(first.prompts, first.rows, strict=True):
-        try:
-            read = prompt_ids(tokenizer, prompt, first.settings)
-        except DataError as exc:
-            raise ModelError(f"the export has lost its chat template: {exc}") from exc
-        if read != ids:
-            raise ModelError(
-                f"the export's tokenizer reads a prompt as {len(read)} tokens that differ from the "
-                f"{len(ids)} tokens of the trained model's tokenizer: pass --no-check to keep the "
-                "export"
+        # For each prompt, the prompt, its token ids and those of its answer
+        self._rows = [
+            (
+                sample["prompt"],
+                prompt_ids(tokenizer, sample["prompt"], settings),
+                tokenizer(sample["completion"], add_special_tokens=False)["input_ids"],
             )
-    now = _log_probs(model, first.rows)
-    total = sum(abs(a - b) for a, b in zip(now, first.log_probs, strict=True))
-    return total / max(1, len(now))
+            for sample in found.samples
+        ]
+        self._log_probs = self._log_probs_by(model)
 
+    def difference(self, model: Model, tokenizer: Tokenizer) -> float:
+        """Return the mean absolute difference of two models' token log-probabilities, in nats.
 
-def _log_probs(model: Model, rows: list[tuple[list[int], list[int]]]) -> list[float]:
-    import torch
-    from trl.trainer.utils import selective_log_softmax
+        The mean is over all tokens of all answers.
 
-    model.eval()
-    found = []
-    for prompt, answer in rows:
-        tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
-        found += selective_log_softmax(logits.float(), tokens[0, len(prompt) :]).tolist()
-    return found
+        Args:
+            model: The second model, which computes the log-probabilities of the same tokens.
+            tokenizer: Tokenizer of the second model.
+
+        Raises:
+            ModelError: The second tokenizer turns a prompt into other tokens, or has lost its chat
+                template.
+        """
+        for prompt, ids, _ in self._rows:
+            try:
+                read = prompt_ids(tokenizer, prompt, self._settings)
+            except DataError as exc:
+                raise ModelError(f"the export has lost its chat template: {exc}") from exc
+            if read != ids:
+                raise ModelError(
+                    f"the export's tokenizer reads a prompt as {len(read)} tokens that differ from "
+                    f"the {len(ids)} tokens of the trained model's tokenizer: pass --no-check to "
+                    "keep the export"
+                )
+        now = self._log_probs_by(model)
+        total = sum(abs(a - b) for a, b in zip(now, self._log_probs, strict=True))
+        return total / max(1, len(now))
+
+    def _log_probs_by(self, model: Model) -> list[float]:
+        """Return a model's log-probability of each token of all answers, in nats."""
+        import torch
+        from trl.trainer.utils import selective_log_softmax
+
+        model.eval()
+        found = []
+        for _, prompt, answer in self._rows:
+            tokens = torch.tensor([prompt + answer], device=model.device)  # (1, T)
+            with torch.no_grad():
+                logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # (answer, V)
+            found += selective_log_softmax(logits.float(), tokens[0, len(prompt) :]).tolist()
+        return found

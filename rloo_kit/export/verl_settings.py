@@ -35,53 +35,38 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 
     Returns:
         Two lists: the settings that are carried over to verl, and the settings that differ from
-        their default but are lost.
+        their default but are lost. ``model.load_in_4bit`` is always among the lost ones.
     """
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
-    values = _derived(job)
+    given = _flat(job.config.as_dict())
+    values = given | _flat({"trainer": job.args.to_dict()}) | _derived(job)
     carried = [Row({}, table["always"], "in every folder")]
     lost = []
     for one in table["carried"]:
-        run = {name: _value(job, name) for name in one["run"]}
-        verl = {
-            key: values[name] if name in values else _value(job, name)
-            for key, name in one["verl"].items()
-        }
+        run = {name: values[name] for name in one["run"]}
+        verl = {key: values[name] for key, name in one["verl"].items()}
         carried.append(Row(run, verl, one.get("note", "").format(**values)))
     seen = {name for row in carried for name in row.run}
-    for name, value in _given(job.config).items():
+    default = _flat(RunConfig().as_dict())
+    for name, value in given.items():
+        is_default = name in default and value == default[name]
+        if {name, name.partition(".")[0]} & seen or (is_default and name != "model.load_in_4bit"):
+            continue
         if name in table["in_files"]:
             carried.append(Row({name: value}, {}, table["in_files"][name]))
-        elif name not in seen:
+        else:
             why = table["lost"].get(name) or table["lost"].get(name.partition(".")[0])
             lost.append(Row({name: value}, {}, why or table["unknown"]))
     return carried, lost
 
 
-def _given(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that differ from their default, as dotted name -> value.
-
-    ``model.load_in_4bit`` is always included.
-    """
-    defaults = RunConfig().as_dict()
-    found = {}
-    for section, value in config.as_dict().items():
-        default = defaults[section]
-        if not isinstance(value, dict):
-            value = {"": value}
-            default = {"": default}
-        for name, one in value.items():
-            if name not in default or one != default[name] or name == "load_in_4bit":
-                found[f"{section}.{name}".rstrip(".")] = one
-    return found
-
-
-def _value(job: PreparedJob, name: str) -> Any:
-    """Return the value of a setting, by its dotted name; the default if the run does not set it."""
-    section, _, field = name.rpartition(".")
-    parts = {"trainer": job.args, "": job.config}
-    value = getattr(parts[section] if section in parts else getattr(job.config, section), field)
-    return getattr(value, "value", value)  # a member of an enumeration
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings in one dict; the keys in a section become ``section.key``."""
+    return {
+        f"{section}.{name}".rstrip("."): one
+        for section, value in settings.items()
+        for name, one in (value if isinstance(value, dict) else {"": value}).items()
+    }
 
 
 def _derived(job: PreparedJob) -> dict[str, Any]:
@@ -93,7 +78,6 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
     args = job.args
     config = job.config
     train, held_out = job.splits
-    schedule = _value(job, "trainer.lr_scheduler_type")
     plan = batch_plan(config.trainer)
     batch = max(plan.num_completions, plan.step_rows) // plan.num_generations
     step, rest = divmod(plan.step_rows, plan.num_generations)
@@ -118,7 +102,7 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
         "pass_tokens": args.tokens_per_micro_batch or max(PASS_TOKENS, config.model.max_seq_length),
         "ppo_mini_batch_size": step,
         "save_freq": max(1, round(args.save_steps / updates)),
-        "schedule": "constant" if "constant" in schedule else "cosine",
+        "schedule": "constant" if "constant" in args.lr_scheduler_type else "cosine",
         "test_freq": -1 if held_out is None else often,
         "top_k": args.top_k or -1,
         "total_epochs": math.ceil(epochs),
@@ -126,6 +110,7 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
         "train_batch_size": batch,
         "updates": updates,
         "val_before_train": held_out is not None,
+        "vllm": config.vllm,
         "warmup_ratio": args.warmup_steps if args.warmup_steps < 1 else 0.0,
         "warmup_steps": round(args.warmup_steps / updates),
     }

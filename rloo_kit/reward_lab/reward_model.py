@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import statistics
 import tempfile
 from collections import Counter
@@ -22,7 +21,7 @@ from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
 from rloo_kit.models.adapters import EMBEDDED
-from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.output_folder import check_writable, free_folder, whole_folder, write_json
 from rloo_kit.rewards._classifier import (
     fingerprint,
     load_base,
@@ -388,7 +387,6 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
     ``reward_model.json`` records settings, results, and where the base model is.
     """
     model = trainer.model
-    part = result.folder.with_name(f".{result.folder.name}.partial")
     model.peft_config["default"].base_model_name_or_path = job.model
     facts = {
         "base": job.model,
@@ -406,7 +404,7 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
                 # On Windows no relative path leads to another drive
                 relative = os.path.relpath(place.resolve(), result.folder.resolve())
                 facts["base_folder"] = Path(relative).as_posix()
-    try:
+    with whole_folder(result.folder) as part:
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(part))
@@ -416,6 +414,3 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
             calibration = {name: scores[name] for name in ("mean", "std")}
             write_json(part / "calibration.json", calibration, indent=2)
         write_json(part / "reward_model.json", redact_tree(facts), indent=2)
-        part.rename(result.folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

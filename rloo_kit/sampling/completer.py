@@ -53,22 +53,10 @@ class Completer:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         if self.tool_loop is not None:
-            return self._with_tools(rows, self.tool_loop)
+            return self.tool_loop.sample(rows, self.draw, self.turns, self.ends)
         prompt_ids = self.tokenize(rows)
         ids, log_probs = self.draw(prompt_ids)
         return self.completions(rows, TokenRows(prompt_ids, ids), log_probs)
-
-    def _with_tools(self, rows: Sequence[Mapping[str, Any]], tool_loop: ToolLoop) -> Completions:
-        """Sample one completion of each row, and run the tools that it calls."""
-        found = tool_loop.sample(rows, self.draw, self.turns)
-        pairs = zip(found.tokens.completion_ids, found.open_calls, strict=True)
-        return Completions(
-            prompts=found.prompts,
-            completions=found.messages,
-            tokens=found.tokens,
-            ended=[ids[-1] in self.ends and not is_open for ids, is_open in pairs],
-            sampler_log_probs=found.log_probs,
-        )
 
     def tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Return the token ids of the rows' prompts.

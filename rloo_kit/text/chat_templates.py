@@ -1,5 +1,6 @@
 """Function that finds the end-of-turn token of a chat template."""
 
+from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Tokenizer
 
 ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
@@ -11,16 +12,13 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     Return None if there is no chat template, or if the template does not end a turn with a special
     token.
     """
-    if not tokenizer.chat_template:
-        return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # a template is a program and may raise anything
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # no template, or one that raises: it is a program and may raise anything
         return None
     after = text.rpartition(ANSWER)[2].lstrip()
-    vocabulary = tokenizer.get_vocab()
     # a plain word does not end a turn
     known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    fits = [token for token in known if token in vocabulary and after.startswith(token)]
-    return vocabulary[max(fits, key=len)] if fits else None
+    fits = [token for token in known if after.startswith(token)]
+    return token_id(tokenizer, max(fits, key=len)) if fits else None

@@ -138,9 +138,7 @@ def remember_arguments(arguments: Iterable[str]) -> None:
 
 
 def _remember_environment() -> None:
-    for name, value in os.environ.items():
-        if name != "PWD":  # the shell's working folder, not a password
-            remember_settings(value, name)
+    remember_settings({**os.environ, "PWD": ""})  # PWD is the working folder, not a password
 
 
 def _label(name: str) -> str:
@@ -150,7 +148,7 @@ def _label(name: str) -> str:
 
 def _passwords_in(text: str) -> Iterator[str]:
     """Yield the password of each URL in a text, as written and with percent-encoding decoded."""
-    for match in IN_AN_ADDRESS.finditer(text) if "@" in text else ():
+    for match in IN_AN_ADDRESS.finditer(text):
         for password in {match["secret"], unquote(match["secret"])}:
             if not is_plain(password):
                 yield password
@@ -215,8 +213,10 @@ def redact_tree(value: Any) -> Any:
 
 def _redact_tree(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        items = [(key, _redact_tree(item, str(key))) for key, item in value.items()]
-        return {_redact(key) if isinstance(key, str) else key: item for key, item in items}
+        return {
+            _redact(key) if isinstance(key, str) else key: _redact_tree(item, str(key))
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         kept = [_redact_tree(item, name) for item in value]
         return tuple(kept) if isinstance(value, tuple) else kept

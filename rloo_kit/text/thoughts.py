@@ -71,30 +71,28 @@ class Mark:
     text: str  # the mark in its usual spelling
     pattern: str = ""  # regular expression for every spelling that the model may use
     token: int | None = None  # token id; None if the mark is not a single token
+    tokenizer: Any = None  # the model's tokenizer; None: only `token` is searched for
 
-    def places(self, ids: Sequence[int], tokenizer: Tokenizer | None) -> list[tuple[int, int]]:
+    def places(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the token range of each occurrence of the mark, as (start, end), end exclusive.
 
         If the mark is not a single token, it is searched for in the decoded text. A token that
         holds a part of the mark and also other text counts as part of the mark.
         """
-        if self.token is not None or tokenizer is None:
+        if self.token is not None or self.tokenizer is None:
             return [(at, at + 1) for at, one in enumerate(ids) if one == self.token]
-        text = tokenizer.decode(ids, skip_special_tokens=False)
-        spans = [match.span() for match in re.finditer(self.pattern, text)]
-        if not spans:
-            return []
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
 
         def length(number: int) -> int:
-            return len(tokenizer.decode(ids[:number], skip_special_tokens=False))
+            return len(self.tokenizer.decode(ids[:number], skip_special_tokens=False))
 
         numbers = range(len(ids) + 1)
         return [
             (
-                bisect.bisect_right(numbers, begin, key=length) - 1,
-                bisect.bisect_left(numbers, end, key=length),
+                bisect.bisect_right(numbers, match.start(), key=length) - 1,
+                bisect.bisect_left(numbers, match.end(), key=length),
             )
-            for begin, end in spans
+            for match in re.finditer(self.pattern, text)
         ]
 
 
@@ -104,32 +102,24 @@ class ThoughtMarks:
 
     start: Mark
     end: Mark
-    tokenizer: Tokenizer | None = None  # None: both marks are single tokens with known ids
-
-    def opened(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the token range of each opening mark, as (start, end), end exclusive."""
-        return self.start.places(ids, self.tokenizer)
-
-    def closed(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the token range of each closing mark, as (start, end), end exclusive."""
-        return self.end.places(ids, self.tokenizer)
 
     def is_open(self, ids: Sequence[int]) -> bool:
         """Return whether the tokens end inside a thought: their last mark is an opening mark."""
-        return max(self.opened(ids), default=(-1, 0)) > max(self.closed(ids), default=(-1, 0))
+        opened, closed = (max(mark.places(ids), default=(-1, 0)) for mark in (self.start, self.end))
+        return opened > closed
 
     def thought(self, ids: Sequence[int]) -> Sequence[int] | None:
         """Return the tokens before the first closing mark, without a leading opening mark.
 
         Return None if there is no closing mark.
         """
-        closed = self.closed(ids)
+        closed = self.end.places(ids)
         if not closed:
             return None
         end = closed[0][0]
-        opened = self.opened(ids[:end])
-        # If the chat template opens the thought, the opening mark is in the prompt, not here
-        return ids[opened[0][1] if opened and opened[0][0] == 0 else 0 : end]
+        # Where an opening mark at 0 ends, or 0: a chat template may open the thought in the prompt
+        begin = dict(self.start.places(ids[:end])).get(0, 0)
+        return ids[begin:end]
 
     def thought_of(self, turns: Sequence[Sequence[int]]) -> list[int] | None:
         """Return the tokens of the thoughts of all turns, joined.
@@ -142,32 +132,19 @@ class ThoughtMarks:
         return [token for thought in thoughts for token in thought or ()]
 
     @cached_property
-    def _hidden(self) -> set[int] | None:
-        """Ids of the special tokens that ``text`` must leave out: all that are not part of a mark.
-
-        None if ``text`` can simply skip all special tokens, because the marks are the usual
-        ``<think>`` and ``</think>`` and are not special tokens.
-        """
-        tokenizer: Any = self.tokenizer
-        usual = (self.start.text, self.end.text) == (THOUGHT_BEGINS, THOUGHT_ENDS)
-        end = self.end.token
-        if usual and (end is None or tokenizer.decode([end], skip_special_tokens=True)):
-            return None
+    def _hidden(self) -> set[int]:
+        """Ids of the special tokens that ``text`` leaves out: all that are not part of a mark."""
         return {
             number
-            for number, token in tokenizer.added_tokens_decoder.items()
+            for number, token in self.end.tokenizer.added_tokens_decoder.items()
             if token.special and token.content not in self.start.text + self.end.text
         }
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, with its marks written ``<think>`` and ``</think>``."""
-        tokenizer: Any = self.tokenizer
-        if self._hidden is None:
-            return tokenizer.decode(ids, skip_special_tokens=True)
         shown = [one for one in ids if one not in self._hidden]
-        text = re.sub(
-            self.start.pattern, THOUGHT_BEGINS, tokenizer.decode(shown, skip_special_tokens=False)
-        )
+        text = self.end.tokenizer.decode(shown, skip_special_tokens=False)
+        text = re.sub(self.start.pattern, THOUGHT_BEGINS, text)
         return re.sub(self.end.pattern, THOUGHT_ENDS, text)
 
     def own_text(self, text: str) -> str:
@@ -187,25 +164,21 @@ def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     """
     if tokenizer is None:
         return None
-    given = tokenizer.init_kwargs.get(GIVEN)
-    if given:
-        return _marks(tokenizer, Family(*given))
     template = str(tokenizer.chat_template or "")
 
     def fit(family: Family) -> int:
         in_vocabulary = token_id(tokenizer, family.end) is not None
         return 2 * in_vocabulary + ((family.sign or family.end) in template)
 
-    found = max(FAMILIES.values(), key=fit)
-    return _marks(tokenizer, found) if fit(found) else None
-
-
-def _marks(tokenizer: Tokenizer, family: Family) -> ThoughtMarks:
-    def mark(text: str, pattern: str) -> Mark:
-        return Mark(text, pattern or re.escape(text), token_id(tokenizer, text))
-
-    opening = mark(family.start, family.start_pattern)
-    return ThoughtMarks(opening, mark(family.end, family.end_pattern), tokenizer)
+    given = tokenizer.init_kwargs.get(GIVEN)
+    found = Family(*given) if given else max(FAMILIES.values(), key=fit)
+    if not given and not fit(found):
+        return None
+    marks = (
+        Mark(text, pattern or re.escape(text), token_id(tokenizer, text), tokenizer)
+        for text, pattern in ((found.start, found.start_pattern), (found.end, found.end_pattern))
+    )
+    return ThoughtMarks(*marks)
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:
@@ -244,45 +217,24 @@ def completion_texts(tokenizer: Tokenizer, completion_ids: Sequence[list[int]]) 
 def find_thoughts(
     marks: ThoughtMarks | None, turns: Sequence[list[int]], completion: object
 ) -> dict[str, int | None]:
-    """Return the fields that describe the thoughts in a completion of one or more turns.
+    """Return the fields of ``completions.jsonl`` that describe the thoughts in a completion.
 
     ``tokens`` is the number of tokens in all turns. ``thought_tokens`` is the number of tokens in
     the thoughts of all turns. ``answer_at`` is the number of characters in the text of the last
-    turn up to the end of its last closing mark. ``thought_tokens`` and ``answer_at`` can be None,
-    as in ``find_thought``.
-
-    Args:
-        marks: Marks of the model's thoughts; None if they are not known.
-        turns: Token ids of each turn of the model.
-        completion: The completion as text, or as a list of messages.
-    """
-    found = find_thought(marks, turns[-1], completion) | {"tokens": sum(map(len, turns))}
-    if marks is not None and (thought := marks.thought_of(turns)) is not None:
-        found["thought_tokens"] = len(thought)
-    return found
-
-
-def find_thought(
-    marks: ThoughtMarks | None, completion_ids: list[int], completion: object
-) -> dict[str, int | None]:
-    """Return the fields that describe the thought in a row of ``completions.jsonl``.
-
-    ``tokens`` is the number of tokens in the completion. ``thought_tokens`` is the number of tokens
-    in the thought. ``answer_at`` is the number of characters up to the end of the last closing
-    mark, where the answer begins. ``thought_tokens`` and ``answer_at`` are None if the completion
-    has no closing mark; ``answer_at`` is also None if the text does not match the tokens.
+    turn up to the end of its last closing mark, where the answer begins. ``thought_tokens`` and
+    ``answer_at`` are None if the last turn has no closing mark; ``answer_at`` is also None if the
+    text does not match the tokens.
 
     Args:
         marks: Marks of the model's thoughts; None if they are not known, so that none is found.
-        completion_ids: Token ids of the completion.
+        turns: Token ids of each turn of the model, at least one.
         completion: The completion as text, or as a list of messages.
     """
-    found = {"tokens": len(completion_ids), "thought_tokens": None, "answer_at": None}
-    thought = marks and marks.thought(completion_ids)
-    if marks is None or thought is None:
+    found = {"tokens": sum(map(len, turns)), "thought_tokens": None, "answer_at": None}
+    if marks is None or (thought := marks.thought_of(turns)) is None:
         return found
     found["thought_tokens"] = len(thought)
-    before = marks.text(completion_ids[: marks.closed(completion_ids)[-1][1]])
+    before = marks.text(turns[-1][: marks.end.places(turns[-1])[-1][1]])
     if text_of(completion).startswith(before):
         found["answer_at"] = len(before)
     return found

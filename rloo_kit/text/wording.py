@@ -25,13 +25,7 @@ MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):
-    """``repr`` that shows at most 12 items of a container and three levels of nesting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 12
-        self.maxstring = self.maxother = LONGEST_VALUE
+    """``repr`` that masks secrets, and shows little of huge values."""
 
     def repr_str(self, x: str, level: int) -> str:
         """Return the short ``repr`` of a text, with its secrets masked.
@@ -47,6 +41,9 @@ class _Short(reprlib.Repr):
 
 
 _SHORT = _Short()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 12
+_SHORT.maxstring = _SHORT.maxother = LONGEST_VALUE
 
 
 def resume_command(run: str | Path) -> str:
@@ -63,7 +60,8 @@ def format_value(value: object) -> str:
 
 def format_name(value: object) -> str:
     """Return ``format_value(value)``, without the quotation marks if the value is a string."""
-    return format_value(value)[1:-1] if isinstance(value, str) else format_value(value)
+    text = format_value(value)
+    return text[1:-1] if isinstance(value, str) else text
 
 
 def first_line(exc: BaseException) -> str:
@@ -85,8 +83,6 @@ def encodable(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return the text on one line, with escapes for line breaks and unprintable characters."""
-    if text.isprintable():
-        return text
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
@@ -132,9 +128,8 @@ def format_duration(seconds: float) -> str:
     if whole >= 3600:
         whole = round(seconds / 60)
         names = ("h", "min")
-    many, few = divmod(whole, 60)
-    parts = [f"{number} {name}" for number, name in zip((many, few), names, strict=True) if number]
-    return " ".join(parts)
+    parts = zip(divmod(whole, 60), names, strict=True)
+    return " ".join(f"{number} {name}" for number, name in parts if number)
 
 
 def text_of(completion: object) -> str:
@@ -176,9 +171,9 @@ def _turns(completion: Completion) -> list[dict[str, Any]]:
 def without_folders(value: object) -> Any:
     """Return a value of a run file in which each absolute path is only its last part."""
     if isinstance(value, str):
-        paths = PurePosixPath(value), PureWindowsPath(value)
-        whole = [path for path in paths if path.is_absolute() or path.parts[:1] == ("~",)]
-        return whole[0].name if whole else value
+        for path in (PurePosixPath(value), PureWindowsPath(value)):
+            if path.is_absolute() or path.parts[:1] == ("~",):
+                return path.name
     if isinstance(value, dict):
         return {name: without_folders(one) for name, one in value.items()}
     return [without_folders(one) for one in value] if isinstance(value, list) else value

@@ -3,11 +3,16 @@
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.text.wording import content_text, encodable, first_line, format_value
+from rloo_kit.types import Reward
 
+# A function that the model can call
+Tool: TypeAlias = Callable[..., Any]
+# An environment class for all rows, or a dict of classes by name
+Factories: TypeAlias = Mapping[str, Callable[[], Any]] | Callable[[], Any]
 # Methods of an environment that are not tools
 NOT_TOOLS = ("reset", "get_reward")
 
@@ -24,22 +29,20 @@ class Environments:
             plain method ``reset``.
     """
 
-    def __init__(self, given: Mapping[str, Callable[[], Any]] | Callable[[], Any]) -> None:
+    def __init__(self, given: Factories) -> None:
         self.by_name = isinstance(given, Mapping)
-        self._factories: dict[str | None, Callable[[], Any]]
-        self._factories = {**given} if isinstance(given, Mapping) else {None: given}
+        self._factories: dict[Any, Any] = {**given} if isinstance(given, Mapping) else {None: given}
         if not self._factories:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
         self.samples = {name: _made(factory) for name, factory in self._factories.items()}
         self._pool = {name: [one] for name, one in self.samples.items()}
-        self.current: list[Any] = []  # instances of the newest batch, one for each row
+        self.current = []  # instances of the newest batch, one for each row
         for one in self.samples.values():
             reset = getattr(one, "reset", None)
             if not callable(reset) or inspect.iscoroutinefunction(reset):
-                has = "an async method reset" if callable(reset) else "no method reset"
                 raise ConfigError(
-                    f"environment {type(one).__name__} has {has}: give it def reset(self, "
-                    "**row), which returns None or a text for the end of the prompt"
+                    f"environment {type(one).__name__} needs a method def reset(self, **row) that "
+                    "is not async, and returns None or a text for the end of the prompt"
                 )
 
     def release(self) -> None:
@@ -54,10 +57,8 @@ class Environments:
         Raises:
             DataError: The row's column ``environment`` is missing or names an unknown class.
         """
-        if not self.by_name:
-            return None
-        name = row.get("environment")
-        if not isinstance(name, str) or name not in self._factories:
+        name = row.get("environment") if self.by_name else None
+        if name not in [*self._factories]:  # a list, since the value may have no hash
             raise DataError(
                 f"the prompts' column environment holds {format_value(name)}, but must name one of "
                 f"{', '.join(map(str, self._factories))}"
@@ -86,7 +87,7 @@ class Environments:
             DataError: A row names an unknown environment class, or ``reset`` raised.
         """
         self.current = []
-        taken = Counter[str | None]()
+        taken = Counter()
         prompts = []
         for row in rows:
             name = self.name_of(row)
@@ -96,11 +97,11 @@ class Environments:
             one = pool[taken[name]]
             taken[name] += 1
             self.current.append(one)
-            given = {
-                key: value for key, value in row.items() if name is None or key != "environment"
-            }
+            columns = {**row}
+            if self.by_name:
+                del columns["environment"]
             try:
-                seen = one.reset(**given)
+                seen = one.reset(**columns)
             except Exception as exc:
                 raise DataError(
                     f"{type(one).__name__}.reset raised {type(exc).__name__}: {first_line(exc)}; "
@@ -108,24 +109,24 @@ class Environments:
                 ) from exc
             prompt = row["prompt"]
             if seen is not None:
-                text = encodable(content_text(seen))
-                last = {**prompt[-1], "content": prompt[-1]["content"] + text}
-                prompt = [*prompt[:-1], last]
+                *before, last = prompt
+                text = last["content"] + encodable(content_text(seen))
+                prompt = [*before, last | {"content": text}]
             prompts.append(prompt)
         return prompts
 
     @property
-    def rewards(self) -> list[Callable[..., Any]]:
+    def rewards(self) -> list[Reward]:
         """Reward functions of the environments, one for each class with a method ``get_reward``.
 
         A reward function has the name of its class. It returns None for rows of other classes.
         """
-        kinds = [type(one) for one in self.samples.values() if hasattr(one, "get_reward")]
-        return [_reward_of(kind) for kind in dict.fromkeys(kinds)]
+        kinds = dict.fromkeys(map(type, self.samples.values()))
+        return [_reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
 
-def methods_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an environment.
+def methods_of(environment: Any) -> list[Tool]:
+    """Return the tools of an environment; none if it is None.
 
     They are its public methods except ``reset`` and ``get_reward``.
     """
@@ -146,14 +147,13 @@ def _made(factory: Callable[[], Any]) -> Any:
     try:
         return factory()
     except Exception as exc:
-        name = getattr(factory, "__name__", type(factory).__name__)
         raise ConfigError(
-            f"environment {name} raised {type(exc).__name__} when it was made without arguments: "
-            f"{first_line(exc)}; correct its __init__"
+            f"environment {getattr(factory, '__name__', factory)} raised {type(exc).__name__} when "
+            f"it was made without arguments: {first_line(exc)}; correct its __init__"
         ) from exc
 
 
-def _reward_of(kind: type) -> Callable[..., Any]:
+def _reward_of(kind: type) -> Reward:
     """Return a reward function that calls ``get_reward`` of the environments of one class.
 
     The function returns None for rows whose environment has another class.

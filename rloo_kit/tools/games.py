@@ -4,11 +4,13 @@ The text of the prompt decides the game, so that all completions of a prompt pla
 """
 
 import random
-from collections import deque
 from typing import Any
 
-DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
-Place = tuple[int, int]
+# A room at column x and row y is the complex number x + yj, so that a step is an addition
+DIRECTIONS = {"north": -1j, "east": 1, "south": 1j, "west": -1}
+SIZE = 4
+START = 0j
+EXIT = complex(SIZE - 1, SIZE - 1)
 
 
 class GuessNumber:
@@ -54,14 +56,11 @@ class Maze:
     the start to 1 at the exit.
     """
 
-    SIZE = 4
-
     def reset(self, prompt: Any, **row: Any) -> str:
         """Begin in a new maze and return the text that is added to the end of the prompt."""
-        rng = random.Random(f"maze {prompt}")
-        self._doors = _dug(self.SIZE, rng)
-        self._to_exit = _distances(self._doors, (self.SIZE - 1, self.SIZE - 1))
-        self._here: Place = (0, 0)
+        self._doors = _dug(random.Random(f"maze {prompt}"))
+        self._to_exit = _distances(self._doors)
+        self._here = START
         return f"\nFind the way out of the maze with calls of move. {self._view()}"
 
     def move(self, direction: str) -> str:
@@ -76,10 +75,9 @@ class Maze:
         Raises:
             ValueError: It is not one of the four directions.
         """
-        step = DIRECTIONS.get(direction)
-        if step is None:
+        if direction not in DIRECTIONS:
             raise ValueError("direction must be north, east, south or west")
-        room = (self._here[0] + step[0], self._here[1] + step[1])
+        room = self._here + DIRECTIONS[direction]
         if room not in self._doors[self._here]:
             return f"There is a wall. {self._view()}"
         self._here = room
@@ -91,45 +89,42 @@ class Maze:
         It decreases with the distance of the current room from the exit. It is 0 in a room that is
         as far from the exit as the start, or farther.
         """
-        return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[0, 0])
+        return max(0.0, 1.0 - self._to_exit[self._here] / self._to_exit[START])
 
     def _view(self) -> str:
-        if not self._to_exit[self._here]:
+        if self._here == EXIT:
             return "You are at the exit."
-        x, y = self._here
-        open_to = [n for n, (a, b) in DIRECTIONS.items() if (x + a, y + b) in self._doors[x, y]]
+        doors = self._doors[self._here]
+        open_to = [name for name, step in DIRECTIONS.items() if self._here + step in doors]
         return f"Doors: {', '.join(open_to)}."
 
 
-def _dug(size: int, rng: random.Random) -> dict[Place, set[Place]]:
+def _dug(rng: random.Random) -> dict[complex, set[complex]]:
     """Make a random maze with exactly one path between any two rooms.
 
     Return the maze as a dict from each room to the rooms that its doors lead to.
     """
-    doors: dict[Place, set[Place]] = {(x, y): set() for x in range(size) for y in range(size)}
-    way: list[Place] = [(0, 0)]
-    seen = {way[0]}
-    while way:
-        x, y = way[-1]
-        beside = [(x + a, y + b) for a, b in DIRECTIONS.values()]
-        new = [room for room in beside if room in doors and room not in seen]
-        if not new:
-            way.pop()
-            continue
-        room = rng.choice(new)
-        doors[x, y].add(room)
-        doors[room].add((x, y))
-        seen.add(room)
-        way.append(room)
+    doors: dict[complex, set[complex]] = {
+        complex(x, y): set() for x in range(SIZE) for y in range(SIZE)
+    }
+
+    def dig(here: complex) -> None:
+        beside = [here + step for step in DIRECTIONS.values()]
+        while new := [room for room in beside if room in doors and not doors[room]]:
+            room = rng.choice(new)
+            doors[here].add(room)
+            doors[room].add(here)
+            dig(room)
+
+    dig(START)
     return doors
 
 
-def _distances(doors: dict[Place, set[Place]], start: Place) -> dict[Place, int]:
-    """Return a dict from each room to the number of doors on the path from ``start`` to it."""
-    found = {start: 0}
-    queue = deque([start])
-    while queue:
-        here = queue.popleft()
+def _distances(doors: dict[complex, set[complex]]) -> dict[complex, int]:
+    """Return a dict from each room to the number of doors on the path to the exit."""
+    found = {EXIT: 0}
+    queue = [EXIT]
+    for here in queue:  # which grows while it is read
         for room in doors[here] - found.keys():
             found[room] = found[here] + 1
             queue.append(room)

@@ -13,20 +13,22 @@ import copy
 import inspect
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from types import SimpleNamespace
 from typing import Any
 
+from rloo_kit.data.lengths import prompt_ids as prompt_ids_of
 from rloo_kit.errors import ConfigError, DataError, KitError
 from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.rollout import Completions
 from rloo_kit.scoring.contract import OverdueError, within
 from rloo_kit.text.wording import encodable, first_line
-from rloo_kit.tools.environments import Environments, methods_of
+from rloo_kit.tools.environments import Environments, Factories, Tool, methods_of
 from rloo_kit.tools.numbers import MAX_RESULT
-from rloo_kit.tools.template import CallTemplate, Message, schemas_of
+from rloo_kit.tools.template import checked_template, schemas_of, with_texts
+from rloo_kit.types import Say
 
 # Most characters of an error that the model reads
 MAX_ERROR = 500
@@ -35,18 +37,6 @@ Drawn = tuple[list[list[int]], list[list[float]] | None]
 # Function that samples completions: it gets the token ids of prompts, and returns the token ids of
 # completions and, if the engine reports them, their log-probabilities
 Draw = Callable[[list[list[int]]], Drawn]
-Tool = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Trajectories:
-    """Batch of B completions, each with turns of the model and results of tools."""
-
-    prompts: list[Any]  # conversations that the model received, with the environment's text
-    tokens: TokenRows
-    messages: list[list[Message]]  # turns of the model (``assistant``) and of tools
-    log_probs: list[list[float]] | None  # 0 for tokens of tools; None if the sampler reports none
-    open_calls: list[bool]  # True for a trajectory that ends with a call without its result
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ class ToolLoop:
     def __init__(
         self,
         tools: Sequence[Tool],
-        environments: Mapping[str, Callable[[], Any]] | Callable[[], Any] | None,
+        environments: Factories | None,
         tokenizer: Any,
         settings: dict[str, Any],
         limits: ToolLimits,
@@ -90,61 +80,66 @@ class ToolLoop:
         self._run = run
         self.environments = None if environments is None else Environments(environments)
         self._tools = [*tools]
-        samples = {None: None} if self.environments is None else self.environments.samples
-        known_tools = {name: self._tools_with(one) for name, one in samples.items()}
+        samples = self.environments.samples if self.environments else {None: None}
         # Name of an environment -> JSON schemas of its tools, which the prompt shows
-        self.schemas = {name: schemas_of(known) for name, known in known_tools.items()}
-        self._has_async = any(
-            inspect.iscoroutinefunction(tool) for known in known_tools.values() for tool in known
-        )
-        for known in known_tools.values():
-            names = [one.__name__ for one in known]
-            if len({*names}) < len(names):
-                raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
-        self._template = CallTemplate(tokenizer, settings)
+        self.schemas = {
+            name: schemas_of(self._tools + methods_of(one)) for name, one in samples.items()
+        }
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._for_trl = checked_template(tokenizer, settings)
         self.seconds = 0.0  # time spent in all calls of the newest batch
+        self.show: Say = lambda line: None  # gets a line about each call: name and result, or error
         self._fault: KitError | None = None  # error of a tool that must stop the run
 
     @property
     def tools(self) -> list[Tool]:
         """All tools, including the tools of environments."""
-        own = [] if self.environments is None else self.environments.samples.values()
+        own = self.environments.samples.values() if self.environments else []
         return [*self._tools, *(tool for one in own for tool in methods_of(one))]
-
-    def _tools_with(self, environment: Any) -> list[Tool]:
-        return self._tools + ([] if environment is None else methods_of(environment))
 
     def sample(
         self,
         rows: Sequence[Mapping[str, Any]],
         draw: Draw,
-        turns: Callable[[], AbstractContextManager[None]],
-    ) -> Trajectories:
+        turns: Callable[[], contextlib.AbstractContextManager[None]],
+        ends: Container[int],
+    ) -> Completions:
         """Sample one trajectory for each row.
 
         Args:
             rows: B rows of the dataset.
             draw: Function that samples the next turn of some rows.
             turns: Function that returns a context manager, in which all turns are sampled.
+            ends: Ids of tokens that end a turn.
+
+        Returns:
+            B completions, each a list of turns of the model and results of tools. The prompts
+            contain the texts of the environments. Tokens of results have the log-probability 0.
+            ``ended`` is False for a trajectory that ends with a call without its result.
 
         Raises:
             DataError: A prompt is not a conversation or is too long, a row names an unknown
                 environment, or the ``reset`` of an environment raised.
             ConfigError: A tool failed and ``stop_on_error`` is set.
         """
+        from trl.chat_template_utils import parse_response
+
         if isinstance(rows[0]["prompt"], str):
             raise DataError("tools need conversations as prompts: set data.chat: true")
         self.seconds = 0.0
         self._fault = None
         prompts = [row["prompt"] for row in rows]
-        names: list[str | None] = [None] * len(rows)
-        instances: list[Any] = [None] * len(rows)
+        names = instances = [None] * len(rows)
         if self.environments is not None:
-            names = [self.environments.name_of(row) for row in rows]
+            names = list(map(self.environments.name_of, rows))
             prompts = self.environments.begin(rows)
             instances = self.environments.current
+        tokenizer = self._tokenizer
         prompt_ids = [
-            self._template.prompt_ids(prompt, self.schemas[name])
+            prompt_ids_of(
+                tokenizer, prompt, {**self._settings, "tools": self.schemas[name] or None}
+            )
             for prompt, name in zip(prompts, names, strict=True)
         ]
         longest = max(map(len, prompt_ids))
@@ -154,70 +149,75 @@ class ToolLoop:
                 f"but the model's context length is {self.limits.max_length}: raise "
                 "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
-        tables = [
-            {one.__name__: self._guarded(one) for one in self._tools_with(instance)}
-            for instance in instances
-        ]
         with turns():
-            ids, log_probs = _copied(draw(prompt_ids))
-            messages = [[self._template.parse(*one)] for one in zip(ids, prompt_ids, strict=True)]
+            ids, log_probs = copy.deepcopy(draw(prompt_ids))  # see `_trainer`
+            pairs = zip(ids, prompt_ids, strict=True)
+            first = [[parse_response(tokenizer, *pair)] for pair in pairs]
             mask, messages, ids, log_probs, *_ = self._run(
-                self._for_trl(draw, tables), copy.deepcopy(prompts), prompt_ids, ids, messages,
+                self._trainer(draw, instances), copy.deepcopy(prompts), prompt_ids, ids, first,
                 log_probs, None, {},
             )  # fmt: skip
             self._check_fault()
         tokens = TokenRows(prompt_ids, ids, [list(map(bool, row)) for row in mask])
-        pairs = zip(messages, tokens.turns, strict=True)
-        return Trajectories(
-            prompts,
-            tokens,
-            [self._template.with_texts(*pair) for pair in pairs],
-            log_probs,
-            [bool(turns[-1].get("tool_calls")) for turns in messages],
+        return Completions(
+            prompts=prompts,
+            completions=[
+                with_texts(tokenizer, *one) for one in zip(messages, tokens.turns, strict=True)
+            ],
+            tokens=tokens,
+            ended=[
+                one[-1] in ends and not turns[-1].get("tool_calls")
+                for one, turns in zip(ids, messages, strict=True)
+            ],
+            sampler_log_probs=log_probs,
         )
 
-    def _for_trl(self, draw: Draw, tables: list[dict[str, Tool]]) -> dict[str, Any]:
+    def _trainer(self, draw: Draw, environments: Sequence[Any]) -> dict[str, Any]:
         """Return the trainer attributes that TRL's loop reads, as a dict of name -> value.
 
         Args:
             draw: Function that samples the next turn of some rows.
-            tables: For each row, a dict of its tools by name.
+            environments: The environment of each row, or None.
         """
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
             self._check_fault()
-            return _copied(draw(prompt_ids))
+            # TRL's loop changes the lists, and the canary, the check that the engine samples from
+            # the current policy, still reads the originals
+            return copy.deepcopy(draw(prompt_ids))
 
         def those(is_async: bool) -> list[dict[str, Tool]]:
             return [
-                {n: one for n, one in table.items() if inspect.iscoroutinefunction(one) == is_async}
-                for table in tables
+                {
+                    tool.__name__: self._guarded(tool)
+                    for tool in self._tools + methods_of(environment)
+                    if inspect.iscoroutinefunction(tool) == is_async
+                }
+                for environment in environments
             ]
 
         limits = self.limits
         rounds = sys.maxsize if limits.max_rounds is None else limits.max_rounds
         config = SimpleNamespace(max_position_embeddings=limits.max_length)
+        async_tools = those(True)
         return {
-            **self._template.for_trl,
-            "async_loop": self._async_loop,
+            **self._for_trl,
+            "async_loop": self._async_loop if any(async_tools) else None,
             "max_completion_length": limits.max_tokens,
             "max_tool_calling_iterations": rounds,
             "model": SimpleNamespace(config=config),
             "use_vllm": False,
-            "_async_tool_dicts": those(True),
+            "_async_tool_dicts": async_tools,
             "_generate_single_turn": next_turn,
             "_sync_tool_dicts": those(False),
         }
 
     @cached_property
-    def _async_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Event loop in a separate thread, in which async tools run; None if no tool is async."""
+    def _async_loop(self) -> asyncio.AbstractEventLoop:
+        """Event loop in a separate thread, in which async tools run."""
         from trl.trainer.utils import start_event_loop_in_daemon
 
-        if not self._has_async:
-            return None
-        _, loop, is_ready = start_event_loop_in_daemon("tools")
-        is_ready.wait()
+        _, loop, _ = start_event_loop_in_daemon("tools")
         return loop
 
     # --- calls -----------------------------------------------------------------------------------
@@ -239,18 +239,27 @@ class ToolLoop:
                 """
                 with self._watched(tool):
                     try:
-                        return _short(await asyncio.wait_for(tool(**arguments), timeout))
+                        result = await asyncio.wait_for(tool(**arguments), timeout)
                     except TimeoutError as exc:
                         raise exc if timeout is None else OverdueError from exc
+                    return self._read(tool, result)
 
             return wait
 
         @wraps(tool)
         def call(**arguments: Any) -> str:
             with self._watched(tool):
-                return _short(within(timeout, lambda: tool(**arguments)))
+                return self._read(tool, within(timeout, lambda: tool(**arguments)))
 
         return call
+
+    def _read(self, tool: Tool, result: object) -> str:
+        """Return a result or an error as the model reads it, and pass it to ``self.show``."""
+        text = encodable(str(result))
+        left = len(text) - MAX_RESULT
+        text = text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} more characters)"
+        self.show(f"{tool.__name__}: {text}")
+        return text
 
     @contextlib.contextmanager
     def _watched(self, tool: Tool) -> Iterator[None]:
@@ -264,41 +273,22 @@ class ToolLoop:
             yield
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise
-        except KitError as exc:  # a tool of the kit cannot work here, such as the sandbox
-            self._fault = self._fault or exc
-            raise RuntimeError(first_line(exc)) from exc
         except BaseException as exc:  # a sys.exit() in a tool must not end a run silently
             text = f"{type(exc).__name__}: {first_line(exc)}"[:MAX_ERROR]
             if isinstance(exc, OverdueError):
                 text = f"it took more than {self.limits.timeout:g} s"
-            if self.limits.stop_on_error:
+            if isinstance(exc, KitError):  # a tool of the kit cannot work here, such as the sandbox
+                self._fault = self._fault or exc
+            elif self.limits.stop_on_error:
                 self._fault = self._fault or ConfigError(
                     f"tool {tool.__name__} failed ({text}): correct it, or set "
                     "trainer.on_tool_error: tell, so that the model reads the error"
                 )
-            raise RuntimeError(text) from exc
+            raise RuntimeError(self._read(tool, text)) from exc
         finally:
             self.seconds += time.perf_counter() - started
 
     def _check_fault(self) -> None:
         """Raise the remembered error of a tool that must stop the run, if there is one."""
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
-            raise fault
-
-
-def _copied(drawn: Drawn) -> Drawn:
-    """Return copies of the lists of sampled token ids and log-probabilities.
-
-    TRL's loop changes its lists in place, and the canary (the check that the engine samples from
-    the current policy) still reads the originals.
-    """
-    ids, log_probs = drawn
-    return [*ids], log_probs and [[*one] for one in log_probs]
-
-
-def _short(result: object) -> str:
-    """Return a tool's result as text, cut after ``MAX_RESULT`` characters."""
-    text = encodable(str(result))
-    left = len(text) - MAX_RESULT
-    return text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} more characters)"
+        if self._fault:
+            raise self._fault

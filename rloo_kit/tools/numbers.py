@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TypeGuard
 
+from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import TOOL_ERROR, calls_of, results_of
 from rloo_kit.types import Completion
 
@@ -50,9 +50,8 @@ def call_numbers(
     gains = []
     compared = 0
     for rows in groups:
-        known = [(calls[row] > 0, score) for row in rows if _is_number(score := scores[row])]
-        with_call = [score for called, score in known if called]
-        without = [score for called, score in known if not called]
+        with_call = finite_numbers(scores[row] for row in rows if calls[row])
+        without = finite_numbers(scores[row] for row in rows if not calls[row])
         if with_call and without:
             gains.append(fmean(with_call) - fmean(without))
             compared += len(with_call)
@@ -67,7 +66,3 @@ def call_numbers(
         compared / num_called if num_called else math.nan,
     )
     return dict(zip(CALL_NUMBERS, found, strict=True))
-
-
-def _is_number(score: float | None) -> TypeGuard[float]:
-    return score is not None and not math.isnan(score)

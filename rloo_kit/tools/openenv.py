@@ -31,20 +31,30 @@ class OpenEnv:
 
         Args:
             **row: Columns of the prompt's row. The server uses the columns that its ``reset`` has
-                as parameters.
+                as parameters. A value that JSON does not have, such as a date, is sent as text.
 
         Raises:
             ConfigError: ``openenv-core`` is missing.
             ConnectionError: The server cannot be reached.
         """
+        try:
+            from openenv.core import GenericEnvClient
+        except ImportError as exc:
+            raise ConfigError(
+                "an OpenEnv server needs the package openenv-core: pip install openenv-core"
+            ) from exc
         self._reward = 0.0
         self._done = False
-        sent = {name: value for name, value in row.items() if _is_json(value)}
+        sent = json.loads(json.dumps(row, default=str))
         if self._client is not None:
             with contextlib.suppress(Exception):
                 return self._ask("reset", **sent)
         if self._client is None:
-            self._connect()
+            self._client = GenericEnvClient(self.url).sync()
+            # In a background thread, since a busy server may take long to reply
+            closing = threading.Thread(target=self._client.close, daemon=True)
+            self._end = weakref.finalize(self, closing.start)
+            self._end.atexit = False  # the server notices that the program ends
         return self._ask("reset", **sent)
 
     def get_reward(self) -> float:
@@ -68,16 +78,10 @@ class OpenEnv:
             )
         return "The episode has ended." if self._done else self._ask("step", action)
 
-    def _text(self, observation: dict[str, Any]) -> str:
-        """Return an observation as the text that the model reads.
-
-        The text is the observation as JSON or, if it has only one field, the value of this field.
-        """
-        value = next(iter(observation.values())) if len(observation) == 1 else observation
-        return value if isinstance(value, str) else json.dumps(value)
-
     def _ask(self, what: str, *args: Any, **columns: Any) -> str:
         """Call a method of the client, add up the reward, and return the observation as text.
+
+        The text is the observation as JSON or, if it has only one field, the value of this field.
 
         If the call is interrupted, or fails without an answer from the server, close the session. A
         late result of that call could otherwise be read as the result of the next one. If the
@@ -93,27 +97,7 @@ class OpenEnv:
             raise
         self._done = result.done
         self._reward += float(result.reward or 0.0)
-        return self._text(result.observation)
-
-    def _connect(self) -> None:
-        try:
-            from openenv.core import GenericEnvClient
-        except ImportError as exc:
-            raise ConfigError(
-                "an OpenEnv server needs the package openenv-core: pip install openenv-core"
-            ) from exc
-        self._client = GenericEnvClient(self.url).sync()
-        self._end = weakref.finalize(self, _close, self._client)
-        self._end.atexit = False  # the server notices that the program ends
-
-
-def _close(client: Any) -> None:
-    """Close a session in a background thread, since a busy server may take long to reply."""
-    threading.Thread(target=client.close, daemon=True).start()
-
-
-def _is_json(value: object) -> bool:
-    with contextlib.suppress(TypeError, ValueError):
-        json.dumps(value)
-        return True
-    return False
+        seen = result.observation
+        if len(seen) == 1:
+            (seen,) = seen.values()
+        return seen if isinstance(seen, str) else json.dumps(seen)

@@ -37,7 +37,7 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{place}: the column text holds no text, but search needs it")
         texts.append(text)
-    words_of = bm25s.tokenize(texts, return_ids=False, show_progress=False) if texts else []
+    words_of = bm25s.tokenize(texts, return_ids=False, show_progress=False)
     if not any(words_of):
         raise DataError(f"{format_value(str(file))} has no words, so there is nothing to search")
     index = bm25s.BM25()

@@ -1,6 +1,6 @@
 """Functions that load tools and environments: built-in ones, or from a file or a package."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +8,19 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.scoring.specs import find_object
 from rloo_kit.text.wording import did_you_mean, first_line, format_value
 from rloo_kit.tools.calculator import calculator
+from rloo_kit.tools.environments import Tool
 from rloo_kit.tools.games import GuessNumber, Maze
 from rloo_kit.tools.python import PythonSession, python
 from rloo_kit.tools.search import search
 from rloo_kit.types import Say
 
 # Built-in tools, and functions that make a tool from the parameters of a table
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-MADE: dict[str, Callable[..., Any]] = {"search": search}
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {
-    "guess_number": GuessNumber,
-    "maze": Maze,
-    "python_session": PythonSession,
-}
+TOOLS = {"calculator": calculator, "python": python}
+MADE = {"search": search}
+ENVIRONMENTS = {"guess_number": GuessNumber, "maze": Maze, "python_session": PythonSession}
 
 
-def load_tools(
-    specs: Iterable[Any], base_dir: str | Path | None = None, say: Say | None = None
-) -> list[Callable[..., Any]]:
+def load_tools(specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = None) -> list[Tool]:
     """Return the tools that the key ``tools`` of a run file names, in the same order.
 
     Args:
@@ -33,8 +28,7 @@ def load_tools(
             ``package.module:function``, or a table such as ``{name: search, file: notes.jsonl}``.
             The ``name`` in a table refers to a function. This function is called with the other
             keys as parameters, and returns the tool.
-        base_dir: Folder to which paths are relative, including the ``file`` of a table; None: the
-            working directory.
+        base_dir: Folder to which paths are relative, including the ``file`` of a table.
         say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
@@ -42,21 +36,20 @@ def load_tools(
         DataError: The file of the tool ``search`` cannot be read.
         RewardLoadError: The Python file or module of a tool cannot be loaded.
     """
-    return [
-        _made(dict(spec), base_dir, say)
-        if isinstance(spec, Mapping)
-        else _plain(spec, base_dir, say)
-        for spec in specs
-    ]
+    tools = []
+    for spec in specs:
+        if isinstance(spec, str) and spec in MADE:
+            raise ConfigError(
+                f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}"
+            )
+        if isinstance(spec, Mapping):
+            tools.append(_made(dict(spec), base_dir, say))
+        else:
+            tools.append(_load(spec, "tool", TOOLS, base_dir, say))
+    return tools
 
 
-def _plain(spec: Any, base_dir: str | Path | None, say: Say | None) -> Any:
-    if isinstance(spec, str) and spec in MADE:
-        raise ConfigError(f"tool {spec} needs a table with its parameters, {{name: {spec}, ...}}")
-    return _load(spec, "tool", TOOLS, base_dir, say)
-
-
-def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -> Any:
+def _made(table: dict[str, Any], base_dir: Path, say: Say | None) -> Any:
     """Return the tool that a table describes.
 
     Raises:
@@ -68,7 +61,7 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
         raise ConfigError(f"tool {name} has no parameters: write its name alone")
     make = _load(name, "tool", MADE, base_dir, say)
     if "file" in table:
-        table["file"] = Path(base_dir or "", Path(str(table["file"])).expanduser())
+        table["file"] = base_dir / Path(str(table["file"])).expanduser()
     try:
         tool = make(**table)
     except TypeError as exc:
@@ -85,7 +78,7 @@ def _made(table: dict[str, Any], base_dir: str | Path | None, say: Say | None) -
     return tool
 
 
-def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | None = None) -> Any:
+def load_environment(spec: Any, base_dir: Path = Path(), say: Say | None = None) -> Any:
     """Return the environment class that the key ``environment`` of a run file names.
 
     If the key has a table with several classes, return a dict of classes by name. If it is not set,
@@ -94,7 +87,7 @@ def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | N
     Args:
         spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from
             names to these; or None.
-        base_dir: Folder to which paths are relative; None: the working directory.
+        base_dir: Folder to which paths are relative.
         say: Function that is called with a line of text before code of a file or package is run.
 
     Raises:
@@ -108,16 +101,10 @@ def load_environment(spec: Any, base_dir: str | Path | None = None, say: Say | N
     return _load(spec, "environment", ENVIRONMENTS, base_dir, say)
 
 
-def _load(
-    spec: Any,
-    what: str,
-    known: dict[str, Callable[..., Any]],
-    base_dir: str | Path | None,
-    say: Say | None,
-) -> Callable[..., Any]:
+def _load(spec: Any, what: str, known: Mapping[str, Tool], base_dir: Path, say: Say | None) -> Tool:
     found = spec
     if isinstance(spec, str):
-        found = known.get(spec) or find_object(spec, Path(base_dir or ""), say, what)
+        found = known.get(spec) or find_object(spec, base_dir, say, what)
     if found is None:
         raise ConfigError(
             f"unknown {what} {format_value(spec)}{did_you_mean(spec, known)}; give "

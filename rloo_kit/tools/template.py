@@ -1,154 +1,118 @@
 """Functions that show tools and calls to a model in its chat template, and read its calls."""
 
-import re
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.thoughts import THOUGHT_ENDS, completion_texts
 from rloo_kit.text.wording import first_line
+from rloo_kit.tools.environments import Tool
+from rloo_kit.types import Message
 
-Message = dict[str, Any]
 
-
-class CallTemplate:
-    """Chat template that can show tool calls and results, after checks with TRL's functions.
+def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Check with TRL's functions that a chat template can show tool calls and results.
 
     Args:
         tokenizer: Tokenizer of the policy. If it has no ``response_template``, TRL's template for
             the model family is set on it.
         settings: Keyword arguments for the chat template.
 
+    Returns:
+        Trainer attributes from which TRL's loop reads the template, as name -> value.
+
     Raises:
         ConfigError: The tokenizer is a processor for images, the chat template cannot show tool
             calls, or the format in which the model writes a call is unknown. Or the chat template
             changes earlier turns when a turn is added, and TRL has no variant that does not.
     """
+    from transformers import ProcessorMixin
+    from trl import chat_template_utils as templates
 
-    def __init__(self, tokenizer: Any, settings: dict[str, Any]) -> None:
-        from transformers import ProcessorMixin
-        from trl import chat_template_utils as templates
-
-        self._tokenizer = tokenizer
-        self._settings = settings
-        if isinstance(tokenizer, ProcessorMixin):
-            raise ConfigError(
-                "tools need a model without images: pass its tokenizer instead of a processor"
-            )
-        if not templates.supports_tool_calling(tokenizer):
-            raise ConfigError(
-                "the model's chat template shows no tool calls: use a model that was trained to "
-                "call tools, or set model.chat_template"
-            )
-        if getattr(tokenizer, "response_template", None) is None:
-            try:
-                templates.add_response_schema(tokenizer)
-            except ValueError as exc:
-                if "<tool_call>\n{" not in re.sub(r"\\n", "\n", tokenizer.chat_template):
-                    raise ConfigError(
-                        "the kit does not know how this model writes a tool call: set "
-                        "tokenizer.response_template, as the page on response parsing in "
-                        "transformers' documentation describes"
-                    ) from exc
-                tokenizer.response_template = templates.qwen3_template
-        # TRL's variant of the template, which leaves earlier turns unchanged; None: not needed
-        self._of_training: str | None = None
-        if not templates.is_chat_template_prefix_preserving(self._with_thoughts):
-            try:
-                self._of_training = templates.get_training_chat_template(tokenizer)
-            except ValueError as exc:
+    if isinstance(tokenizer, ProcessorMixin):
+        raise ConfigError(
+            "tools need a model without images: pass its tokenizer instead of a processor"
+        )
+    if not templates.supports_tool_calling(tokenizer):
+        raise ConfigError(
+            "the model's chat template shows no tool calls: use a model that was trained to "
+            "call tools, or set model.chat_template"
+        )
+    if getattr(tokenizer, "response_template", None) is None:
+        try:
+            templates.add_response_schema(tokenizer)
+        except ValueError as exc:
+            if "<tool_call>\n{" not in tokenizer.chat_template.replace(r"\n", "\n"):
                 raise ConfigError(
-                    "the model's chat template changes earlier turns when a tool's result follows, "
-                    "so the training would not use the sampled tokens: set another "
-                    "model.chat_template"
+                    "the kit does not know how this model writes a tool call: set "
+                    "tokenizer.response_template, as the page on response parsing in "
+                    "transformers' documentation describes"
                 ) from exc
+            tokenizer.response_template = templates.qwen3_template
 
-    @cached_property
-    def _with_thoughts(self) -> Any:
-        """Object whose ``apply_chat_template`` puts a dummy thought into each turn of the model.
+    def render(messages: list[Message], **how: Any) -> Any:
+        """Apply the chat template to messages with a dummy thought in each turn of the model.
 
         Without it, Qwen3's template adds an empty thought to a turn only if the turn is the last,
         and would therefore seem to change earlier turns.
         """
+        thought = {"reasoning_content": "dummy"}
+        shown = [thought | one if one["role"] == "assistant" else one for one in messages]
+        return tokenizer.apply_chat_template(shown, **how)
 
-        def render(messages: list[Message], **how: Any) -> Any:
-            thought = {"reasoning_content": "dummy"}
-            shown = [thought | one if one["role"] == "assistant" else one for one in messages]
-            return self._tokenizer.apply_chat_template(shown, **how)
-
-        return SimpleNamespace(apply_chat_template=render)
-
-    @property
-    def for_trl(self) -> dict[str, Any]:
-        """Trainer attributes from which TRL's loop reads the template, as a dict."""
-        return {
-            "processing_class": self._tokenizer if self._of_training else self._with_thoughts,
-            "chat_template": self._of_training,
-            "chat_template_kwargs": self._settings,
-            "_tokenizer": self._tokenizer,
-            "_is_vlm": False,
-        }
-
-    def prompt_ids(self, prompt: list[Message], schemas: list[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a prompt that also shows the tools to the model.
-
-        Args:
-            prompt: The messages of the prompt.
-            schemas: JSON schemas of the tools; an empty list shows no tools.
-
-        Raises:
-            DataError: The chat template cannot render the prompt.
-        """
-        settings = {**self._settings, "tools": schemas or None}
-        return tokenize_prompts(self._tokenizer, [prompt], settings)[0]
-
-    def parse(self, ids: list[int], before: list[int]) -> Message:
-        """Parse a turn of the model and return it as a message, with its tool calls.
-
-        Args:
-            ids: Token ids of the turn.
-            before: Token ids of everything before the turn: the prompt and earlier turns.
-        """
-        from trl.chat_template_utils import parse_response
-
-        return parse_response(self._tokenizer, ids, before)
-
-    def with_texts(self, messages: list[Message], turns: list[list[int]]) -> list[Message]:
-        """Return the messages of a trajectory with the thoughts put back into their content.
-
-        A turn without calls gets its whole text as content, as in a run without tools. A turn with
-        calls gets its thought and the text before the calls. If the last message is the result of a
-        tool, an empty turn of the model is added.
-
-        Args:
-            messages: Turns of the model and of tools, as TRL's loop returns them.
-            turns: Token ids of each turn of the model.
-        """
-        texts = iter(completion_texts(self._tokenizer, turns))
-        shown = []
-        for message in messages:
-            one = {**message}
-            if message["role"] == "assistant":
-                text = next(texts)
-                thought = one.pop("reasoning_content", None)
-                if not message.get("tool_calls"):
-                    one["content"] = text
-                elif thought is not None:
-                    one["content"] = f"{thought}{THOUGHT_ENDS}\n\n{message['content']}"
-            shown.append(one)
-        if shown[-1]["role"] == "tool":  # no tokens were left for another turn of the model
-            shown.append({"role": "assistant", "content": ""})
-        return shown
+    with_thoughts: Any = SimpleNamespace(apply_chat_template=render)
+    variant = None  # TRL's variant of the template, which leaves earlier turns unchanged
+    if not templates.is_chat_template_prefix_preserving(with_thoughts):
+        try:
+            variant = templates.get_training_chat_template(tokenizer)
+        except ValueError as exc:
+            raise ConfigError(
+                "the model's chat template changes earlier turns when a tool's result follows, "
+                "so the training would not use the sampled tokens: set another "
+                "model.chat_template"
+            ) from exc
+    return {
+        "processing_class": tokenizer if variant else with_thoughts,
+        "chat_template": variant,
+        "chat_template_kwargs": settings,
+        "_tokenizer": tokenizer,
+        "_is_vlm": False,
+    }
 
 
-def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+def with_texts(tokenizer: Any, messages: list[Message], turns: list[list[int]]) -> list[Message]:
+    """Put the thoughts of a trajectory back into the content of its messages; return these.
+
+    A turn without calls gets its whole text as content, as in a run without tools. A turn with
+    calls gets its thought and the text before the calls. If the last message is the result of a
+    tool, an empty turn of the model is added.
+
+    Args:
+        tokenizer: Tokenizer of the policy.
+        messages: Turns of the model and of tools, as TRL's loop returns them. They are changed.
+        turns: Token ids of each turn of the model.
+    """
+    texts = iter(completion_texts(tokenizer, turns))
+    for message in messages:
+        if message["role"] == "assistant":
+            text = next(texts)
+            thought = message.pop("reasoning_content", None)
+            if not message.get("tool_calls"):
+                message["content"] = text
+            elif thought is not None:
+                message["content"] = f"{thought}{THOUGHT_ENDS}\n\n{message['content']}"
+    if messages[-1]["role"] == "tool":  # no tokens were left for another turn of the model
+        messages.append({"role": "assistant", "content": ""})
+    return messages
+
+
+def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the JSON schema of each tool, which the prompt shows to the model.
 
     Raises:
-        ConfigError: A tool has no description, or one of its parameters has no type or description.
+        ConfigError: A tool has no description, one of its parameters has no type or description, or
+            two tools have the same name.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -162,4 +126,7 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
                 f"({first_line(exc)}): give each parameter a type, and a line under Args: in the "
                 "docstring"
             ) from exc
+    names = [one["function"]["name"] for one in found]
+    if len({*names}) < len(names):
+        raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")
     return found

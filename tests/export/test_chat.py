@@ -17,11 +17,10 @@ from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
-from rloo_kit.export.chat import Printer, chat, seen
+from rloo_kit.export.chat import chat, confirmed_python, printer
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware, why_not_vllm
-from rloo_kit.tools.python import python
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -107,20 +106,17 @@ def test_the_user_confirms_each_program(monkeypatch):
     console = Console(file=io.StringIO())
     answers = iter(["", "y"])
     monkeypatch.setattr("builtins.input", lambda *_: next(answers))
-    run_program = seen(python, console)
+    run_program = confirmed_python(console)
     with pytest.raises(PermissionError, match="the user did not run the program"):
         run_program(code="print(6 * 7)")
     assert run_program(code="print(6 * 7)") == "42\n"
-    said = console.file.getvalue()
-    assert said.count("run this program? [y/N] ") == 2
-    assert "PermissionError: the user did not run the program" in said
-    assert "python: 42" in said
+    assert console.file.getvalue().count("run this program? [y/N] ") == 2
 
 
 def test_terminal_dims_the_thought_and_escapes_control_characters():
     console = Console(file=io.StringIO(), force_terminal=True)
     for in_thought in (True, False):
-        show = Printer(console, in_thought)
+        show = printer(console, in_thought)
         for piece in ("so 4\x1b[2J ", "is </think>\n\nthe ", "answer [b]"):
             show(piece)
     thought, again, _ = console.file.getvalue().split("answer [b]")

@@ -24,7 +24,7 @@ from rloo_kit.export.exporter import TOLERANCES, export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
-from rloo_kit.export.verify import ask, compare
+from rloo_kit.export.verify import Answers
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
@@ -130,14 +130,14 @@ def test_model_that_answers_otherwise_is_detected(merged):
     folder = merged[0]
     with rk.session():
         model, tokenizer = rk.load_model(folder, load_in_4bit=False, max_seq_length=128)
-        first = ask(model, tokenizer, ["one two"], None)
-        assert compare(first, model, tokenizer) == 0
+        first = Answers(model, tokenizer, ["one two"], None)
+        assert first.difference(model, tokenizer) == 0
         other, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        assert compare(first, other, tokenizer) > 0.1
-        first = ask(model, tokenizer, [[{"role": "user", "content": "What is 1 + 2?"}]], None)
+        assert first.difference(other, tokenizer) > 0.1
+        first = Answers(model, tokenizer, [[{"role": "user", "content": "What is 1 + 2?"}]], None)
         tokenizer.chat_template = "{{ messages[0].content }}"
         with pytest.raises(ModelError, match="reads a prompt as"):
-            compare(first, model, tokenizer)
+            first.difference(model, tokenizer)
 
 
 @pytest.mark.long
@@ -194,6 +194,7 @@ def test_four_bit_base_is_written_out_with_a_warning(run, packed_thinker, tmp_pa
         (run / "run.yaml").write_text(text)
     folder, card, said = export(run, "merged", tmp_path / "x", base=base)
     assert "lack the precision that the base lost by quantisation" in card
+    assert "to which all scores belong" not in card  # it is the run's own base
     assert "loaded back" in said[-2]
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -463,10 +464,10 @@ def test_hub_names_differ_from_paths():
             "dtype is 'q2', must be one of bf16, f16, q8_0, q5_k_m",
         ),
         (["--to", "merged", "--dtype", "q8_0"], "dtype is 'q8_0', must be one of bf16, nf4"),
-        (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave --dtype out"),
+        (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave out --dtype"),
         (["--to", "merged", "--converter", "x"], "leave --converter out"),
-        (["--to", "adapter", "--no-check"], "leave out --no-check, --prompts"),
-        (["--to", "hub", "--repo", "me/mine", "--prompts", "3"], "leave out --no-check, --prompts"),
+        (["--to", "adapter", "--no-check"], "--no-check and --prompts"),
+        (["--to", "hub", "--repo", "me/mine", "--prompts", "3"], "--no-check and --prompts"),
         (["--to", "merged", "--repo", "mine"], "give --repo OWNER/NAME"),
         (["--to", "merged", "--public"], "give --repo OWNER/NAME"),
     ],

@@ -146,6 +146,13 @@ def test_steps_of_verl_are_generation_batches(tmp_path):
     )
 
 
+def test_settings_of_vllm_are_carried_and_not_lost(tmp_path):
+    verl, text = settings_of(tmp_path, "vllm.enforce_eager=true")
+    engine = verl["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"]
+    assert engine == {"enforce_eager": True}
+    assert "enforce_eager" not in text.split("## Not carried")[1]
+
+
 def test_secrets_are_masked_and_the_script_is_bash(tmp_path):
     key = "sk-" + "9f3" * 12
     (tmp_path / "own.py").write_text("def own(completions, api_key='', **_): return [1.0]")

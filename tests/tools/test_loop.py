@@ -109,7 +109,9 @@ def made(tokenizer, tools=(calculator,), environments=None, **how):
 
 def sample(tool_loop, script, rows=1, **columns):
     rows = [{"prompt": PROMPT, **columns}] * rows if isinstance(rows, int) else rows
-    return tool_loop.sample(rows, script, contextlib.nullcontext)
+    return tool_loop.sample(
+        rows, script, contextlib.nullcontext, ends={script.tokenizer.eos_token_id}
+    )
 
 
 def played(*rounds, tools=(calculator,), rows=1, **how):
@@ -151,12 +153,12 @@ def test_what_is_trained_is_what_was_sampled(make, call, end, log_probs):
         whole = tokens.prompt_ids[row] + tokens.completion_ids[row]
         assert [whole[: len(one)] for one in before] == before
         if log_probs:
-            assert [one != 0 for one in found.log_probs[row]] == tokens.is_sampled[row]
-    assert (found.log_probs is None) == (not log_probs)
+            assert [one != 0 for one in found.sampler_log_probs[row]] == tokens.is_sampled[row]
+    assert (found.sampler_log_probs is None) == (not log_probs)
     assert "23" in tokenizer.decode(tokens.completion_ids[1])
-    roles = [[one["role"] for one in turns] for turns in found.messages]
+    roles = [[one["role"] for one in turns] for turns in found.completions]
     assert roles == [["assistant"], ["assistant", "tool"] * 2 + ["assistant"]]
-    assert found.open_calls == [False] * 2
+    assert found.ended == [True] * 2
 
 
 def test_a_turn_of_the_model_reads_the_result_as_the_template_shows_it():
@@ -169,7 +171,7 @@ def test_a_turn_of_the_model_reads_the_result_as_the_template_shows_it():
         f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n23\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n<think>\n"
     )
-    call, result, answer = found.messages[0]
+    call, result, answer = found.completions[0]
     assert call["content"].startswith("hm")
     assert call["tool_calls"][0]["function"]["arguments"] == {"expression": "20 + 3"}
     assert result == {"role": "tool", "name": "calculator", "content": "23"}
@@ -236,11 +238,11 @@ FAULTS = {
 def test_the_model_reads_the_error_of_a_tool(tool):
     rounds = [turn(tool.__name__, word="x")], ["sorry<|im_end|>"]
     found, _ = played(*rounds, tools=[tool], timeout=0.2)
-    text = found.messages[0][1]["content"]
+    text = found.completions[0][1]["content"]
     assert FAULTS[tool] in text
     assert text.startswith("{'error':")
     assert len(text) < 700
-    numbers = call_numbers(found.messages, [0.0], [[0]])
+    numbers = call_numbers(found.completions, [0.0], [[0]])
     assert numbers["tools/failure_frequency"] == 1.0
     assert numbers["tools/call_frequency"] == 1.0
 
@@ -264,9 +266,20 @@ def test_a_tool_of_the_kit_that_cannot_work_stops_the_run(monkeypatch):
 def test_a_result_has_a_bounded_length():
     how = {"tools": [floods], "max_tokens": 20_000, "max_length": 40_000}
     found, _ = played([turn("floods", word="x")], ["a<|im_end|>"], **how)
-    result = found.messages[0][1]["content"]
+    result = found.completions[0][1]["content"]
     assert result.endswith("... (4990000 more characters)")
     assert len(result) < loop.MAX_RESULT + 50
+
+
+def test_each_result_and_each_error_is_shown():
+    tokenizer = tiny_caller()
+    tool_loop = made(tokenizer, [calculator, raises])
+    shown = []
+    tool_loop.show = shown.append
+    rounds = [TURN], [turn("raises", word="x")], ["sorry<|im_end|>"]
+    sample(tool_loop, Script(tokenizer, *rounds))
+    assert shown[0] == "calculator: 23"
+    assert shown[1].startswith("raises: KeyError: 'xxx")
 
 
 def test_async_tools_of_a_turn_run_together():
@@ -283,7 +296,7 @@ def test_async_tools_of_a_turn_run_together():
     started = time.perf_counter()
     found, _ = played([f"{calls}<|im_end|>"], ["a<|im_end|>"], tools=[slow])
     assert time.perf_counter() - started < 2.0
-    assert [one["content"] for one in found.messages[0][1:-1]] == list("012345")
+    assert [one["content"] for one in found.completions[0][1:-1]] == list("012345")
 
 
 MALFORMED = [
@@ -305,9 +318,9 @@ MARKED = [f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in MALFORMED]
 @pytest.mark.parametrize("said", [*MARKED, f"{THOUGHT}<tool_call>", CALL.removeprefix(THOUGHT)])
 def test_a_malformed_call_is_an_error_text_or_an_answer(said):
     found, _ = played([f"{said}<|im_end|>"], ["sorry<|im_end|>"])
-    assert found.messages[0][-1]["role"] == "assistant"
-    if len(found.messages[0]) > 1:
-        assert found.messages[0][1]["content"].startswith("{'error':")
+    assert found.completions[0][-1]["role"] == "assistant"
+    if len(found.completions[0]) > 1:
+        assert found.completions[0][1]["content"].startswith("{'error':")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +337,7 @@ def test_any_result_of_any_words_is_read(result):
 
     rounds = [turn("echo", text="{{ 1e999 {% é")], ["fine<|im_end|>"]
     found, _ = played(*rounds, tools=[echo])
-    assert found.messages[0][1]["content"] == str(result).replace("\ud800", "?")
+    assert found.completions[0][1]["content"] == str(result).replace("\ud800", "?")
     assert len(found.tokens.is_sampled[0]) == len(found.tokens.completion_ids[0])
 
 
@@ -334,7 +347,7 @@ def test_any_result_of_any_words_is_read(result):
 def test_a_result_that_does_not_fit_truncates_the_trajectory():
     turns = [turn("floods", word="x"), "no<|im_end|>"]
     found, said = played(turns, tools=[floods], rows=2, max_tokens=500)
-    assert found.open_calls == [True, False]
+    assert found.ended == [False, True]
     assert found.tokens.completion_ids == said[0]
     assert all(found.tokens.is_sampled[0])
 
@@ -342,15 +355,15 @@ def test_a_result_that_does_not_fit_truncates_the_trajectory():
 def test_the_last_turn_is_cut_at_the_longest_completion():
     found, _ = played([TURN], ["x" * 400], max_tokens=200)
     assert len(found.tokens.completion_ids[0]) == 200
-    assert len(found.tokens.is_sampled[0]) == len(found.log_probs[0]) == 200
+    assert len(found.tokens.is_sampled[0]) == len(found.sampler_log_probs[0]) == 200
 
 
 def test_a_result_that_fills_the_completion_is_no_answer():
     whole, said = played([TURN], ["23<|im_end|>"])
     length = len(whole.tokens.completion_ids[0]) - len(said[1][0])
     found, _ = played([TURN], ["23<|im_end|>"], max_tokens=length)
-    assert [one["role"] for one in found.messages[0]] == ["assistant", "tool", "assistant"]
-    assert found.messages[0][-1]["content"] == ""
+    assert [one["role"] for one in found.completions[0]] == ["assistant", "tool", "assistant"]
+    assert found.completions[0][-1]["content"] == ""
     assert len(found.tokens.completion_ids[0]) == length
 
 
@@ -366,7 +379,7 @@ def test_a_trajectory_ends_after_the_last_round(rounds):
     script = Script(tokenizer, *[[TURN]] * (rounds + 1))
     found = sample(made(tokenizer, max_rounds=rounds), script)
     assert not script.rounds
-    assert found.open_calls == [True]
+    assert found.ended == [False]
 
 
 # --- environments --------------------------------------------------------------------------------
@@ -410,7 +423,7 @@ def test_each_trajectory_has_an_environment_of_its_own():
     script = Script(tokenizer, [turn("guess", value=4)] * 2, ["ok<|im_end|>"] * 2)
     rows = [{"prompt": PROMPT, "number": number} for number in (4, 5)]
     found = sample(tool_loop, script, rows)
-    assert [one[1]["content"] for one in found.messages] == ["right", "wrong"]
+    assert [one[1]["content"] for one in found.completions] == ["right", "wrong"]
     (reward,) = tool_loop.environments.rewards
     assert reward.__name__ == "Guess"
     assert reward(environments=tool_loop.environments.current) == [1.0, 0.0]
@@ -488,8 +501,8 @@ def test_what_does_not_fit_is_refused():
     for message, given in {
         "shows no tool calls": (plain,),
         "untyped cannot be shown": (qwen3(), [untyped]),
-        "no method reset": (qwen3(), [], dict),
-        "has an async method reset": (qwen3(), [], Late),
+        "dict needs a method def reset": (qwen3(), [], dict),
+        "Late needs a method def reset.* that is not async": (qwen3(), [], Late),
         "Big raised TypeError when it was made without arguments": (qwen3(), [], Big),
         "share a name": (qwen3(), [calculator, calculator]),
         "table of environments is empty": (qwen3(), [], {}),
@@ -499,7 +512,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ConfigError, match=message):
             made(*given)
     with pytest.raises(DataError, match=r"data\.chat: true"):
-        made(qwen3()).sample([{"prompt": "hm"}], Script(qwen3()), contextlib.nullcontext)
+        sample(made(qwen3()), Script(qwen3()), [{"prompt": "hm"}])
 
 
 # --- numbers -------------------------------------------------------------------------------------

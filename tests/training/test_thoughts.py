@@ -14,7 +14,7 @@ import rloo_kit as rk
 from rloo_kit.text.thoughts import (
     FAMILIES,
     completion_texts,
-    find_thought,
+    find_thoughts,
     give_marks,
     opens_thought,
     thought_marks,
@@ -64,7 +64,7 @@ def test_a_family_is_known_and_its_thoughts_are_counted(template, tokens, specia
     opened = "" if completion.startswith("hm") else "<think>"
     (found,) = completion_texts(tokenizer, [ids])
     assert found == f"{opened}hm</think>4"
-    assert find_thought(thought_marks(tokenizer), ids, found) == {
+    assert find_thoughts(thought_marks(tokenizer), [ids], found) == {
         "tokens": len(ids),
         "thought_tokens": 2,
         "answer_at": len(found) - 1,
@@ -113,7 +113,7 @@ def test_an_answer_keeps_what_only_looks_like_a_special_token():
     spelt = tokenizer.convert_tokens_to_ids(["s", ":", "s"])
     ids = tokenizer("[THINK]hm[/THINK]")["input_ids"] + spelt + tokenizer("<s>")["input_ids"]
     assert completion_texts(tokenizer, [ids]) == ["<think>hm</think>s:s"]
-    found = find_thought(thought_marks(tokenizer), ids, "<think>hm</think>s:s")
+    found = find_thoughts(thought_marks(tokenizer), [ids], "<think>hm</think>s:s")
     assert found == {"tokens": len(ids), "thought_tokens": 2, "answer_at": len("<think>hm</think>")}
 
 
