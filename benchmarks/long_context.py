@@ -121,9 +121,8 @@ def watched() -> Clock:
     """Return a clock on every phase of the kit's trainer and recorder."""
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
-    from rloo_kit.sampling.completer import Completer
     from rloo_kit.training.policy import Policy
-    from rloo_kit.training.sampler import Sampler
+    from rloo_kit.training.sampler import Sampler, TrainingCompleter
     from rloo_kit.training.step_log import StepLog
 
     clock = Clock()
@@ -132,7 +131,7 @@ def watched() -> Clock:
         (Policy, "reference_log_probs", "reference pass"),
         (Learner, "with_old", "old pass"),
         (Learner, "learn", "learning"),
-        (Completer, "_finish", "rewards"),
+        (TrainingCompleter, "_batch", "rewards"),
         (StepLog, "note_rollout", "records"),
         (RunRecorder, "write_report", "report"),
     ):

@@ -262,7 +262,6 @@ def _check_references(schema: Any, resolver: Any) -> None:
     contents = schema.contents
     if not isinstance(contents, dict):  # true, false, or a list of names
         return
-    resolver = resolver.in_subresource(schema)
     for name in ("$ref", "$dynamicRef"):
         try:
             if name in contents:
@@ -270,7 +269,8 @@ def _check_references(schema: Any, resolver: Any) -> None:
         except (Unresolvable, AttributeError) as exc:  # AttributeError: it is no text
             raise ValueError(f"it refers to {contents[name]!r}, which it does not contain") from exc
     for part in schema.subresources():
-        _check_references(part, resolver)
+        is_schema = isinstance(part.contents, dict)
+        _check_references(part, resolver.in_subresource(part) if is_schema else resolver)
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:

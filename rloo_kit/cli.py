@@ -612,5 +612,7 @@ def _reward_model_train(overrides: list[str], **options: Any) -> None:
     for name in given:
         if options.get(name) is not None:
             raise ConfigError(f"{name} is given twice, also with --set: give it once")
+    if "say" in given:
+        raise ConfigError("--set 'say' is not a setting of a reward model: leave it out")
     options |= given
     rk.train_reward_model(**{name: value for name, value in options.items() if value is not None})

@@ -100,7 +100,7 @@ def run_file_in(folder: str | Path) -> Path:
     if not file.is_file():
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run, because it has no run.yaml: give a "
-            "folder that `rloo-kit train` wrote"
+            "run file, or a folder that `rloo-kit train` wrote"
         )
     return file
 
@@ -338,7 +338,7 @@ class PreparedJob:
         return with_whole_paths(self.config, self.base, self.rewards_base)
 
     @cached_property
-    def model(self) -> ModelSection:
+    def model_section(self) -> ModelSection:
         """The section ``model:``, whose files are looked for beside the run file too."""
         model = self.config.model
         template = model.chat_template
@@ -396,7 +396,7 @@ class PreparedJob:
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model. The weights of the model are not read for it."""
-        model = self.model
+        model = self.model_section
         found = load_tokenizer(
             model.name,
             trust_remote_code=model.trust_remote_code,
@@ -451,7 +451,7 @@ class PreparedJob:
                 dropped += more
             if dropped:
                 self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
-        longest = self.model.max_seq_length
+        longest = self.model_section.max_seq_length
         check_lengths(prompts, tokenizer, args, longest)
         if held_out is not None:
             check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
@@ -512,7 +512,7 @@ class PreparedJob:
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, self.model.max_seq_length)
+        return make_tool_loop(*self.tools, tokenizer, self.args, self.model_section.max_seq_length)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
@@ -529,7 +529,7 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            **vars(self.model),
+            **vars(self.model_section),
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,

@@ -109,7 +109,7 @@ def whole_folder(goal: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as exc:
         raise ModelError(
             f"{str(goal)!r} cannot be written ({first_line(exc)}): free some space, or choose "
-            "another folder with --output"
+            "another folder"
         ) from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -276,8 +276,9 @@ class ResumableTrainer(Trainer):
             for later in list_steps(run):
                 if later > step:
                     shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
-            best = self.state.best_global_step if self.args.load_best_model_at_end else None
-            prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare=best)
+            best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+            spare = Path(best).name if best else ""
+            prune_checkpoints(run, self.args.keep_last, self.args.keep_best, spare)
         self.saved_at = step
 
     def _fill(self, folder: Path, snapshot: dict[str, Any]) -> None:
@@ -358,8 +359,14 @@ class ResumableTrainer(Trainer):
         if state is None:
             return
         if not self.by_trl:
-            self.optimizer.load_state_dict(state.pop("optimizer"))
-            self._restore_schedule(state.pop("scheduler"))
+            try:
+                self.optimizer.load_state_dict(state.pop("optimizer"))
+                self._restore_schedule(state.pop("scheduler"))
+            except (ValueError, KeyError, TypeError, AttributeError) as exc:
+                raise CheckpointError(
+                    f"the optimizer state of the checkpoint does not fit ({exc}): train with the "
+                    "optimizer that the run had"
+                ) from exc
             if self.accelerator.scaler is not None and state["scaler"]:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
         # Intervals for logging and saving follow the present arguments, not the checkpoint

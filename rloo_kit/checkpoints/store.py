@@ -171,7 +171,7 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: int | None = None) -> None:
+def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
     The checkpoint that was written last always stays. Broken checkpoints are not counted and stay
@@ -182,7 +182,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: int | No
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
             the later step counts as better.
-        spare: Step of a checkpoint that always stays; None for none.
+        spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}
     for step in list_steps(run):
@@ -192,11 +192,12 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: int | No
     scored = sorted((found[s]["score"], s) for s in steps if found[s]["score"] is not None)
     best = [step for _, step in scored[::-1][:keep_best]]
     written_last = max(steps, key=lambda step: found[step]["time"], default=0)
-    for step in {*steps} - {*steps[::-1][:keep_last], *best, written_last, spare}:
+    kept = {f"checkpoint-{step}" for step in (*steps[::-1][:keep_last], *best, written_last)}
+    for name in {f"checkpoint-{step}" for step in steps} - kept - {spare}:
         try:
-            _discard(run / f"checkpoint-{step}")
+            _discard(run / name)
         except OSError as exc:
-            warnings.warn(f"checkpoint-{step} cannot be removed: {exc}", stacklevel=2)
+            warnings.warn(f"{name} cannot be removed: {exc}", stacklevel=2)
 
 
 # --- reading -------------------------------------------------------------------------------------

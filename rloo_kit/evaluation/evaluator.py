@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rloo_kit.config.engine_settings import blame_generation_kwargs
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.machine.tensors import check_not_released
@@ -294,12 +295,14 @@ def sample_and_score(
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
     settings: dict[str, Any] = {
+        "use_cache": True,
         "temperature": how.temperature,
         "top_p": how.top_p,
         "top_k": how.top_k,
         "min_p": how.min_p or None,
         "repetition_penalty": how.repetition_penalty,
-    } | how.others
+    }
+    settings |= {**how.others, "do_sample": how.temperature > 0}
     if how.temperature == 0:  # greedy
         for name in ("temperature", "top_p", "top_k", "min_p"):
             del settings[name]
@@ -311,8 +314,6 @@ def sample_and_score(
         ends=how.stop_token_ids,
         thought=how.thought,
         max_new_tokens=how.max_tokens,
-        do_sample=how.temperature > 0,
-        use_cache=True,
         **settings,
     )
 
@@ -326,7 +327,7 @@ def sample_and_score(
             completion_ids = draw_from(engine, prompt_ids, how, of_turn).completion_ids
             engine.sleep()  # rewards on the GPU need the memory
             return completion_ids, None
-        with _inference(model, of_turn), finite_logits():
+        with blame_generation_kwargs(how.others), _inference(model, of_turn), finite_logits():
             return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
     completer = Completer(

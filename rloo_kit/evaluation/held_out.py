@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
+from rloo_kit.config.trainer_settings import known_trainer_fields
 from rloo_kit.data.hub_tasks import hub_task
 from rloo_kit.data.lengths import drop_long_prompts, tokenize_prompts
 from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts
@@ -25,15 +26,22 @@ from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import choose
 from rloo_kit.scoring.specs import LoadedReward, load_rewards
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import format_value
 from rloo_kit.types import Say, Tokenizer
 
 if TYPE_CHECKING:
+    from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
 # Number of tokens (prompts and completions) that a CPU samples at a time. On a GPU the batch size
 # of the run is used instead, since only that is known to fit.
 BATCH_TOKENS = 1 << 16
+# Settings of the trainer that an evaluation reads, besides those of vLLM
+OF_EVALUATION = {
+    "chat_template_kwargs", "generation", "generation_kwargs", "max_completion_length",
+    "max_tool_calling_iterations", "min_p", "on_tool_error", "per_device_train_batch_size",
+    "repetition_penalty", "temperature", "thinking_budget", "tool_timeout_seconds", "top_k",
+    "top_p", "use_vllm",
+}  # fmt: skip
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
 
@@ -77,24 +85,20 @@ class HeldOut:
     ) -> Iterator[dict[str, Any]]:
         """Start the engine for a base with the adapters of the models, for a ``with`` block.
 
-        Yield the keyword arguments with which ``evaluate`` samples as the run does. Among them,
-        ``engine`` is None if transformers samples.
+        Yield the keyword arguments with which ``evaluate`` samples as the run does, except for
+        ``tool_loop``. Among them, ``engine`` is None if transformers samples.
 
         Raises:
             DataError: The longest prompt and its completion exceed the model's context length.
             GenerationError: vLLM was requested by name but cannot sample here, or does not start.
         """
-        from rloo_kit.training.tools import make_tool_loop
-
         args = copy.copy(self.job.args)
         config = self.job.config
         prompts = self.prompts["prompt"][:]
         ids = tokenize_prompts(base.tokenizer, prompts, args.chat_template_kwargs)
         length = max(map(len, ids)) + args.max_completion_length
-        tool_loop = make_tool_loop(
-            *self.job.tools, base.tokenizer, args, config.model.max_seq_length
-        )
-        if tool_loop is not None:  # tools and environments add tokens to a prompt
+        # tools and environments add tokens to a prompt
+        if self.tool_loop(base.tokenizer, args) is not None:
             length = max(length, config.model.max_seq_length)
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
@@ -119,8 +123,22 @@ class HeldOut:
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
             if choice.reason is not None:
                 say(f"completions by transformers, not vLLM: {choice.reason}")
-            how = {"batch_size": size, "engine": engine, "tool_loop": tool_loop}
-            yield settings_of(args) | how
+            yield settings_of(args) | {"batch_size": size, "engine": engine}
+
+    def tool_loop(
+        self, tokenizer: Tokenizer, args: "LeaveOneOutConfig | None" = None
+    ) -> "ToolLoop | None":
+        """Return a loop with new environments that runs the run's tools; None without tools.
+
+        Args:
+            tokenizer: The tokenizer of the model.
+            args: Settings of the run, to which the tools are added; None: a copy of them.
+        """
+        from rloo_kit.training.tools import make_tool_loop
+
+        args = args or copy.copy(self.job.args)
+        longest = self.job.config.model.max_seq_length
+        return make_tool_loop(*self.job.tools, tokenizer, args, longest)
 
 
 # --- reading what is held out --------------------------------------------------------------------
@@ -142,19 +160,17 @@ def read_held_out(
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
     Raises:
-        ConfigError: An argument is out of range, or an override changes the model.
+        ConfigError: An argument is out of range, or an override changes the model or nothing.
         DataError: There are no held-out prompts, or the run did not hold them out.
         ModelError: There is no model of one of the names.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
-    for override in overrides:
-        if override.lstrip().startswith(("model.", "lora.", "model=", "lora=")):
-            raise ConfigError(
-                f"--set {format_value(override)} would change a model that is already trained: "
-                "leave it out, or name another model"
-            )
+    given = read_overrides(overrides)
+    of_data = given.get("data") or {}
+    of_trainer = given.get("trainer") or {}
+    _check_given(given, of_trainer)
     first = next((one for one in models if one.config), models[0])
     config = replace(first.config or RunConfig(), model=first.model)
     if overrides:
@@ -163,9 +179,7 @@ def read_held_out(
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
-    given = read_overrides(overrides)
-    of_data = given.get("data") or {}
-    choose_engine(args, given.get("trainer") or {})
+    choose_engine(args, of_trainer)
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
@@ -178,6 +192,23 @@ def read_held_out(
     if first.run is not None and of_file:
         _check_not_trained(first.run, found, of_data)
     return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
+
+
+def _check_given(given: Mapping[str, Any], of_trainer: Mapping[str, Any]) -> None:
+    """Check that settings of the user, and those of the trainer among them, change an evaluation.
+
+    Raises:
+        ConfigError: A setting would change a trained model, or has no effect.
+    """
+    for section in ("model", "lora"):
+        if section in given:
+            raise ConfigError(
+                f"--set {section} would change a model that is already trained: leave it out, or "
+                "name another model"
+            )
+    for name in sorted(of_trainer.keys() & (known_trainer_fields() - OF_EVALUATION)):
+        if not name.startswith("vllm_"):
+            raise ConfigError(f"trainer.{name} has no effect on an evaluation: leave it out")
 
 
 def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:

@@ -181,10 +181,10 @@ def score_models(
             sampler = getattr(settings["engine"], "name", "transformers")
             for trained, changes in itertools.product(on_it, how):
                 began = time.monotonic()
+                tokenizer = base.tokenizer
+                own = {"tool_loop": held_out.tool_loop(tokenizer), **changes}
                 with base.using(trained) as model:
-                    scored = evaluate(
-                        model, base.tokenizer, held_out.prompts, rewards, **settings | changes
-                    )
+                    scored = evaluate(model, tokenizer, held_out.prompts, rewards, **settings | own)
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
                 say(_line(rows[-1]))
         release(base.model)

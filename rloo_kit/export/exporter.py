@@ -106,9 +106,9 @@ def export_model(  # noqa: PLR0913
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
+        given = "" if repo is None else f", not {format_value(repo)}"
         raise ConfigError(
-            f"--repo is {format_value(repo)}, but an upload needs the name of a repository: give "
-            "--repo OWNER/NAME"
+            f"an upload needs the name of a repository{given}: give --repo OWNER/NAME"
         )
     kind = "adapter" if to == "hub" else to
     trained = find_trained(run)

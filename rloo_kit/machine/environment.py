@@ -209,7 +209,7 @@ def cache_folder() -> Path:
 def _hide_broken_packages() -> None:
     """Hide optional packages whose import fails, so that other libraries find them missing."""
     for name in OPTIONAL_PACKAGES:
-        if find_spec(name) is None:
+        if name in sys.modules or find_spec(name) is None:
             continue
         try:
             importlib.import_module(name)

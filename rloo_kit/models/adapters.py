@@ -139,17 +139,24 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
 
 def _sorted_names(modules: str | Iterable[str]) -> list[str]:
     """Return the names of layers in order; a pattern for names is returned as the only item."""
-    return [modules] if isinstance(modules, str) else sorted(modules)
+    return [modules] if isinstance(modules, str) else sorted(map(str, modules))
 
 
 def _config_of(adapter: Path) -> dict[str, Any]:
     try:
-        return json.loads((adapter / CONFIG).read_bytes())
-    except (OSError, ValueError) as exc:
+        config = json.loads((adapter / CONFIG).read_bytes())
+        layers = {**config}.get("target_modules")
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise ModelError(
             f"{format_value(str(adapter / CONFIG))} cannot be read ({first_line(exc)}): save the "
             "adapter again"
         ) from exc
+    if not isinstance(layers, str | list | None):
+        raise ModelError(
+            f"target_modules in {format_value(str(adapter / CONFIG))} is {format_value(layers)}: "
+            "save the adapter again"
+        )
+    return config
 
 
 # --- the adapter of a model ----------------------------------------------------------------------

@@ -455,7 +455,8 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
         lost = [name for name in found.missing_keys if ".default" in name]
         if wrong := [*found.unexpected_keys, *lost]:
-            raise ValueError(f"its weight {wrong[0]} is missing in its file or in the base")
+            where = "the base" if found.unexpected_keys else "its file"
+            raise ValueError(f"its weight {wrong[0]} is missing in {where}")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "

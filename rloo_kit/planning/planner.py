@@ -152,7 +152,7 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
     Args:
         gpu: Memory or name of a GPU, as for ``plan``.
     """
-    if str(gpu or "this").strip().lower() == "this":
+    if gpu is None or str(gpu).strip().lower() == "this":
         return detect_hardware(), room_here()
     card = find_card(str(gpu))
     return card, card.usable

@@ -133,7 +133,7 @@ def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
                 if part.get("image")
             ],
         }
-        for one in as_list(prompt) or [prompt]
+        for one in (prompt if isinstance(prompt, list) else [prompt])
     ]
 
 

@@ -47,6 +47,11 @@ OF_ENVIRONMENTS = "environment_rewards"
 # a sampled row also has the columns of the user's prompts, which may have these names
 GROUP = "completion_group"
 TRUNCATED = "completion_truncated"
+# Columns of a run's completions.jsonl, and of completions without a run
+OF_A_RUN = {
+    "step", "group", "prompt", "completion", "truncated", "rewards", "score", "kl", "baseline",
+    "advantage", "tokens", "thought_tokens", "answer_at",
+}  # fmt: skip
 NUM_PROMPTS = 16  # prompts to sample completions for, by default
 NO_TOKENIZER = (
     "note: no tokenizer is loaded, so rewards that look for thinking tokens use those of Qwen3"
@@ -108,7 +113,8 @@ def check_rewards(  # noqa: PLR0913
             on_cpu = job.environment.hardware.device == "cpu"
             rows = _sampled(*asked, say) if on_cpu else call_in_child(_sampled, asked, say)
         else:
-            rows = [row for _, row in placed_rows(completions, ("prompt", "completion"))]
+            found = [row for _, row in placed_rows(completions, ("prompt", "completion"))]
+            rows = found if source is None else _with_columns(found, job)
         limit = tokenizer = None
         if source is not None:
             limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
@@ -134,6 +140,20 @@ def _check_counts(completions: object, **counts: int | None) -> None:
 
 
 # --- completions ---------------------------------------------------------------------------------
+
+
+def _with_columns(rows: list[Row], job: PreparedJob) -> list[Row]:
+    """Return the rows of a run's completions.jsonl with the columns of the run's prompts.
+
+    The file of a run has the prompts without their columns. Rows that have other columns of their
+    own, and rows whose prompt is not one of the run's, are returned as they are.
+    """
+    if any(row.keys() - OF_A_RUN for row in rows):
+        return rows
+    known = {}
+    with contextlib.suppress(KitError):  # the prompts may have moved since
+        known = {json.dumps(row["prompt"]): row for part in job.prompts for row in part or ()}
+    return [{**known.get(json.dumps(row["prompt"]), {}), **row} for row in rows]
 
 
 def _sampled(

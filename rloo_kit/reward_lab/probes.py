@@ -105,7 +105,8 @@ def _with_probes(
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
     """Return which rule of the reward contract a failed call broke, with the error as evidence."""
     # A built-in reward says which columns it reads, another has them as parameters
-    asked = {*keywords_of(func.reward)[2], *getattr(func.reward, "reads", ())}
+    reads = getattr(func.reward, "reads", ())
+    asked = {*keywords_of(func.reward)[2], *(reads if isinstance(reads, tuple) else ())}
     kind = "wrong_output"
     if asked - columns.keys():
         kind = "missing_column"

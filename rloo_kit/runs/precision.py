@@ -92,7 +92,7 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
         tokens = TokenRows(prompts, ids)
         numbers = [*range(len(prompts))]
         with as_learned(trainer.model):
-            learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.forward)  # (B, T)
+            learnt = trainer.learner.log_probs(tokens, numbers, trainer.policy.run)  # (B, T)
         return fmean(
             abs(of_sampler - of_learner)
             for row in zip(ids, log_probs, learnt.tolist(), strict=True)

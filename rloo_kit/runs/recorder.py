@@ -52,8 +52,9 @@ class RunRecorder(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Prepare the folder, if that has not happened yet."""
         if self.make_ready is not None:
-            self.make_ready()
+            make_ready = self.make_ready
             self.make_ready = None
+            make_ready()
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,

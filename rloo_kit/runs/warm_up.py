@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig, read_value
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, local_path, placed_rows
@@ -192,11 +192,19 @@ def _example(place: str, row: Row) -> Row:
     if not text.strip() and "score" not in row:
         there = format_value(sorted(map(str, row)))
         raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
-    for name in ("score", "truncated"):
-        if isinstance(value := row.get(name), str):  # all values of a CSV file are text
-            row = row | {name: read_value(value)}
-    if not isinstance(score := row.get("score"), float | int | None):
-        raise DataError(f"{place}: score is {format_value(score)}, must be a number or empty")
+    # values of a CSV file are text
+    if isinstance(cut := row.get("truncated"), str):
+        row = row | {"truncated": cut.strip().lower() in ("true", "1", "1.0")}
+    score = row.get("score")
+    try:
+        if isinstance(score, str):
+            row = row | {"score": float(score) if score.strip() else None}
+        elif score is not None:
+            float(score)
+    except (TypeError, ValueError) as exc:
+        raise DataError(
+            f"{place}: score is {format_value(score)}, must be a number or empty"
+        ) from exc
     return row | {"completion": text}
 
 

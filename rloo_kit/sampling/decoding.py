@@ -187,15 +187,15 @@ def fast_attention(device: torch.device) -> Iterator[None]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
         **how: Any,
     ) -> tuple[torch.Tensor, Any]:
         dtype = query.dtype
         if query.shape[2] > 1:
             query, key, value = query.float(), key.float(), value.float()
-            if mask is not None and mask.is_floating_point():
-                mask = mask.float()
-        found, weights = before(module, query, key, value, mask, **how)
+            if attention_mask is not None and attention_mask.is_floating_point():
+                attention_mask = attention_mask.float()
+        found, weights = before(module, query, key, value, attention_mask, **how)
         return found.to(dtype), weights
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
@@ -463,9 +463,8 @@ def _shared_prefill(
         ``(B, vocabulary)`` logits, and the model's arguments for the next step with all B rows.
     """
     rows = torch.cat([input_ids, kwargs["attention_mask"]], 1)  # (B, 2 * W)
-    _, place, counts = torch.unique_consecutive(
-        rows, dim=0, return_inverse=True, return_counts=True
-    )  # (B,), (U,)
+    found = rows.unique_consecutive(dim=0, return_inverse=True, return_counts=True)
+    _, place, counts = found  # (B,), (U,)
     first = counts.cumsum(0) - counts  # (U,) the first row of each prompt
     kwargs = _select(kwargs, first, len(rows))
     outputs = model._prefill(input_ids[first], generation_config, kwargs)

@@ -426,7 +426,8 @@ def write_dequantised(model: Model, dtype: torch.dtype, folder: Path) -> Path:
         folder: The folder, which must not exist.
     """
     base = copy.deepcopy(model).unload()
-    base.dequantize(dtype).to(dtype).save_pretrained(folder)  # not all weights are in 4 bit
+    with quiet():
+        base.dequantize(dtype).to(dtype).save_pretrained(folder)  # not all weights are in 4 bit
     return folder
 
 

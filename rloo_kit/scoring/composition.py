@@ -222,6 +222,9 @@ class _Routed(Composed):
             RewardContractError: A column is missing.
         """
         super().check_columns(names)
+        self._check_only_for(names)
+
+    def _check_only_for(self, names: Iterable[str]) -> None:
         for column in self.only_for.keys() - set(names):
             raise RewardContractError(
                 f"reward {self.__name__!r} is only for some values of {format_name(column)}, but "
@@ -231,7 +234,7 @@ class _Routed(Composed):
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the reward for the chosen rows; the others get None."""
-        self.check_columns(columns)
+        self._check_only_for(columns)
         rows = [
             row
             for row in range(len(columns["completions"]))

@@ -376,7 +376,9 @@ def _place_of(exc: BaseException) -> str:
     Return "" if the traceback has no such place.
     """
     frames = traceback.extract_tb(exc.__traceback__)
-    frames = [one for one in frames if Path(one.filename).parent != Path(__file__).parent]
+    kit = Path(__file__).parents[1]
+    callers = (kit / "scoring", kit / "tools")  # the second one calls an environment's get_reward
+    frames = [one for one in frames if Path(one.filename).parent not in callers]
     own = [one for one in frames if one.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 

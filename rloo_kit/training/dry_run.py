@@ -26,6 +26,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, SMALLEST_BUDGET
+from rloo_kit.sampling.decoding import as_learned
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.types import Model, Tokenizer
@@ -131,7 +132,7 @@ class WorstCase:
         total = detect_hardware().total_memory
         take_peak()
         try:
-            with self._restored(), self._stepped_optimizer():
+            with self._restored(), self._stepped_optimizer(), as_learned(self.model):
                 self._learn(ids, rows, width)
             peak_bytes = take_peak() + measure().gpu_other
         except Exception as exc:

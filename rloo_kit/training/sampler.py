@@ -226,7 +226,7 @@ class Sampler:
         # TRL turns checkpointing off to sample, and does not turn it on again after an error.
         off = without_checkpointing(self.model, self.args)
         training = self.model.training
-        with blame_generation_kwargs(self.args), finite_logits(), off:
+        with blame_generation_kwargs(self.args.generation_kwargs), finite_logits(), off:
             try:
                 yield
             finally:  # Unsloth ends in training mode, or after an error in evaluation mode

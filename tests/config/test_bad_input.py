@@ -52,7 +52,7 @@ SETTINGS = {
     "trainer.sync_ref_model=true": "base model without the adapter: leave it out",
     "lora.target_modules=all": "must be a list of names such as [q_proj], or all-linear, or",
     "output_dir=mine.py/run": "'mine.py/run' cannot be written (Not a directory)",
-    "output_dir=.": "output_dir '.' has no name: give a folder such as 'runs/first'",
+    "output_dir=.": "output_dir is '.', must be the name of a new folder",
     # the second start there: its folder would be /proc/self-2
     "output_dir=/proc/self": "'/proc/self-2' cannot be written",
 }

@@ -210,7 +210,8 @@ WRONG = {
     "judge tiny-thinker": "--against",
     "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
     "judge tiny-thinker --against x --batch-size -2": "batch-size is -2",
-    "eval tiny-thinker --set model.load_in_4bit=false": "model.load_in_4bit",
+    "eval tiny-thinker --set model.load_in_4bit=false": "--set model would change a model",
+    "eval tiny-thinker --set trainer.num_generations=8": "num_generations has no effect on an",
 }
 
 
@@ -451,7 +452,9 @@ def test_generation_kwargs_of_the_run_apply_to_its_evaluation(run):
         assert len(rows) == 4  # greedy and sampled, with and without the adapter
         return [sample["tokens"] for row in rows for sample in row.evaluation.samples]
 
-    assert min(lengths("min_new_tokens: 40, top_k: 5")) >= 40
+    assert min(lengths("min_new_tokens: 40, top_k: 5, use_cache: true, do_sample: true")) >= 40
+    with pytest.raises(ConfigError, match="were refused"):
+        lengths("stop_strings: [a]")
     with pytest.raises(ConfigError, match="'min_tokens', which cannot be passed to generate"):
         lengths("min_tokens: 40")  # the name of vLLM
 

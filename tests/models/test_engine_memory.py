@@ -188,6 +188,7 @@ def arguments_of(generation, **others):
         "vllm_max_model_length": None,
         "vllm_gpu_memory_utilization": 0.3,
         "memory_share_given": False,
+        "generation_kwargs": None,
     }
     return SimpleNamespace(generation=generation, **usual | others)
 

@@ -268,6 +268,23 @@ def test_a_check_is_printed_as_a_table_and_written_to_be_checked_again(tmp_path)
     assert (tmp_path / "out-2").is_dir()
 
 
+def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
+    prompts = rk.load_prompts("arithmetic", num_prompts=2)["prompt"]
+    answers = rk.load_prompts("arithmetic", num_prompts=2)["answer"]
+    rows = [
+        {"step": 1, "group": n, "prompt": prompt, "completion": f"</think>{answers[n]}{end}"}
+        for n, prompt in enumerate(prompts)
+        for end in ("", "9")
+    ]
+    file = tmp_path / "completions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = rk.check_rewards("quickstart", completions=file, rewards=["accuracy"], say=str)
+    assert [sample["rewards"]["accuracy"] for sample in found.samples] == [1.0, 0.0] * 2
+    gone = ["data.prompts=no/such.jsonl"]
+    found = rk.check_rewards("quickstart", completions=file, overrides=gone, say=str)
+    assert "missing_column" in {finding.kind for finding in found.findings}
+
+
 def test_plain_texts_are_grouped_by_their_prompt():
     rows = [
         {"prompt": f"{n} <think>", "completion": f"a</think>{n + k}", "answer": n}

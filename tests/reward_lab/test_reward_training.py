@@ -91,7 +91,7 @@ def test_a_conversation_is_read_in_every_form(row):
 
 REMEDIES = {
     '{"prompt": "a", "chosen": "b"}': "rejected is None, must be text or a list",
-    '{"chosen": [{"role": "x"}], "rejected": "b"}': "needs `role` and `content`",
+    '{"chosen": [{"role": "x"}], "rejected": "b"}': "needs a `role`, which is text",
     '{"chosen": [{"role": "assistant", "content": "b"}], "rejected": [{"role": "assistant", '
     '"content": "c"}]}': "chosen must be a conversation that ends with",
     '{"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}': (

@@ -251,4 +251,11 @@ def test_on_a_gpu_each_precision_is_measured_in_a_process_of_its_own(monkeypatch
     assert measured == ["bf16", "fp16"]
     assert made.trainer["fp16"] is True
     assert "bf16" not in made.trainer
-    assert line.endswith("bf16 nan, fp16 0.01000; trainer.fp16: true")
+    assert line.endswith("bf16 nan, fp16 1.0e-02; trainer.fp16: true")
+
+
+def test_a_wrong_output_folder_stops_before_sampling(capsys):
+    write_run(levels=[2], num=4)
+    assert main(["calibrate", "run.yaml", "--set", "output_dir=."]) == 2
+    assert "output_dir is '.', must be the name of a new folder" in capsys.readouterr().err
+    assert not Path("run-calibrated.yaml").exists()

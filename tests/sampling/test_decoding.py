@@ -3,14 +3,16 @@
 import collections
 import logging
 import random
+import types
 
 import pytest
 import torch
 import transformers
 from transformers import GenerationConfig
 from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rloo_kit.sampling.decoding import GrowingLayer, complete, sample_rows
+from rloo_kit.sampling.decoding import GrowingLayer, complete, fast_attention, sample_rows
 from rloo_kit.sampling.engine import Generations, Sampling, ThoughtLimit, draw_from
 from rloo_kit.text.thoughts import Mark, ThoughtMarks
 
@@ -138,6 +140,24 @@ def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("copied"))
     assert complete(model, PROMPTS, 0, ENDS, generation_config=settings()) == expected
     assert sdpa_attention.use_gqa_in_sdpa is asked
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_attention_on_a_cpu_is_that_of_transformers(length):
+    """Also with a mask by keyword, as some models call it."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, length, 8, dtype=torch.bfloat16)
+    key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.bfloat16)
+    mask = torch.zeros(2, 1, length, 6, dtype=torch.bfloat16)
+    mask[1, :, :, :2] = torch.finfo(torch.bfloat16).min
+    module = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    expected, _ = sdpa_attention.sdpa_attention_forward(module, query, key, value, mask)
+    with fast_attention(query.device):
+        attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        found, _ = attend(module, query, key, value, attention_mask=mask, scaling=None)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention.sdpa_attention_forward
 
 
 def test_processors_see_the_rows_that_are_left():

@@ -15,8 +15,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rloo_kit.errors import BackendError, ConfigError, DataError
+from rloo_kit.errors import BackendError, ConfigError, DataError, RewardContractError
 from rloo_kit.models.adapters import EMBEDDED
+from rloo_kit.scoring.contract import checked
 from rloo_kit.tools import loop
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.environments import Environments
@@ -415,6 +416,20 @@ class Quiet(Guess):
 
     def reset(self, number, **row):
         super().reset(number, **row)
+
+
+class Lost(Guess):
+    def get_reward(self):
+        raise KeyError("score")
+
+
+def test_an_error_of_get_reward_names_its_line():
+    environments = Environments(Lost)
+    reward = checked(environments.rewards[0])
+    environments.begin([{"prompt": PROMPT, "number": 4}])
+    columns = {"environments": environments.current, "prompts": [PROMPT], "completions": ["a"]}
+    with pytest.raises(RewardContractError, match=r"KeyError.*\(test_loop.py:\d+\)"):
+        reward(**columns)
 
 
 def test_each_trajectory_has_an_environment_of_its_own():

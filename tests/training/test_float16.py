@@ -32,7 +32,7 @@ def test_steps_in_float16(tmp_path):
 
 
 def test_an_unknown_precision_is_named():
-    with pytest.raises(rk.ConfigError, match="precision is 'half', must be one of auto, bf16"):
+    with pytest.raises(rk.ConfigError, match="precision is 'half', must be one of bf16, fp16"):
         rk.load_model("tiny-thinker", precision="half")
 
 
