@@ -354,6 +354,9 @@ class ResumableTrainer(Trainer):
 
         It is called before the first step, after ``on_train_begin`` of every other callback. If the
         training does not resume, it does nothing.
+
+        Raises:
+            CheckpointError: The optimizer is another one than that of the checkpoint.
         """
         state = self.state_read
         if state is None:

@@ -154,7 +154,10 @@ class TokenRows:
             rows: Numbers of the rows of the micro-batch.
             overhead: Cost of the separate pass over the prompts, in positions.
         """
-        shared = max(map(SharedExtent(self).add, rows))  # grows with each row
+        extent = SharedExtent(self)
+        shared = 0
+        for row in rows:
+            shared = extent.add(row)
         apart = len(rows) * max(self.lengths[row] for row in rows)
         return shared + overhead < apart
 

@@ -144,7 +144,11 @@ class Composed:
     parts: tuple[CheckedReward, ...]
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
-        """Return one score per completion."""
+        """Return one score per completion.
+
+        Raises:
+            NotImplementedError: Always; each kind of composed reward has its own method.
+        """
         raise NotImplementedError
 
     @property
