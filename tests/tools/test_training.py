@@ -157,19 +157,24 @@ def test_a_run_file_trains_with_tools_and_resumes(tmp_path, capsys):
 def test_an_environment_of_a_run_file_scores_held_out_prompts_too(tmp_path):
     (tmp_path / "game.py").write_text(
         "class Adder:\n"
+        "    resets = 0\n\n"
         "    def reset(self, answer, **row):\n"
+        "        self.resets += 1\n"
         "        self.right = answer\n        self.calls = 0\n\n"
         "    def calculator(self, expression: str) -> str:\n"
         '        """Compute.\n\n        Args:\n            expression: What.\n        """\n'
         "        self.calls += 1\n        return self.right\n\n"
         "    def get_reward(self):\n        return float(self.calls)\n\n\n"
         "def calls(completions, environments, **_):\n"
-        "    return [0.5 * one.calls for one in environments]\n"
+        "    return [0.5 * one.calls for one in environments]\n\n\n"
+        "def resets(completions, environments, **_):\n"
+        "    return [float(one.resets) for one in environments]\n"
     )
     run = tmp_path / "run.yaml"
     run.write_text(
         "model: {name: tiny-caller, max_seq_length: 512}\n"
-        "data: {prompts: sums, num_prompts: 64, held_out: 16}\n"
+        "data: {prompts: sums, num_prompts: 64, held_out: 16,\n"
+        "  held_out_rewards: [game.py:resets]}\n"
         "environment: game.py:Adder\n"
         "rewards: [game.py:calls]\n"
         "trainer: {max_steps: 1, per_device_train_batch_size: 16, num_generations: 4,\n"
@@ -184,7 +189,10 @@ def test_an_environment_of_a_run_file_scores_held_out_prompts_too(tmp_path):
     assert all(row["rewards"]["Adder"] == 2 * row["rewards"]["calls"] for row in rows)
     assert any(row["rewards"]["Adder"] for row in rows)
     assert all(row["score"] == pytest.approx(2 * row["rewards"]["Adder"]) for row in rows)
-    assert "Adder" in str(rk.evaluate_models([result.folder], num_prompts=4, num_samples=0))
+    table = rk.evaluate_models([result.folder], num_prompts=4, num_samples=0)
+    assert "Adder" in str(table)
+    # the base and the run play in new environments
+    assert [row.evaluation.rewards["resets"] for row in table.rows] == [1.0, 1.0]
 
 
 class Sum:
