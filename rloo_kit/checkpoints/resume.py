@@ -545,7 +545,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
-    then = {"step": "kit"} | checkpoint.facts  # an older checkpoint does not name its step
+    # an older checkpoint does not name its step
+    then: dict[str, Any] = {"step": "kit"} | checkpoint.facts
     step = then["step"]
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),

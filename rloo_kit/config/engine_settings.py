@@ -191,14 +191,15 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def blame_generation_kwargs(others: Mapping[str, Any] | None) -> Iterator[None]:
+def blame_generation_kwargs(others: Any) -> Iterator[None]:
     """Return a context that turns a TypeError or ValueError in its block into a ConfigError.
 
     ``generate`` of transformers raises these errors for arguments that it does not accept. The
     ConfigError names ``generation_kwargs`` and their values.
 
     Args:
-        others: The ``generation_kwargs``. If there are none, an error passes through unchanged.
+        others: The ``generation_kwargs``, a dict. If there are none, an error passes through
+            unchanged.
 
     Raises:
         ConfigError: A TypeError or ValueError was raised, and ``generation_kwargs`` were given.

@@ -180,7 +180,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
         )
     found = []
     for reward, tokenizer in zip(rewards, listed, strict=True):
-        inner = getattr(reward.func, "reward", None)
+        inner: Any = getattr(reward.func, "reward", None)
         if tokenizer is not None and isinstance(inner, Composed):
             raise ConfigError(
                 f"reward_processing_classes has a tokenizer for {reward.name!r}, which is composed "
