@@ -12,13 +12,13 @@ import rloo_kit as rk
 
 rk.setup("transformers")
 
-from rloo_kit.job import read_config, read_prompts
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.runs.precision import PRECISIONS, mismatch
 
 found = {}
 for name in ("quickstart", "smollm2"):
     config, base = read_config(name, ["model.backend=transformers"])
-    rows = [*read_prompts(config, base)[0].select(range(8))]
+    rows = [*PreparedJob(config, base).splits[0].select(range(8))]  # without long prompts
     found[name] = {one: round(mismatch(config, base, rows, one), 6) for one in PRECISIONS}
     print(name, found[name], flush=True)
 write_result("precision_cpu", **found)

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import PreparedJob
@@ -28,7 +29,7 @@ PRECISIONS = ("bf16", "fp16")
 # Settings that make the sampler draw each token with the policy's own probability
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
-    "thinking_budget": None, "max_completion_length": PROBE_TOKENS_PER_ROW,
+    "thinking_budget": None,
 }  # fmt: skip
 # Settings with which a trainer can be made for 8 prompts and one reward, and without the canary
 ONE_GROUP = {
@@ -47,6 +48,9 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
     """
     settings = {**config.trainer, **WHOLE_DISTRIBUTION, **ONE_GROUP}
     settings |= {name: name == precision for name in PRECISIONS}
+    # no longer than in the run, whose prompts leave room for its own completions only
+    limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])
+    settings["max_completion_length"] = min(limit, PROBE_TOKENS_PER_ROW)
     job = PreparedJob(replace(config, trainer=settings), base)
     if not getattr(job.args, precision):  # Unsloth has turned it off
         raise ConfigError(

@@ -19,7 +19,7 @@ from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
-from rloo_kit.runs.precision import mismatch
+from rloo_kit.runs.precision import job_in, mismatch
 from rloo_kit.runs.warm_up import read_examples
 
 RUN = """
@@ -259,3 +259,9 @@ def test_a_wrong_output_folder_stops_before_sampling(capsys):
     assert main(["calibrate", "run.yaml", "--set", "output_dir=."]) == 2
     assert "output_dir is '.', must be the name of a new folder" in capsys.readouterr().err
     assert not Path("run-calibrated.yaml").exists()
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({"max_completion_length": 32}, 32), ({}, 64)])
+def test_the_precision_is_measured_with_completions_that_fit_into_the_run(given, wanted):
+    config = make_run_config({"trainer": given})
+    assert job_in("bf16", config, Path()).args.max_completion_length == wanted
