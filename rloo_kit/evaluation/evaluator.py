@@ -209,10 +209,20 @@ def evaluate(
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     marks = thought_marks(tokenizer)
     samples = []
-    for _, prompt, completion, turns, ended, scores in sample_and_score(
-        model, tokenizer, rows, how, chat_template_kwargs, batch_size, seed, engine, loaded,
-        tool_loop, sample,
-    ):  # fmt: skip
+    sampled = sample_and_score(
+        model,
+        tokenizer,
+        rows,
+        how,
+        loaded,
+        template_settings=chat_template_kwargs,
+        batch_size=batch_size,
+        seed=seed,
+        engine=engine,
+        tool_loop=tool_loop,
+        sample=sample,
+    )
+    for _, prompt, completion, turns, ended, scores in sampled:
         text = text_of(completion)
         thought = find_thoughts(marks, turns, text)
         samples.append(
@@ -260,11 +270,12 @@ def sample_and_score(
     tokenizer: Tokenizer,
     rows: list[Row],
     how: Sampling,
+    rewards: Sequence[LoadedReward],
+    *,
     template_settings: dict[str, Any] | None,
     batch_size: int,
     seed: int,
     engine: Engine | None,
-    rewards: Sequence[LoadedReward],
     tool_loop: "ToolLoop | None",
     sample: "Callable[[list[Any]], Completions] | None" = None,
 ) -> Iterator[tuple[Row, Any, Completion, list[list[int]], bool, dict[str, Score]]]:
@@ -278,12 +289,12 @@ def sample_and_score(
         tokenizer: The model's tokenizer.
         rows: Rows with ``prompt`` and the columns that the rewards read.
         how: Sampling settings, with the maximum length and the tokens that end a completion.
+        rewards: Rewards that score the completions.
         template_settings: Arguments of the chat template.
         batch_size: Number of completions that ``model.generate`` samples at a time, and number of
             rows in a batch with environments.
         seed: Seed of sampling.
         engine: Engine that samples instead of ``model.generate``.
-        rewards: Rewards that score the completions.
         tool_loop: Loop that runs the tools that completions call. None means no tools.
         sample: Function that samples a batch instead of ``model`` and ``engine``; see ``evaluate``.
 

@@ -98,7 +98,7 @@ class HeldOut:
         ids = tokenize_prompts(base.tokenizer, prompts, args.chat_template_kwargs)
         length = max(map(len, ids)) + args.max_completion_length
         # tools and environments add tokens to a prompt
-        if self.tool_loop(base.tokenizer, args) is not None:
+        if self.job.tool_loop is not None:
             length = max(length, config.model.max_seq_length)
         limit = getattr(base.model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
@@ -125,18 +125,11 @@ class HeldOut:
                 say(f"completions by transformers, not vLLM: {choice.reason}")
             yield settings_of(args) | {"batch_size": size, "engine": engine}
 
-    def tool_loop(
-        self, tokenizer: Tokenizer, args: "LeaveOneOutConfig | None" = None
-    ) -> "ToolLoop | None":
-        """Return a loop with new environments that runs the run's tools; None without tools.
-
-        Args:
-            tokenizer: The tokenizer of the model.
-            args: Settings of the run, to which the tools are added; None: a copy of them.
-        """
+    def tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
+        """Return a loop with new environments that runs the run's tools; None without tools."""
         from rloo_kit.training.tools import make_tool_loop
 
-        args = args or copy.copy(self.job.args)
+        args = copy.copy(self.job.args)
         longest = self.job.config.model.max_seq_length
         return make_tool_loop(*self.job.tools, tokenizer, args, longest)
 
@@ -160,7 +153,8 @@ def read_held_out(
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
     Raises:
-        ConfigError: An argument is out of range, or an override changes the model or nothing.
+        ConfigError: An argument is out of range, or an override would change the model or has no
+            effect.
         DataError: There are no held-out prompts, or the run did not hold them out.
         ModelError: There is no model of one of the names.
     """
@@ -195,10 +189,14 @@ def read_held_out(
 
 
 def _check_given(given: Mapping[str, Any], of_trainer: Mapping[str, Any]) -> None:
-    """Check that settings of the user, and those of the trainer among them, change an evaluation.
+    """Check that the user's settings change the evaluation, and not the trained model.
+
+    Args:
+        given: All settings that the user gave.
+        of_trainer: Those under ``trainer``.
 
     Raises:
-        ConfigError: A setting would change a trained model, or has no effect.
+        ConfigError: A setting would change the model, or has no effect on an evaluation.
     """
     for section in ("model", "lora"):
         if section in given:

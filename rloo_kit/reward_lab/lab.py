@@ -194,10 +194,19 @@ def _sampled(
     how = make_sampling(args, ends, thought_limit(tokenizer, args.thinking_budget))
     own = load_rewards(job.of_environments)  # their environments exist only in this process
     found = []
-    for row, _, completion, turns, ended, scores in sample_and_score(
-        model, tokenizer, repeated, how, args.chat_template_kwargs,
-        args.per_device_train_batch_size, args.seed, engine, own, job.tool_loop,
-    ):  # fmt: skip
+    sampled = sample_and_score(
+        model,
+        tokenizer,
+        repeated,
+        how,
+        own,
+        template_settings=args.chat_template_kwargs,
+        batch_size=args.per_device_train_batch_size,
+        seed=args.seed,
+        engine=engine,
+        tool_loop=job.tool_loop,
+    )
+    for row, _, completion, turns, ended, scores in sampled:
         more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
         if own:
             more[OF_ENVIRONMENTS] = scores

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,19 @@ class Pending:
     # True if async rewards already run in the background; other rewards run when `result` is called
     in_background: bool
     result: Callable[[], Any]  # waits for all rewards and returns them
+
+
+class Log(Protocol):
+    """Receiver of a step's metrics."""
+
+    def note(self, name: str, value: float) -> None:
+        """Record one value of the metric ``name``; the log averages the recorded values."""
+
+    def note_rollout(self, rollout: Rollout, number: int) -> None:
+        """Log a new rollout whose advantages are final; ``number`` is the optimizer step."""
+
+    def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
+        """Log a step's counts and duration, and the number of steps skipped so far."""
 
 
 def all_rows(rows: list[Row]) -> list[Row]:
@@ -76,7 +89,7 @@ class Step:
     # the memory that is free at that moment
     learner: Callable[[], Learner]
     guard: StepGuard
-    log: Any  # the receiver of metrics, such as `training.step_log.StepLog`
+    log: Log
     shaping: Shaping
     num_generations: int
     num_slices: int = 1

@@ -156,8 +156,8 @@ def as_sampled(model: Any) -> Iterator[None]:
 def as_learned(model: Any) -> Iterator[None]:
     """Speed up passes of a learning step, and their backward passes, during a ``with`` block.
 
-    LoRA layers make fewer casts, and so does attention on a CPU. If Unsloth has replaced the
-    model's forward pass, nothing changes, since its own layers do the same.
+    LoRA layers make fewer casts, and attention is faster on a CPU. If Unsloth has replaced the
+    model's forward pass, nothing changes, because its own layers are fast already.
     """
     if _decodes_itself(model):
         yield

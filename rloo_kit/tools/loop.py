@@ -150,7 +150,7 @@ class ToolLoop:
                 "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
         with turns():
-            ids, log_probs = copy.deepcopy(draw(prompt_ids))  # see `_trainer`
+            ids, log_probs = _copied(draw(prompt_ids))
             pairs = zip(ids, prompt_ids, strict=True)
             first = [[parse_response(tokenizer, *pair)] for pair in pairs]
             mask, messages, ids, log_probs, *_ = self._run(
@@ -182,9 +182,7 @@ class ToolLoop:
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
             self._check_fault()
-            # TRL's loop changes the lists, and the canary, the check that the engine samples from
-            # the current policy, still reads the originals
-            return copy.deepcopy(draw(prompt_ids))
+            return _copied(draw(prompt_ids))
 
         def those(is_async: bool) -> list[dict[str, Tool]]:
             return [
@@ -292,3 +290,13 @@ class ToolLoop:
         """Raise the remembered error of a tool that must stop the run, if there is one."""
         if self._fault:
             raise self._fault
+
+
+def _copied(drawn: Drawn) -> Drawn:
+    """Return copies of the lists of sampled token ids and log-probabilities.
+
+    TRL's loop changes its lists in place, and the canary (the check that the engine samples from
+    the current policy) still reads the originals.
+    """
+    ids, log_probs = drawn
+    return [*ids], log_probs and [[*one] for one in log_probs]

@@ -225,7 +225,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         level = args.rollout_correction
         budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
         return Learner(
-            forward=lambda batch: self.policy.run(batch),
+            forward=self.policy.run,
             backward=self.accelerator.backward,
             no_grad=self.policy.no_grad,
             with_grad=self.compute_loss_context_manager,

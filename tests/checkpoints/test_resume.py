@@ -4,6 +4,7 @@ import copy
 import random
 import signal
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,7 +57,9 @@ def new_policy(dropout=0.0):
     return rk.attach_lora(model, r=4, lora_dropout=dropout), tokenizer
 
 
-def new_trainer(folder, policy=None, reward=lottery, num_prompts=24, dropout=0.0, **others):
+def new_trainer(
+    folder, policy=None, reward=lottery, num_prompts=24, dropout=0.0, callbacks=(), **others
+):
     model, tokenizer = policy or new_policy(dropout)
     few = {
         "max_steps": STEPS,
@@ -73,7 +76,9 @@ def new_trainer(folder, policy=None, reward=lottery, num_prompts=24, dropout=0.0
         reward_funcs=reward,
         args=rk.LeaveOneOutConfig(str(folder), **{**few, **others}),
         train_dataset=rk.load_prompts("arithmetic", num_prompts=num_prompts),
+        eval_dataset=rk.load_prompts("arithmetic", split="held_out", num_prompts=2),
         processing_class=tokenizer,
+        callbacks=[*callbacks],
     )
 
 
@@ -256,6 +261,22 @@ def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
 
 
 @pytest.mark.faults
+class Marks(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **_):
+        metrics["eval_mark"] = [1, 2, 3, 0][state.global_step - 1]
+
+
+def test_the_best_checkpoint_stays_if_a_better_step_has_none(tmp_path):
+    """Step 3 is best, but only steps 2 and 4 are saved."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_mark"}
+    few = {"max_steps": 4, "save_steps": 2, "keep_last": 1, "keep_best": 0}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer = new_trainer(tmp_path, callbacks=[Marks()], **best, **few, **evaluated)
+    trainer.train()
+    assert list_steps(tmp_path) == [2, 4]
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+
+
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="leave resume_from_checkpoint out"):
         new_trainer(tmp_path).train(resume_from_checkpoint=True)

@@ -142,10 +142,18 @@ def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
     assert sdpa_attention.use_gqa_in_sdpa is asked
 
 
-@pytest.mark.parametrize("length", [1, 6])
-def test_attention_on_a_cpu_is_that_of_transformers(length):
+@pytest.mark.parametrize(("length", "computed_in"), [(1, torch.bfloat16), (6, torch.float32)])
+def test_attention_on_a_cpu_is_that_of_transformers(length, computed_in, monkeypatch):
     """Also with a mask by keyword, as some models call it."""
     torch.manual_seed(0)
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    dtypes = []
+
+    def noting(query, *rest, **how):
+        dtypes.append(query.dtype)
+        return kernel(query, *rest, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     query = torch.randn(2, 4, length, 8, dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.bfloat16)
     mask = torch.zeros(2, 1, length, 6, dtype=torch.bfloat16)
@@ -155,6 +163,7 @@ def test_attention_on_a_cpu_is_that_of_transformers(length):
     with fast_attention(query.device):
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         found, _ = attend(module, query, key, value, attention_mask=mask, scaling=None)
+    assert dtypes == [torch.bfloat16, computed_in]
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention.sdpa_attention_forward
