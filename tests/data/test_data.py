@@ -430,7 +430,7 @@ WRONG_GYM = {
     "{level: 12}": "reasoning_gym:chain_sum has the levels 1 to 11, not 12",
     "{level: [1, true]}": "has the levels 1 to 11, not True",
     "{settings: {max_term: 3}}": "unexpected keyword argument 'max_term'",
-    "{settings: {seed: 3}}": "multiple values for keyword argument 'seed'): change data.settings",
+    "{settings: {seed: 3}}": "data.settings has 'seed': leave it out, and set the seed of the run",
     "{settings: {max_terms: 1}}": "cannot make prompts with the settings {'max_terms': 1}",
 }
 
