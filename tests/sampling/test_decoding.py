@@ -169,6 +169,21 @@ def test_attention_on_a_cpu_is_that_of_transformers(length, computed_in, monkeyp
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention.sdpa_attention_forward
 
 
+def test_the_output_layer_gets_no_views_of_longer_tensors(monkeypatch):
+    model = make("llama")
+    forward = model.lm_head.forward
+    seen = []
+
+    def recorded(hidden):
+        seen.append(hidden.is_contiguous())
+        return forward(hidden)
+
+    monkeypatch.setattr(model.lm_head, "forward", recorded)
+    complete(model, PROMPTS, 0, ENDS, generation_config=settings(max_new_tokens=2))
+    assert seen == [True, True]
+    assert not model.lm_head._forward_pre_hooks
+
+
 def test_processors_see_the_rows_that_are_left():
     model = make("qwen3")
     config = settings(repetition_penalty=1.5, no_repeat_ngram_size=2)
