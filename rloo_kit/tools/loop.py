@@ -235,11 +235,15 @@ class ToolLoop:
                 Raises:
                     RuntimeError: The tool raised an error, or ran longer than its time limit.
                 """
+                limit = asyncio.timeout(timeout)
                 with self._watched(tool):
                     try:
-                        result = await asyncio.wait_for(tool(**arguments), timeout)
+                        async with limit:
+                            result = await tool(**arguments)
                     except TimeoutError as exc:
-                        raise exc if timeout is None else OverdueError from exc
+                        if limit.expired():
+                            raise OverdueError from exc
+                        raise
                     return self._read(tool, result)
 
             return wait

@@ -1,5 +1,6 @@
 """Functions that show tools and calls to a model in its chat template, and read its calls."""
 
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +113,7 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: A tool has no description, one of its parameters has no type or description, or
-            two tools have the same name.
+            cannot be passed by its name, or two tools have the same name.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -126,6 +127,12 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
                 f"({first_line(exc)}): give each parameter a type, and a line under Args: in the "
                 "docstring"
             ) from exc
+        for parameter in inspect.signature(tool).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(
+                    f"tool {tool.__name__} has the parameter {parameter}, but the model passes "
+                    "each value by its name: use only parameters that have names"
+                )
     names = [one["function"]["name"] for one in found]
     if len({*names}) < len(names):
         raise ConfigError(f"two of the tools {', '.join(names)} share a name: rename one")

@@ -218,6 +218,15 @@ async def waits(word: str) -> str:
     await asyncio.sleep(60)
 
 
+async def loses(word: str) -> str:
+    """Fail with an error of its own.
+
+    Args:
+        word: Not used.
+    """
+    raise TimeoutError("no answer from the server")
+
+
 def floods(word: str) -> str:
     """Return megabytes.
 
@@ -232,6 +241,7 @@ FAULTS = {
     leaves: "SystemExit",
     hangs: "took more than 0.2 s",
     waits: "took more than 0.2 s",
+    loses: "TimeoutError: no answer from the server",
 }
 
 
@@ -501,6 +511,13 @@ def test_what_does_not_fit_is_refused():
             word: The word.
         """
 
+    def many(*words: str):
+        """Say words.
+
+        Args:
+            words: The words.
+        """
+
     class Late:
         async def reset(self, **row): ...
 
@@ -516,6 +533,7 @@ def test_what_does_not_fit_is_refused():
     for message, given in {
         "shows no tool calls": (plain,),
         "untyped cannot be shown": (qwen3(), [untyped]),
+        r"many has the parameter \*words": (qwen3(), [many]),
         "dict needs a method def reset": (qwen3(), [], dict),
         "Late needs a method def reset.* that is not async": (qwen3(), [], Late),
         "Big raised TypeError when it was made without arguments": (qwen3(), [], Big),
