@@ -200,6 +200,7 @@ def load_tokenizer(
         if str(name).endswith(".gguf"):
             from rloo_kit.models.gguf import read_tokenizer
 
+            check_path(str(name))
             tokenizer = read_tokenizer(Path(name))
         else:
             source = find_model(name, revision)

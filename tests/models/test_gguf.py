@@ -14,6 +14,7 @@ import rloo_kit as rk
 from rloo_kit.errors import ModelError
 from rloo_kit.export.exporter import export_model
 from rloo_kit.models.gguf import convert, read_tokenizer
+from rloo_kit.models.loading import load_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOLLM2 = REPOSITORY / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -92,6 +93,11 @@ def test_a_file_of_another_kind_asks_for_another_download(tmp_path):
     path.write_bytes(b"<html>not here</html>")
     with pytest.raises(ModelError, match=r"is not a GGUF file.*damaged, .*download it again"):
         convert(path, tmp_path / "cache")
+
+
+def test_the_tokenizer_of_a_missing_file_says_so():
+    with pytest.raises(ModelError, match=r"model 'none.gguf' does not exist"):
+        load_tokenizer("none.gguf")
 
 
 def test_missing_package_names_the_extra(tmp_path, monkeypatch):
