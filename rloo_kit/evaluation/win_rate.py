@@ -18,7 +18,7 @@ from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.table import Row, results_folder, score_models, write_results
-from rloo_kit.evaluation.trained import find_trained
+from rloo_kit.evaluation.trained import TrainedModel, find_trained
 from rloo_kit.machine.cleanup import session
 from rloo_kit.sampling.completer import as_completions
 from rloo_kit.scoring.contract import call_reward
@@ -106,7 +106,7 @@ def judge_models(  # noqa: PLR0913
     """
     mine = find_trained(model)
     other = mine.without_adapter() if str(against) == "base" else find_trained(against)
-    if (other.base, other.adapter) == (mine.base, mine.adapter):
+    if _places(other) == _places(mine):
         raise ConfigError(
             f"{mine.name} would be compared with itself: name another model with --against"
         )
@@ -197,6 +197,11 @@ def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> 
         score if all(both) else 0.5 + (both[0] - both[1]) / 2
         for score, both in zip(call_reward(judge.func, columns), answered, strict=True)
     ]
+
+
+def _places(model: TrainedModel) -> tuple[Path, Path | None]:
+    """Return the base and the adapter of a model as absolute paths."""
+    return Path(model.base).resolve(), model.adapter and model.adapter.resolve()
 
 
 # --- the result ----------------------------------------------------------------------------------

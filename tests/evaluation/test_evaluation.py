@@ -241,6 +241,13 @@ def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
         rk.judge_models(run, against="no/such", say=str)
 
 
+def test_a_model_is_not_compared_with_itself(run, monkeypatch):
+    monkeypatch.setattr("rloo_kit.evaluation.table.load_base", refused)
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(ConfigError, match="would be compared with itself"):
+        rk.judge_models(run, against=run.name, say=str)
+
+
 @pytest.mark.long
 def test_the_command_imports_the_libraries_in_their_order(tmp_path):
     words = [
