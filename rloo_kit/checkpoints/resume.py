@@ -481,7 +481,7 @@ def _set_aside(run: Path) -> None:
     Otherwise the new training would remove them, or a resume could mistake them for its own.
     """
     if steps := list_steps(run):
-        kept = make_run_folder(run / "earlier")
+        kept = make_run_folder(run / "_earlier")
         for step in steps:
             name = f"checkpoint-{step}"
             (run / name).rename(kept / name)

@@ -252,8 +252,8 @@ def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
         pytest.raises(RewardContractError),
     ):
         new_trainer(tmp_path, reward=fails).train()
-    assert list_steps(tmp_path / "earlier") == [1]
-    earlier = str(tmp_path / "earlier")
+    assert list_steps(tmp_path / "_earlier") == [1]
+    earlier = str(tmp_path / "_earlier")
     continued = new_trainer(tmp_path, max_steps=2, resume_from_checkpoint=earlier)
     continued.train()
     assert continued.resumed_from.step == 1
