@@ -13,6 +13,8 @@ class ModelNotes:
     gradient_checkpointing: bool | str | None = None  # as the user set it; None if not set
     hub: tuple[str, str] | None = None  # name and revision on the hub, if one was requested
     adapter: str | None = None  # the folder that the model's adapter was loaded from
+    # the vLLM engine that was started for the model, and the settings it was started with
+    engine: tuple[Any, dict[str, Any]] | None = None
     # further arguments of a vLLM engine with its own copy of the weights
     vllm: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
@@ -21,8 +23,14 @@ class ModelNotes:
 
 
 def notes_of(model: Any) -> ModelNotes:
-    """Return the facts stored about a model; a PEFT model and its base have the same."""
+    """Return the facts stored about a model; a PEFT model and its base have the same.
+
+    A model that Unsloth's ``FastLanguageModel`` has loaded gets what Unsloth stored about it.
+    """
     notes = getattr(model, "rloo_kit_notes", None)
     if notes is None:
         notes = model.rloo_kit_notes = ModelNotes()
+        if hasattr(model, "for_training"):
+            notes.backend = "unsloth"
+            notes.max_seq_length = getattr(model, "max_seq_length", None)
     return notes

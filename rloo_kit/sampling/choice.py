@@ -127,15 +127,25 @@ def _in_process(model: Model, args: Any) -> Engine:
     notes = notes_of(model)
     if notes.shared_engine is not None:
         _check_shared(args, notes.shared_engine)
-    engine = VllmEngine(
-        model,
-        max_length=_max_length(model, args),
-        num_sequences=min(MAX_SEQUENCES, batch_plan(vars(args)).in_flight),
-        sleeps=args.vllm_enable_sleep_mode,
-        memory_share=args.vllm_gpu_memory_utilization if args.memory_share_given else None,
-        seed=args.seed,
-        extra=notes.vllm,
-    )
+    how = {
+        "max_length": _max_length(model, args),
+        "num_sequences": min(MAX_SEQUENCES, batch_plan(vars(args)).in_flight),
+        "sleeps": args.vllm_enable_sleep_mode,
+        "memory_share": args.vllm_gpu_memory_utilization if args.memory_share_given else None,
+        "seed": args.seed,
+        "extra": notes.vllm,
+    }
+    engine, had = notes.engine or (None, {})
+    may_differ = {"max_length", "num_sequences", "seed"}
+    if (
+        engine is not None  # an earlier trainer has started it for this model
+        and not engine.is_closed
+        and how["max_length"] <= had["max_length"]
+        and all(had[name] == how[name] for name in how.keys() - may_differ)
+    ):
+        return engine
+    engine = VllmEngine(model, **how)
+    notes.engine = engine, how
     add_to_session(engine)
     return engine
 

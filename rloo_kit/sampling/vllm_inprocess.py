@@ -350,6 +350,11 @@ class VllmEngine:
                     "trainer.vllm_gpu_memory_utilization, or set trainer.generation: transformers"
                 ) from exc
 
+    @property
+    def is_closed(self) -> bool:
+        """True if the engine was shut down."""
+        return self._llm is None
+
     def close(self) -> None:
         """Shut the engine down, including its process groups, threads, caches and files."""
         # A model that shares its weights with the engine must be released before (`release` does

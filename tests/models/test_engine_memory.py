@@ -219,6 +219,35 @@ def test_auto_samples_unshared_models_with_transformers(on_gpu, monkeypatch):
     assert engine == "its own engine"
 
 
+def test_a_second_trainer_of_a_model_samples_by_the_first_ones_engine(on_gpu, monkeypatch):
+    class Started:
+        def __init__(self, model, **how):
+            self.is_closed = False
+
+    monkeypatch.setattr("rloo_kit.sampling.vllm_inprocess.VllmEngine", Started)
+    monkeypatch.setattr(engines, "add_to_session", lambda _: None)
+    monkeypatch.setattr(engines, "batch_plan", lambda _: SimpleNamespace(in_flight=8))
+    usual = {"vllm_enable_sleep_mode": True, "seed": 1}
+
+    def start(**others):
+        args = arguments_of("vllm", **usual | others)
+        return engines.start_engine(on_gpu, args, trains=False)[0]
+
+    first = start()
+    assert start(seed=2, vllm_max_model_length=64) is first
+    assert start(vllm_max_model_length=256) is not first
+    second = start(vllm_enable_sleep_mode=False)
+    assert second is not first
+    second.is_closed = True
+    assert start(vllm_enable_sleep_mode=False) is not second
+
+
+def test_a_model_that_unsloth_loaded_has_its_notes():
+    model = SimpleNamespace(for_training=Mock(), max_seq_length=64)
+    assert (notes_of(model).backend, notes_of(model).max_seq_length) == ("unsloth", 64)
+    assert notes_of(SimpleNamespace(max_seq_length=64)) == ModelNotes()
+
+
 @pytest.mark.parametrize(
     ("exc", "said", "remedy"),
     [
