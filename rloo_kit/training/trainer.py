@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback
+from peft import get_peft_model
+from transformers import AutoConfig, AutoProcessor, PrinterCallback, set_seed
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from rloo_kit.checkpoints.resume import Boundary
 from rloo_kit.config.run_file import ModelSection, RunConfig
@@ -106,6 +107,8 @@ class LeaveOneOutTrainer(StepTrainer):
 
     # applies the doctor's rules to this training; None if `args.doctor` is off
     watch: RunWatch | None = None
+    # True if the caller passed an optimizer; None before the first training
+    has_own_optimizer: bool | None = None
 
     def __init__(  # noqa: PLR0913
         self,
@@ -136,8 +139,8 @@ class LeaveOneOutTrainer(StepTrainer):
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
-        follow_model(args, policy, parts["processing_class"], others.get("peft_config"))
         check_prompts(parts["train_dataset"], args)
+        policy = _prepare_policy(parts, args, others)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
         specs = parts.pop("reward_funcs") or []
         rewards = _load_weighted(specs, self.pool, args, parts["processing_class"])
@@ -194,20 +197,12 @@ class LeaveOneOutTrainer(StepTrainer):
                 "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
-        how = {
-            "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
-            "trust_remote_code": args.trust_remote_code,
-        }
         limits = [args.vllm_max_model_length]
         if isinstance(model, str):  # TRL loads it later, with these arguments
-            config = AutoConfig.from_pretrained(model, **how)
+            config = AutoConfig.from_pretrained(model, **_source(args))
         else:
             config = model.config
             limits.append(notes_of(model).max_seq_length)
-        if parts["processing_class"] is None:
-            parts["processing_class"] = AutoTokenizer.from_pretrained(
-                config.name_or_path, padding_side="left", **how
-            )
         limits.append(getattr(config, "max_position_embeddings", None))
         longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
@@ -353,6 +348,10 @@ class LeaveOneOutTrainer(StepTrainer):
             raise ConfigError("this trainer was released: load the model again for a new trainer")
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
+        if self.has_own_optimizer is None:
+            self.has_own_optimizer = self.optimizer is not None
+        if not self.has_own_optimizer:  # each training makes one, with its own learning rate
+            self.optimizer = None
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
@@ -423,7 +422,9 @@ def _load_weighted(
         if args.reward_weights is not None:
             args.reward_weights = [*args.reward_weights, *[1.0] * len(pool.rewards)]
     rewards = load_rewards(
-        listed, tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs
+        listed,
+        tokenizer=getattr(tokenizer, "tokenizer", tokenizer),  # of a processor
+        chat_template_kwargs=args.chat_template_kwargs,
     )
     if not rewards:
         raise ConfigError(
@@ -517,6 +518,10 @@ def _translate_parts(
     if missing:
         raise ConfigError(f"{', '.join(missing)}: give it to LeaveOneOutTrainer")
     check_not_released(parts["model"])
+    if hasattr(parts["processing_class"], "column_names"):
+        raise ConfigError(
+            "the fifth argument is processing_class, where TRL has eval_dataset: give both by name"
+        )
     evaluated = others.get("eval_dataset")
     for one in evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]:
         check_columns("eval_dataset", one)
@@ -553,6 +558,44 @@ def _own_reference(
         text = "ref_policy needs memory of its own: leave it out if it equals the base model"
     warnings.warn(text, FutureWarning, stacklevel=3)
     return None if is_model else ref_policy
+
+
+def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict[str, Any]) -> Any:
+    """Return the policy, or its name if TRL will load it; load its tokenizer if none was given.
+
+    The class that Unsloth makes of TRL's trainer loads no model by its name, and ignores
+    ``peft_config``. Under that class this function does both in the way of TRL's own class.
+
+    Args:
+        parts: Main arguments of the trainer; the model and the processing class are changed.
+        args: Settings of the training, changed in place.
+        others: Further arguments of the trainer; those that were used here are removed.
+    """
+    model = parts["model"]
+    if parts["processing_class"] is None:  # as TRL does, but in time for the rewards
+        name = model if isinstance(model, str) else model.config.name_or_path
+        sides = {"padding_side": "left", "truncation_side": "left"}
+        parts["processing_class"] = AutoProcessor.from_pretrained(name, **sides, **_source(args))
+    follow_model(args, model, parts["processing_class"], others.get("peft_config"))
+    if not RLOOTrainer.__module__.startswith("trl."):
+        set_seed(args.seed)  # PEFT initialises an adapter randomly
+        if isinstance(model, str):
+            how = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+            if quantization := others.pop("quantization_config", None):
+                how["quantization_config"] = quantization
+            model = create_model_from_path(model, **how)
+        if adapter := others.pop("peft_config", None):
+            model = get_peft_model(model, adapter)
+    parts["model"] = model
+    return model
+
+
+def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
+    """Return the arguments that say which files of the policy to load."""
+    return {
+        "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+        "trust_remote_code": args.trust_remote_code,
+    }
 
 
 def follow_model(

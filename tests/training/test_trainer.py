@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,45 @@ def test_weights_come_with_the_names(new_trainer, config):
     assert trainer.reward_func_names == ["thinking", "accuracy"]
     with pytest.raises(rk.ConfigError, match="keep one"):
         new_trainer(config(reward_weights=[1.0, 1.0]), reward_funcs=rewards)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_training_has_the_settings_of_now(new_trainer, config, resume):
+    steady = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
+    trainer = new_trainer(config(**steady))
+    trainer.train()
+    trainer.args.learning_rate = 5e-4
+    trainer.args.max_steps = 2
+    trainer.train(resume_from_checkpoint=resume)
+    assert {group["lr"] for group in trainer.optimizer.param_groups} == {5e-4}
+
+
+def test_an_optimizer_of_the_caller_stays(policy, new_trainer, config):
+    own = torch.optim.SGD([p for p in policy[0].parameters() if p.requires_grad], lr=0.5)
+    trainer = new_trainer(config(), optimizers=(own, None))
+    trainer.train()
+    assert trainer.optimizer.optimizer is own
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_rewards_read_the_template_of_the_tokenizer_that_the_trainer_takes(
+    policy, new_trainer, config, has_images
+):
+    if has_images:  # a processor; only TRL's step trains with one
+        processor = SimpleNamespace(tokenizer=policy[1])
+        (reward,) = trainer._load_weighted("accuracy", None, config(), processor)
+        assert reward.func.reward.thought_opened is True
+        return
+    made = new_trainer(processing_class=None, reward_funcs="accuracy")
+    assert made.processing_class.chat_template == policy[1].chat_template
+    assert made.reward_funcs[0].reward.thought_opened is True
+
+
+def test_arguments_in_trls_order_are_refused(policy, config):
+    rows = rk.load_prompts("arithmetic", num_prompts=16)
+    with pytest.raises(ConfigError, match="processing_class, where TRL has eval_dataset"):
+        rk.LeaveOneOutTrainer(policy[0], "length", config(), rows, rows)
 
 
 @pytest.mark.long

@@ -202,6 +202,19 @@ by_device = rk.LeaveOneOutConfig("out")
 print(trainer.state.global_step, args.learning_rate, args.weight_decay, args.num_generations)
 print((args.bf16, args.fp16) == (by_device.bf16, by_device.fp16), args.seed == given.seed)
 flags = ["--max_steps", "3", "--rloo_k", "8", "--unsloth_grpo_mini_batch", "2"]
+from peft import LoraConfig
+from rloo_kit.models.shape import TINY_THINKER
+rk.release(trainer)
+trainer = rk.LeaveOneOutTrainer(
+    model=str(TINY_THINKER),
+    reward_funcs="accuracy",
+    args=rk.LeaveOneOutConfig("out", max_steps=1, max_completion_length=16, save_strategy="no"),
+    train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
+    peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+)
+trainer.train()
+trained = trainer.trained_parameters()
+print("only an adapter", bool(trained) and all("lora_" in name for name in trained))
 (parsed,) = trl.TrlParser(rk.LeaveOneOutConfig).parse_args_and_config(flags)
 print(parsed.max_steps, parsed.num_generations, parsed.weight_decay)
 """
@@ -219,7 +232,7 @@ def test_under_unsloths_patched_class_both_work(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    for line in ("1 0.001 0.25 8", "True True", "3 8 0.0"):
+    for line in ("1 0.001 0.25 8", "True True", "only an adapter True", "3 8 0.0"):
         assert line in lines, done.stdout
     for name in ("unsloth_num_chunks=2", "unsloth_grpo_mini_batch=2"):
         assert f"FutureWarning: {name} is not needed: the kit sizes micro" in done.stderr
