@@ -274,14 +274,17 @@ def row_of(name: str, options: argparse.Namespace, counted: dict[str, list]) -> 
     for arm in options.arms[1:]:
         steps = {one: [t["step"] for t in counted[one]] for one in (arm, "kit")}
         speeds = {one: [t["tokens"] / t["sampling"] for t in counted[one]] for one in (arm, "kit")}
+        costs = {one: [t["step"] / t["tokens"] for t in counted[one]] for one in (arm, "kit")}
         faster, all_ratios = shared.ratios(steps[arm], steps["kit"])
+        cheaper, _ = shared.ratios(costs[arm], costs["kit"])  # whatever the lengths that were drawn
         speed, _ = shared.ratios(speeds["kit"], speeds[arm])
         row[f"faster than {arm}"] = faster
         row[f"ratios to {arm}"] = all_ratios
+        row[f"faster a token than {arm}"] = cheaper
         row[f"tokens a second against {arm}"] = speed
         print(
             f"{name:<12} kit against {arm}: step {faster:.2f}x "
-            f"({', '.join(f'{one:.2f}' for one in all_ratios)}), "
+            f"({', '.join(f'{one:.2f}' for one in all_ratios)}), a token {cheaper:.2f}x, "
             f"sampled tokens a second {speed:.2f}x"
         )
     return row
