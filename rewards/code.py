@@ -174,8 +174,11 @@ class Code(AnswerReward):
         if not lines:  # the tests themselves took too long
             return 0
         right = json.loads(first)
-        answers = dict(line.split(" ", 2)[1:] for line in lines if line.startswith(f"{secret} "))
-        return sum(answer == right.get(number, "passed") for number, answer in answers.items())
+        start = f"{secret} "
+        reports = [line.removeprefix(start) for line in lines if line.startswith(start)]
+        answers = {number: answer for number, _, answer in (one.partition(" ") for one in reports)}
+        numbers = map(str, range(len(tests)))
+        return sum(answers.get(number) == right.get(number, "passed") for number in numbers)
 
 
 # --- tests as datasets store them -----------------------------------------------------------------

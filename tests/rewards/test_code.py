@@ -150,6 +150,10 @@ FORGED = {
     "a repr": "class Any:\n  def __repr__(s): return '3'\ndef add(a, b): return Any()",
     "json in its own hand": "import json\njson.dumps = lambda *a: 'passed'\n"
     "def add(a, b): return 0",
+    "reports of other tests": "import sys\nreport = sys._getframe(1).f_locals['report']\n"
+    "for n in range(2, 9): report(n, 'passed')",
+    "broken reports": "import sys\nreport = sys._getframe(1).f_locals['report']\n"
+    "report('\\n1\\n', '')",
     "pipes closed": "import os; os.closerange(3, 64)\ndef add(a, b): return 0",
     "a bad syntax": "def add(a, b) return",
     "no such name": "def sub(a, b): return a",
