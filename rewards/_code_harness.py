@@ -72,14 +72,17 @@ def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
         case["value"] = ""
         left, right = case.pop("sides") or ("", "")
         for side, other in ((right, left), (left, right)):
-            names: dict[str, Any] = {}
+            names: dict[str, Any] = {"__name__": "program"}  # as classes of the program say
             try:
                 for statement in case["setup"]:
                     with contextlib.suppress(Exception):
                         exec(statement, names)
-                found[number] = _text(eval(side, names))
+                text = _text(eval(side, names))
             except BaseException:
                 continue
+            if " at 0x" in text:  # the address of an object without a repr of its own
+                continue
+            found[number] = text
             case["value"], case["check"] = other, ""
             break
     return found

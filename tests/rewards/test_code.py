@@ -356,3 +356,19 @@ CHECK = (
 )
 def test_a_check_function_as_in_humaneval_is_taken_apart(program, test, share):
     assert score(program, [test]) == share
+
+
+OF_A_CLASS = {
+    "import enum\nclass Color(enum.Enum):\n    RED = 1\nassert f() == Color.RED": "Color.RED",
+    "import dataclasses\n@dataclasses.dataclass\nclass Point:\n    x: int\n"
+    "assert f() == Point(1)": "Point(1)",
+    "class Box:\n    def __init__(self, x): self.x = x\n"
+    "    def __eq__(self, other): return self.x == other.x\nassert f() == Box(1)": "Box(1)",
+}
+
+
+@strong
+@pytest.mark.parametrize(("test", "value"), OF_A_CLASS.items())
+def test_an_expected_value_may_be_of_a_class_of_the_test(test, value):
+    assert score(f"def f(): return {value}", [test]) == 1.0
+    assert score("def f(): return 1", [test]) == 0.0
