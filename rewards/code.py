@@ -220,7 +220,7 @@ def _joined(text: object) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _checks(source: str, column: str) -> list[_Test]:

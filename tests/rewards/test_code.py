@@ -93,6 +93,7 @@ OF_OUTPUT = {
     '{"input": ["a"], "output": ["c"]}': 0.0,
     '[{"input": ["1", "2"], "output": ["1  ", "2", ""], "id": 7}]': 1.0,
     '[{"input": "é\\n", "output": "é"}]': 1.0,
+    '[{"input": " a", "output": "a"}, {"input": "a", "output": "\\na"}]': 0.0,
 }
 
 
