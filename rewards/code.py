@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +132,17 @@ class Code(AnswerReward):
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
         rows = self.rows(completions, prompts, tests)
+        stopped = threading.Event()
         pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
         try:
-            return list(pool.map(lambda row: self._score(*row), rows))
+            return list(pool.map(lambda row: self._score(*row, stopped=stopped), rows))
         finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
+            stopped.set()
             pool.shutdown(cancel_futures=True)
 
-    def _score(self, text: str, opened: bool, tests: list[_Test]) -> Score:
+    def _score(
+        self, text: str, opened: bool, tests: list[_Test], stopped: threading.Event
+    ) -> Score:
         if not tests:
             return None
         answer = self.answer(text, opened)
@@ -146,13 +151,17 @@ class Code(AnswerReward):
             program = answer
         if program is None:
             return 0.0
-        count = self._runs_passed if "input" in tests[0] else self._checks_passed
-        passed = count(program, tests)
+        if "input" in tests[0]:
+            passed = self._runs_passed(program, tests, stopped)
+        else:
+            passed = self._checks_passed(program, tests)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
 
-    def _runs_passed(self, program: str, tests: list[_Test]) -> int:
+    def _runs_passed(self, program: str, tests: list[_Test], stopped: threading.Event) -> int:
         passed = 0
         for test in tests:
+            if stopped.is_set():
+                break
             outcome = run_python(
                 program, stdin=test["input"], limits=self._limits, allow_weak=self.allow_weak
             )

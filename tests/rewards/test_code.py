@@ -1,13 +1,14 @@
 """Code: a program earns the share of its tests that it passes, and nothing by other means."""
 
+import threading
 import time
 
 import pytest
 from rloo_kit.rewards import Code
-from rloo_kit.rewards._sandbox import protections
+from rloo_kit.rewards._sandbox import Outcome, protections
 from rloo_kit.rewards.code import fenced_code
 
-from rloo_kit.errors import RewardContractError
+from rloo_kit.errors import BackendError, RewardContractError
 
 HELD = protections()
 strong = pytest.mark.skipif(
@@ -373,3 +374,26 @@ OF_A_CLASS = {
 def test_an_expected_value_may_be_of_a_class_of_the_test(test, value):
     assert score(f"def f(): return {value}", [test]) == 1.0
     assert score("def f(): return 1", [test]) == 0.0
+
+
+# --- an error in one row --------------------------------------------------------------------------
+
+
+def test_an_error_waits_only_for_the_programs_that_run(monkeypatch):
+    begun = threading.Event()
+    runs = []
+
+    def run(program, **_):
+        if program == "bad\n":
+            begun.wait(10)
+            raise BackendError("the sandbox failed")
+        runs.append(program)
+        begun.set()
+        time.sleep(0.1)
+        return Outcome(ok=True, reason="", stdout="a b", layers=())
+
+    monkeypatch.setattr("rloo_kit.rewards.code.run_python", run)
+    texts = [fenced("bad"), fenced("slow")]
+    with pytest.raises(BackendError, match="the sandbox failed"):
+        Code(max_workers=2)(completions=texts, tests=[ECHO, ECHO * 20])
+    assert len(runs) < 5
