@@ -45,8 +45,8 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
         return None
     used: list[int] = []
     try:
-        # In brackets, so that a line break is like any other white space
-        return _value(parsed_expression(f"({text})"), used), used
+        # On one line, so that a line break is like any other white space
+        return _value(parsed_expression(" ".join(text.split())), used), used
     except (ValueError, ZeroDivisionError):
         return None
 

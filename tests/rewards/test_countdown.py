@@ -44,6 +44,7 @@ def test_an_expression_that_reaches_the_target_scores_one(answer):
         "3.0 * 5 + 7",
         "3 if 1 else 2",
         "3 * (5 + 7",
+        "3) * 5 + (7",
         "7 / (3 - 3) + 5",
         "<think>3 * 5 + 7",
     ],
