@@ -6,7 +6,7 @@ from typing import Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.text.numbers import finite_number
-from rloo_kit.types import Completions, Scores
+from rloo_kit.types import Completion, Completions, Scores
 
 from ._classifier import (
     CALIBRATION,
@@ -17,20 +17,22 @@ from ._classifier import (
     read_json,
     token_ids,
 )
-from ._text import check_least
+from ._text import check_least, is_unclosed
+from .thinking import TemplateAware
 
 TOKENS_PER_BATCH = 8192
 
 
-@dataclass
-class RewardModel:
+@dataclass(frozen=True)
+class RewardModel(TemplateAware):
     """Reward what a trained reward model prefers: the only logit of a sequence classifier.
 
     Range: any finite number, higher is better, never None. The score is the model's logit, or
     (logit - mean) / std if the model's folder has a ``calibration.json``. The model is loaded at
     the first call, and ``release`` drops it from memory. A pickle of this reward contains its
     parameters, such as ``max_length``, but not the loaded model. Conversations are rendered with
-    the reward model's own chat template. Plain prompts are joined with the completion.
+    the reward model's own chat template. Plain prompts are joined with the completion. Unless the
+    model reads the thought, a completion whose thought is not closed is scored like an empty one.
 
     The folder contains a whole model or a PEFT adapter with its score head. The command ``rloo-kit
     reward-model train`` writes such an adapter. Weights are read only from safetensors files, and
@@ -109,6 +111,8 @@ class RewardModel:
         import torch
 
         loaded = self._loaded
+        if not (loaded.keep_thought or self.policy_tokens):
+            completions = self._without_unclosed(completions, prompts)
         own = (self.policy_tokens and completion_ids) or [None] * len(completions)
         rows = [
             token_ids(
@@ -135,6 +139,14 @@ class RewardModel:
                 loaded.model.to("cpu")
                 torch.accelerator.empty_cache()
         return [(logit - loaded.mean) / loaded.std for logit in found]
+
+    def _without_unclosed(self, completions: Completions, prompts: Completions) -> list[Completion]:
+        """Return the completions, with "" for each one whose thought is not closed."""
+        rows = zip(completions, self.rows(completions, prompts), strict=True)
+        return [
+            "" if is_unclosed(text, opened=opened) else completion
+            for completion, (text, opened) in rows
+        ]
 
     @functools.cached_property
     def _loaded(self) -> "_Loaded":

@@ -299,3 +299,16 @@ def test_a_thought_is_read_also_where_the_template_cuts_it_out(opened):
     )
     text = thinker.decode(token_ids(thinker, prompt, completion))
     assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+
+
+@pytest.mark.parametrize("prompt", ["x <think>", [{"role": "user", "content": "x"}]])
+def test_a_thought_that_never_closes_leaves_nothing_to_score(
+    model_folder, other_tokenizer, monkeypatch, prompt
+):
+    monkeypatch.setattr(other_tokenizer, "chat_template", "<think>")
+    rows = {"prompts": [prompt] * 3, "completions": ["a b c", "", "d </think>a b c"]}
+    cut, empty, closed = make(model_folder).bind(other_tokenizer)(**rows)
+    assert cut == pytest.approx(empty, abs=1e-5)
+    assert cut != pytest.approx(closed, abs=1e-3)
+    cut, empty, _ = make(model_folder, keep_thought=True).bind(other_tokenizer)(**rows)
+    assert cut != pytest.approx(empty, abs=1e-3)
