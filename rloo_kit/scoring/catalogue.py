@@ -68,6 +68,8 @@ def entry_text(entry: Entry) -> str:
     if not entry.parameters:
         lines.append("  none")
     needed = "".join(f", {p.name}: ..." for p in entry.parameters if not p.default)
+    if entry.name == "format":  # it needs one of three parameters
+        needed = ", tags: [think, answer]"
     table = f"{{name: {entry.name}, weight: 0.5{needed}}}"
     return "\n".join([*lines, "", "In a run file:", "  rewards:", f"    - {table}"])
 
