@@ -57,6 +57,7 @@ class LoadedReward:
     func: Any  # a ``CheckedReward``, or a sequence-classification model that TRL calls itself
     name: str
     weight: Weight = 1.0
+    is_bound: bool = False  # it was loaded for a tokenizer, and must not be bound again
 
     def weight_at(self, progress: float) -> float:
         """Return the weight after the share ``progress`` (0 to 1) of the training."""
@@ -69,6 +70,12 @@ class LoadedReward:
         if isinstance(func, CheckedReward):
             func = replace(func, name=name)
         return replace(self, func=func, name=name)
+
+    def bound_to(self, tokenizer: Tokenizer | None) -> "LoadedReward":
+        """Return this reward bound to a tokenizer, or unchanged if it is bound already."""
+        if tokenizer is None or self.is_bound or not isinstance(self.func, CheckedReward):
+            return self
+        return replace(self, func=self.func.bind(tokenizer), is_bound=True)
 
 
 def with_weights(
@@ -101,7 +108,8 @@ def load_rewards(
         specs: Specs of the rewards, or a single text. Each is the name of a built-in reward,
             ``file.py:function``, ``package.module:function``, a reward model (folder or hub name),
             a callable, or a table such as ``{name: thinking, weight: 0.5, long: 60}``.
-        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method.
+        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: a
+            trainer or ``evaluate`` binds them to its own.
         base_dir: Folder to which paths are relative; None: the working directory.
         chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
             whether the template opens a thought in the prompt.
@@ -139,7 +147,7 @@ def load_reward(
 ) -> LoadedReward:
     """Return the loaded reward of one spec; see ``load_rewards`` for arguments and errors."""
     if isinstance(spec, LoadedReward):
-        return spec
+        return spec.bound_to(tokenizer)
     if hasattr(spec, "forward") and hasattr(spec, "state_dict"):
         # A torch module, which TRL calls itself
         name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
@@ -153,9 +161,7 @@ def load_reward(
         # An object with a method get_rewards(prompts, completions), as in older notebooks
         func = checked(func.get_rewards, type(spec).__name__)
     reward = checked(func)
-    if tokenizer is not None:
-        reward = reward.bind(tokenizer)
-    return LoadedReward(reward, reward.name, weight)
+    return LoadedReward(reward, reward.name, weight).bound_to(tokenizer)
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:

@@ -208,6 +208,10 @@ def test_the_settings_of_the_chat_template_decide_who_opens_the_thought(tmp_path
         "prompts": [[{"role": "user", "content": "2+2"}]],
         "answer": ["4"],
     }
+    unbound = load_rewards(["accuracy"])
     for settings, score in (({"enable_thinking": False}, 1.0), ({}, 0.0), (None, 0.0)):
-        (reward,) = load_rewards(["accuracy"], tokenizer, chat_template_kwargs=settings)
-        assert reward.func(**columns) == [score]
+        for specs in (["accuracy"], unbound):
+            bound = load_rewards(specs, tokenizer, chat_template_kwargs=settings)
+            assert bound[0].func(**columns) == [score]
+            assert load_rewards(bound, tokenizer) == bound  # it stays as it was bound first
+            assert load_rewards(bound, tokenizer)[0].func is bound[0].func
