@@ -247,7 +247,10 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
             gate = keys["only_if"]
             gate = dict(gate) if isinstance(gate, Mapping) else {"name": gate}
             limits = {key: gate.pop(key) for key in ("at_least", "otherwise") if key in gate}
-            reward = gated(reward, load_reward(gate, base_dir=base, say=say).func, **limits)
+            by = load_reward(gate, base_dir=base, say=say)
+            if by.weight != 1.0:
+                raise ValueError("a gate has no weight; give at_least")
+            reward = gated(reward, by.func, **limits)
         if "only_for" in keys:
             reward = routed(reward, **keys["only_for"])
     except (TypeError, ValueError, OverflowError) as exc:

@@ -180,6 +180,8 @@ def test_a_run_file_composes_by_keys():
 REMEDIES = {
     "only_if: lenght": "did you mean 'length'",
     "only_if: {name: length, at_least: high}": "only_if: NAME",
+    "only_if: length:0.5": "a gate has no weight; give at_least",
+    "only_if: {name: length, weight: 0.5}": "a gate has no weight; give at_least",
     "only_for: sum": "only_for: {column: value}",
     "clipped_to: 3": r"clipped_to: \[low, high\]",
     "clipped_to: [3, 1]": "give the lower number first",
