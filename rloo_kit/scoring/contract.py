@@ -152,8 +152,12 @@ class CheckedReward:
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }
         if log := chosen.get("log_metric"):
+            # The reward does not know that its name has a number, as in accuracy_2
+            kind, own = (f"rewards/{name}/" for name in (name_of(self.reward), self.name))
             # Trackers and checkpoints keep the names
-            chosen["log_metric"] = lambda name, value: log(redact(str(name)), float(value))
+            chosen["log_metric"] = lambda name, value: log(
+                redact(str(name).replace(kind, own, 1)), float(value)
+            )
         return chosen
 
     def _failed(

@@ -56,6 +56,9 @@ def test_a_gate_lets_the_reward_count_only_where_it_is_open():
     logged = {}
     assert score(gated(Accuracy(), by=short), log_metric=logged.__setitem__) == [1.0, 0.0, 0.0, 0.0]
     assert logged == {"rewards/accuracy/gate_open": 0.75}
+    _, second = load_rewards([gated(Accuracy(), by=short)] * 2)
+    second.func(**COLUMNS, log_metric=logged.__setitem__)
+    assert logged["rewards/accuracy_2/gate_open"] == 0.75
     assert score(gated(Accuracy(), by=half, at_least=0.5, otherwise=-1)) == [1.0, 0.0, 0.0, -1.0]
     assert score(gated(Accuracy(), by=half, at_least=0.6)) == [0.0] * 4
     with pytest.raises(
