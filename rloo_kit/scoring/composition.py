@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rloo_kit.errors import RewardContractError
-from rloo_kit.scoring.contract import AsyncCheckedReward, CheckedReward, checked, take_rows
+from rloo_kit.scoring.contract import (
+    AsyncCheckedReward,
+    CheckedReward,
+    checked,
+    guarded,
+    take_rows,
+)
 from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Score, Tokenizer
 
@@ -163,6 +169,11 @@ class Composed:
     def bind(self, tokenizer: Tokenizer) -> "Composed":
         """Return a copy of this reward whose parts are bound to a tokenizer."""
         return replace(self, parts=tuple(part.bind(tokenizer) for part in self.parts))
+
+    def guarded(self, timeout: float | None, on_error: str) -> "Composed":
+        """Return a copy of this reward whose parts are guarded; see ``contract.guarded``."""
+        parts = tuple(guarded(part, timeout, on_error) for part in self.parts)
+        return replace(self, parts=parts)
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Check that a dataset has the columns that the reward reads.

@@ -282,6 +282,9 @@ def checked(
 def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
     """Return a checked reward with a time limit and a rule for rows that cannot be scored.
 
+    Each part of a composed reward gets them, so that only the rows of a part that fails count as
+    unscorable.
+
     Args:
         reward: A ``CheckedReward``. A torch module is returned unchanged.
         timeout: Seconds that a call may take; None: no limit.
@@ -289,6 +292,8 @@ def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
     """
     if not isinstance(reward, CheckedReward):
         return reward
+    if hasattr(reward.reward, "guarded"):
+        return replace(reward, reward=reward.reward.guarded(timeout, on_error))
     return replace(reward, timeout=timeout, on_error=on_error)
 
 

@@ -9,7 +9,7 @@ from rloo_kit.rewards import Accuracy, Length
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
-from rloo_kit.scoring.contract import AsyncCheckedReward, checked
+from rloo_kit.scoring.contract import AsyncCheckedReward, checked, guarded
 from rloo_kit.scoring.specs import load_reward, load_rewards
 
 COLUMNS = {
@@ -150,6 +150,25 @@ def test_a_fault_of_a_part_is_named():
 
     with pytest.raises(RewardContractError, match=r"reward 'broken'.*KeyError"):
         score(gated(Accuracy(), by=broken))
+
+
+def odd(completions):
+    return [float("nan"), *[1.0] * (len(completions) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("composed", "expected"),
+    [
+        (gated(rescaled(odd, scale=2), by=short), [None, 0.0, 2.0, 2.0]),
+        (routed(odd, task="sum"), [None, 1.0, None, None]),
+    ],
+)
+def test_skip_leaves_out_the_rows_that_a_part_cannot_score(composed, expected):
+    metrics = {}
+    reward = guarded(checked(composed, name="odd_2"), 30, "skip")
+    assert reward(**COLUMNS, log_metric=metrics.__setitem__) == expected
+    assert metrics.pop("rewards/odd_2/errors") == 1.0
+    assert metrics in ({}, {"rewards/odd_2/gate_open": 0.75, "rewards/short/errors": 0.0})
 
 
 # --- schedules -----------------------------------------------------------------------------------
