@@ -8,13 +8,13 @@ from itertools import chain
 from typing import Any
 
 from rloo_kit.diagnosis.registry import Seen
-from rloo_kit.errors import RewardContractError
+from rloo_kit.errors import KitError
 from rloo_kit.reward_lab.score_statistics import Batch, Probed, is_constant
 from rloo_kit.scoring.contract import (
     CheckedReward,
     OverdueError,
     call_reward,
-    keywords_of,
+    columns_read,
     take_rows,
 )
 from rloo_kit.scoring.specs import LoadedReward
@@ -52,7 +52,7 @@ def probe(
     started = time.perf_counter()
     try:
         scores = call_reward(func, columns)
-    except RewardContractError as exc:
+    except KitError as exc:
         fault = _fault(func, columns, exc)
         return Probed(reward.name, weight, [None] * count, fault=fault)
     seconds = (time.perf_counter() - started) / count
@@ -90,7 +90,7 @@ def _with_probes(
         started = time.perf_counter()
         try:
             scores[name] = call_reward(asked, given)
-        except RewardContractError as exc:
+        except KitError as exc:
             cause = exc.__cause__
             errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
         if name == "again":
@@ -102,16 +102,15 @@ def _with_probes(
     return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
 
 
-def _fault(func: CheckedReward, columns: dict[str, Any], exc: RewardContractError) -> Seen:
+def _fault(func: CheckedReward, columns: dict[str, Any], exc: KitError) -> Seen:
     """Return which rule of the reward contract a failed call broke, with the error as evidence."""
-    # A built-in reward says which columns it reads, another has them as parameters
-    reads = getattr(func.reward, "reads", ())
-    asked = {*keywords_of(func.reward)[2], *(reads if isinstance(reads, tuple) else ())}
-    kind = "wrong_output"
-    if asked - columns.keys():
+    kind = "raises"
+    if columns_read(func.reward) - columns.keys():
         kind = "missing_column"
-    elif exc.__cause__ is not None:
-        kind = "timeout" if isinstance(exc.__cause__, OverdueError) else "raises"
+    elif isinstance(exc.__cause__, OverdueError):
+        kind = "timeout"
+    elif exc.__cause__ is None and " returned " in str(exc):
+        kind = "wrong_output"
     return Seen(printable(str(exc)), reward=func.name, kind=kind)
 
 

@@ -17,6 +17,7 @@ from rloo_kit.scoring.contract import (
     AsyncCheckedReward,
     CheckedReward,
     checked,
+    columns_read,
     guarded,
     take_rows,
 )
@@ -175,6 +176,11 @@ class Composed:
         parts = tuple(guarded(part, timeout, on_error) for part in self.parts)
         return replace(self, parts=parts)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the parts cannot do without."""
+        return tuple(name for part in self.parts for name in columns_read(part.reward))
+
     def check_columns(self, names: Iterable[str]) -> None:
         """Check that a dataset has the columns that the reward reads.
 
@@ -229,6 +235,11 @@ class _Routed(Composed):
     """Reward that is called for the rows whose columns have given values."""
 
     only_for: dict[str, list[Any]]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the part and ``only_for`` cannot do without."""
+        return (*super().reads, *self.only_for)
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Check that a dataset has the columns that the part and ``only_for`` read.

@@ -343,6 +343,15 @@ def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
     return [p.name for p in named], any(p.kind is p.VAR_KEYWORD for p in parameters), required
 
 
+def columns_read(func: Reward) -> set[str]:
+    """Return the names of the arguments that a reward cannot do without.
+
+    A built-in reward says which columns it reads; any other has them as parameters.
+    """
+    reads = getattr(func, "reads", ())
+    return {*keywords_of(func)[2], *(reads if isinstance(reads, tuple) else ())}
+
+
 def name_of(func: Reward) -> str:
     """Return the name of a reward's metric: the name of its function or class."""
     func = _innermost(func)

@@ -15,7 +15,7 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, ModelError
 from rloo_kit.reward_lab import lab
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
@@ -141,6 +141,10 @@ def hangs(completions, **_):
     time.sleep(5)
 
 
+def lacks_its_model(completions, **_):
+    raise ModelError("the reward model is not a folder")
+
+
 QUICK = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.1"]}
 CUT = changed(
     completion=lambda row: row["completion"].partition("</think>")[0],
@@ -177,9 +181,13 @@ def calls_cost(completions, answer, **_):
 
 FAULTS = [
     ("raises", [splits], {}),
+    ("raises", [lacks_its_model], {}),
+    ("raises", ["countdown"], {"rows": changed(numbers="3, 5", target=8)}),
     ("timeout", [hangs], QUICK),
     ("missing_column", ["accuracy"], {"rows": NO_ANSWER}),
     ("missing_column", [right], {"rows": NO_ANSWER}),
+    ("missing_column", [{"name": "accuracy", "only_if": "length"}], {"rows": NO_ANSWER}),
+    ("missing_column", [{"name": "length", "only_for": {"task": "sum"}}], {}),
     ("wrong_output", [one_short], {}),
     ("never_applies", ["accuracy"], {"rows": changed(answer=" ")}),
     ("truncated", ["accuracy", "thinking:0.1", tags], {"rows": CUT}),
