@@ -332,7 +332,10 @@ def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     folder.mkdir(parents=True)
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
-        lines.writelines(f"{json.dumps(redact_tree(row), default=str)}\n" for row in rows)
+        for row in rows:
+            # A reward may read any column again: its name alone, such as answer_key, hides nothing
+            shown = {name: redact_tree(value) for name, value in row.items()}
+            lines.write(f"{json.dumps(shown, default=str)}\n")
     say(
         f"\nwritten to {folder}; to check again without the model, add "
         f"--completions {folder}/completions.jsonl"

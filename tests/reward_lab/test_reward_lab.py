@@ -276,6 +276,16 @@ def test_a_check_is_printed_as_a_table_and_written_to_be_checked_again(tmp_path)
     assert (tmp_path / "out-2").is_dir()
 
 
+def test_a_column_keeps_its_values_under_any_name(tmp_path):
+    rows = [{**row, "answer_key": f"the answer {row['answer']}", "note": "hf_" + "a1" * 20}
+            for row in FEW]  # fmt: skip
+    check([half], rows, output_dir=tmp_path / "out")
+    lines = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
+    written = list(map(json.loads, lines))
+    assert [row["answer_key"] for row in written] == [row["answer_key"] for row in rows]
+    assert {row["note"] for row in written} == {"[hidden]"}
+
+
 def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
     prompts = rk.load_prompts("arithmetic", num_prompts=2)["prompt"]
     answers = rk.load_prompts("arithmetic", num_prompts=2)["answer"]
