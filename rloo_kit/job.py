@@ -368,11 +368,13 @@ class PreparedJob:
         # first without a tokenizer, so that a wrong name is found within a second
         given = (config.rewards, config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
+        of_tools = ["completion_turns"] if config.tools or config.environment else []
         of_environments = ["environments"] if config.environment else []
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
             if dataset is not None:  # else no prompts are held out
                 for reward in rewards:
-                    reward.func.check_columns([*dataset.column_names, *of_environments])
+                    names = [*dataset.column_names, *of_tools, *of_environments]
+                    reward.func.check_columns(names)
         for part in ("tools", "environment", "splits", "judges"):  # they make all other parts too
             getattr(self, part)
 

@@ -165,7 +165,7 @@ def test_an_environment_of_a_run_file_scores_held_out_prompts_too(tmp_path):
         '        """Compute.\n\n        Args:\n            expression: What.\n        """\n'
         "        self.calls += 1\n        return self.right\n\n"
         "    def get_reward(self):\n        return float(self.calls)\n\n\n"
-        "def calls(completions, environments, **_):\n"
+        "def calls(completions, environments, completion_turns, **_):\n"
         "    return [0.5 * one.calls for one in environments]\n\n\n"
         "def resets(completions, environments, **_):\n"
         "    return [float(one.resets) for one in environments]\n"
