@@ -286,7 +286,9 @@ class ToolLoop:
                     f"tool {tool.__name__} failed ({text}): correct it, or set "
                     "trainer.on_tool_error: tell, so that the model reads the error"
                 )
-            raise RuntimeError(self._read(tool, text)) from exc
+            # contextlib would raise a StopIteration again, instead of the error that it causes
+            cause = None if isinstance(exc, StopIteration) else exc
+            raise RuntimeError(self._read(tool, text)) from cause
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -200,6 +200,15 @@ def leaves(word: str) -> str:
     sys.exit(3)
 
 
+def exhausts(word: str) -> str:
+    """Ask an empty iterator.
+
+    Args:
+        word: Not used.
+    """
+    return next(iter(()))
+
+
 def hangs(word: str) -> str:
     """Never return.
 
@@ -239,6 +248,7 @@ def floods(word: str) -> str:
 FAULTS = {
     raises: "KeyError",
     leaves: "SystemExit",
+    exhausts: "StopIteration",
     hangs: "took more than 0.2 s",
     waits: "took more than 0.2 s",
     loses: "TimeoutError: no answer from the server",
