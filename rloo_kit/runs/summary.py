@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rloo_kit.checkpoints.store import list_steps
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.diagnosis.run_rules import find_in_run, verdict
@@ -136,7 +137,7 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
     config = record.config
-    if record.end.get("how") != "finished":
+    if record.end.get("how") != "finished" and list_steps(result.folder):
         say(f"resume with {resume_command(result.folder)}")
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:
         say("next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your model")

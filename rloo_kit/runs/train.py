@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
-from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint
+from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint, list_steps
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
 from rloo_kit.evaluation.evaluator import Evaluation
@@ -58,7 +58,7 @@ def train(
         say: Called with each line that is printed for the user.
         resume: True: resume ``source`` if it is the folder of a run, else the newest run in
             ``output_dir``. A path: resume the run in that folder. The run continues from its newest
-            valid checkpoint, or from step 0 if it has none.
+            valid checkpoint, or from step 0 if it has neither a checkpoint nor an adapter.
         in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
             happens if an earlier vLLM engine of this process could not free all of its memory.
 
@@ -148,10 +148,10 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
+    checkpoint, before = _find_progress(past)
     _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
-    checkpoint, before = _find_progress(past)
     with _opened(job, past, checkpoint) as (folder, recorder):
         trainer = _make_trainer(job, folder, recorder)
         scores = HeldOutScores(job, trainer, recorder, before)
@@ -225,8 +225,19 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
 
     Both are None for a new run or without a valid checkpoint. The scores are also None if they
     cannot be read.
+
+    Raises:
+        ConfigError: The run has an adapter but no valid checkpoint, so a new start would remove it.
     """
-    if past is None or (checkpoint := find_checkpoint(past)) is None:
+    if past is None:
+        return None, None
+    checkpoint = find_checkpoint(past)
+    if checkpoint is None:
+        if (past / "adapter").is_dir():
+            raise ConfigError(
+                f"the run in {str(past)!r} has an adapter but no checkpoint to resume from: leave "
+                f"--resume out, and set model.name={past / 'adapter'} to train the adapter further"
+            )
         return None, None
     found = (read_json(past / "evaluation.json") or {}).get("before") or {}
     try:
@@ -306,8 +317,9 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
             raise trainer.fault
     except Exception as exc:
         if step := trainer.state.global_step:
-            command = resume_command(str(trainer.args.output_dir))
-            say(f"\nstopped after step {step}: resume with {command}")
+            folder = Path(str(trainer.args.output_dir))
+            how = f": resume with {resume_command(folder)}" if list_steps(folder) else ""
+            say(f"\nstopped after step {step}{how}")
         if is_out_of_memory(exc):
             raise MemoryRanOutError(
                 f"memory ran out ({first_line(exc)}): close other programs; or lower "

@@ -75,15 +75,25 @@ NEXT = {
 }
 
 
-@pytest.mark.parametrize("reward", NEXT)
-def test_the_last_line_fits_the_run_that_ended(reward):
+@pytest.mark.parametrize(
+    ("reward", "how", "saved", "last"),
+    [
+        ("accuracy", "finished", True, NEXT["accuracy"]),
+        ("thinking", "finished", True, NEXT["thinking"]),
+        ("thinking", "interrupted", True, "resume with rloo-kit train run --resume"),
+        ("thinking", "interrupted", False, NEXT["thinking"]),  # nothing to resume from
+    ],
+)
+def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last):
     Path("run").mkdir()
     Path("run/run.yaml").write_text(f"rewards: [{reward}]")
-    Path("run/end.json").write_text('{"how": "finished"}')
+    Path("run/end.json").write_text(json.dumps({"how": how}))
+    if saved:
+        Path("run/checkpoint-4").mkdir()
     lines = []
     result = summary.RunResult(Path("run"), None, None, 4, 1.0)
     summary.conclude(lines.append, result)
-    assert lines[-1].startswith(NEXT[reward])
+    assert lines[-1].startswith(last)
 
 
 @pytest.mark.long
@@ -148,6 +158,12 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
     assert set(read(folder / "evaluation.json")) == {"before", "after"}
     assert main(["train", ".", "--resume"]) == 2
     assert "run.yaml" in capsys.readouterr().err
+    for saved in folder.glob("checkpoint-*"):
+        shutil.rmtree(saved)
+    assert main([*again, "--set", "trainer.max_steps=4"]) == 2
+    assert "leave --resume out, and set model.name=run/adapter" in capsys.readouterr().err
+    assert rows(folder / "metrics.jsonl")[-1]["step"] == 3
+    assert (folder / "adapter").is_dir()
 
 
 @pytest.mark.parametrize(
