@@ -243,6 +243,7 @@ TASK_REWARDS: dict[str, Any] = {
     "gsm8k": _NUMBER,
     "dapo-math": _NUMBER,
     "math500": "math",
+    "reasoning_gym": "reasoning_gym",
 }
 SECTIONS: dict[str, type] = {
     "model": ModelSection,

@@ -211,4 +211,6 @@ def test_a_task_brings_its_reward_unless_the_run_file_has_one():
     assert make_run_config({"data": {"prompts": "countdown"}}).rewards == ["countdown"]
     assert make_run_config({}, ["data.prompts=gsm8k", "rewards=[math]"]).rewards == ["math"]
     assert make_run_config({}).rewards == ["accuracy"]
-    assert set(TASK_REWARDS) <= {*HUB_TASKS, "countdown"}
+    made = make_run_config({"data": {"prompts": "reasoning_gym:chain_sum"}})
+    assert made.rewards == ["reasoning_gym"]
+    assert set(TASK_REWARDS) <= {*HUB_TASKS, "countdown", "reasoning_gym"}
