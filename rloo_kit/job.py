@@ -290,7 +290,8 @@ def held_out_judges(
 
     If the held-out prompts have a column ``answer``, the default reward of their task comes first.
     For a task without one, this is ``accuracy``. If the default reward is not among the rewards, it
-    is added, except if ``math`` is among them, which recognises more correct answers.
+    is added, except if ``math`` is among them, which recognises more correct answers and then comes
+    first.
 
     Args:
         rewards: Rewards of the run.
@@ -313,7 +314,7 @@ def held_out_judges(
         first = judge.name
         if not any(one.name in (first, "math") for one in found):
             found.append(judge)
-    return sorted(found, key=lambda judge: judge.name != first)
+    return sorted(found, key=lambda judge: (judge.name != first, judge.name != "math"))
 
 
 @dataclass(eq=False)

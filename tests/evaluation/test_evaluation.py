@@ -145,6 +145,8 @@ JUDGES = {
     "{prompts: gsm8k, paid: [math]}": "math",
     "{prompts: math500, paid: [{name: accuracy, match: number}]}": "math, accuracy number",
     "{prompts: mine.jsonl, paid: [length]}": "accuracy auto, length",
+    "{prompts: mine.jsonl, paid: [length, math]}": "math, length",
+    "{prompts: 'reasoning_gym:chain_sum', paid: [reasoning_gym]}": "reasoning_gym",
 }
 
 
