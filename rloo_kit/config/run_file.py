@@ -4,6 +4,7 @@ All errors are reported in one message. Neither torch nor TRL is imported.
 """
 
 import dataclasses
+import math
 import os
 import re
 import typing
@@ -499,6 +500,8 @@ def _check_together(config: RunConfig) -> list[str]:
     task = data.prompts.partition(":")[0]
     targets = config.lora.target_modules
     plain = [_is_plain_accuracy(one) for one in config.rewards]
+    save = config.trainer.get("save_steps", DEFAULTS["save_steps"])
+    every = data.held_out_every
     rules = [
         (
             not targets,
@@ -553,6 +556,15 @@ def _check_together(config: RunConfig) -> list[str]:
             "unchanged base model as its reference: set trainer.beta: 0, or leave lora.bias out",
         ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
+        (
+            config.trainer.get("keep_best")
+            and config.trainer.get("save_strategy", "steps") == "steps"
+            and every
+            and isinstance(save, int)
+            and math.gcd(save, every) not in (save, every),
+            f"trainer.keep_best needs the scores of checkpoints, but trainer.save_steps {save} and "
+            f"data.held_out_every {every} rarely meet: set one to a multiple of the other",
+        ),
         (
             "reward_hacking" in stops and not data.held_out_every,
             "trainer.stop_on has reward_hacking, which can be found only if held-out prompts are "

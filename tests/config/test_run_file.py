@@ -148,6 +148,9 @@ WRONG = {
     "trainer: {weight_decay: x}": "trainer.weight_decay is 'x', must be a valid number",
     "data: {held_out: 0, held_out_every: 5}": "set data.held_out above 0",
     "trainer: {stop_on: [reward_hacking]}": "set data.held_out_every",
+    "{data: {held_out_every: 10}, trainer: {keep_best: 2, save_steps: 25}}": (
+        "trainer.save_steps 25 and data.held_out_every 10 rarely meet"
+    ),
     "trainer: {eval_strategy: epoch}": "trainer.eval_strategy is data.held_out_every",
 }
 
