@@ -112,8 +112,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
     # secrets are masked in run.yaml, so both are compared without them
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
-    for path, new in asked.items():
-        old = then.get(path)
+    for path in {**then, **asked}:
+        old, new = then.get(path), asked.get(path)
         if path in OF_FILES and without_folders(old) == without_folders(new):
             continue
         if old != new and path not in MAY_CHANGE:

@@ -245,6 +245,9 @@ def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path
     write(tmp_path, "data: {held_out: 32}")
     with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume`, which needs no"):
         check_same_settings(tmp_path, RunConfig())
+    write(tmp_path, "lora: {use_rslora: true}")
+    with pytest.raises(ConfigError, match=r"lora.use_rslora is None, but .* began with True"):
+        check_same_settings(tmp_path, RunConfig())
 
 
 def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):
