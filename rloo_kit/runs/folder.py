@@ -44,8 +44,8 @@ MAY_CHANGE = {
     "trainer",
     "output_dir",
 }
-# Settings that name files of code. A folder may have moved, so only the names are compared
-OF_FILES = {"data.held_out_rewards", "environment", "rewards", "tools"}
+# Settings that name files. A folder may have moved, so only the names are compared
+OF_FILES = {"data.held_out_rewards", "environment", "model.chat_template", "rewards", "tools"}
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from rloo_kit.config.run_file import (
     EXAMPLES,
+    ModelSection,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -251,8 +252,16 @@ def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path
 
 
 def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):
-    write(tmp_path, "{rewards: [/old/rw.py:polite:0.5], tools: [/old/tools.py:look]}")
-    moved = {"rewards": ["/new/rw.py:polite:0.5"], "tools": ["/new/tools.py:look"]}
+    write(
+        tmp_path,
+        "{rewards: [/old/rw.py:polite:0.5], tools: [/old/tools.py:look],"
+        " model: {chat_template: /old/think.jinja}}",
+    )
+    moved = {
+        "rewards": ["/new/rw.py:polite:0.5"],
+        "tools": ["/new/tools.py:look"],
+        "model": ModelSection(chat_template="/new/think.jinja"),
+    }
     check_same_settings(tmp_path, RunConfig(**moved))
     with pytest.raises(ConfigError, match="rewards is"):
         check_same_settings(tmp_path, RunConfig(**moved | {"rewards": ["/new/rw.py:rude:0.5"]}))
