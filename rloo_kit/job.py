@@ -81,13 +81,23 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             f"a run cannot be read from a {type(source).__name__}: give the path of a run file, or "
             "a RunConfig"
         )
-    if os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
+    if is_folder(source):
         file = run_file_in(source)
         base = Path()
     else:
         file = source
         base = find_run_file(source).parent
     return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+
+
+def is_folder(source: str | Path) -> bool:
+    """Return True if the source of a run is a folder, and not the name of an example.
+
+    If both exist, the folder is meant only if it has a run.yaml.
+    """
+    if not os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
+        return False
+    return find_run_file(source) == Path(source) or os.path.isfile(Path(source, "run.yaml"))
 
 
 def run_file_in(folder: str | Path) -> Path:

@@ -1,7 +1,6 @@
 """Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.config.trainer_settings import trl_defaults
 from rloo_kit.errors import ConfigError
-from rloo_kit.job import PreparedJob, run_file_in
+from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.output_folder import (
@@ -70,7 +69,7 @@ def folder_to_resume(
         return None
     if resume is not True:
         return run_file_in(resume).parent
-    if not isinstance(source, RunConfig) and os.path.isdir(source):
+    if not isinstance(source, RunConfig) and is_folder(source):
         return Path(source)
     return latest_folder(config.output_dir)
 

@@ -3,6 +3,7 @@
 import pickle
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +18,8 @@ from rloo_kit.config.run_file import (
     read_run_file,
 )
 from rloo_kit.errors import ConfigError
-from rloo_kit.runs.folder import check_same_settings
+from rloo_kit.job import read_config
+from rloo_kit.runs.folder import check_same_settings, folder_to_resume
 
 
 def write(folder, text, name="run.yaml"):
@@ -63,6 +65,12 @@ def test_a_shipped_file_is_found_by_name_after_local_ones(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
     assert find_run_file("quickstart") == EXAMPLES / "quickstart.yaml"
+    assert read_config("quickstart", [])[1] == EXAMPLES
+    assert folder_to_resume("quickstart", RunConfig(), True) is None
+    run_file = write(tmp_path / "quickstart", "seed: 4")
+    assert read_config("quickstart", [])[0].seed == 4
+    assert folder_to_resume("quickstart", RunConfig(), True) == Path("quickstart")
+    run_file.unlink()
     (tmp_path / "quickstart").rmdir()
     write(tmp_path, "seed: 5", "quickstart")
     assert read_run_file("quickstart").seed == 5
