@@ -107,7 +107,7 @@ def run_file_in(folder: str | Path) -> Path:
         ConfigError: The folder has no such file.
     """
     file = Path(folder) / "run.yaml"
-    if not file.is_file():
+    if not os.path.isfile(file):  # False, and not an error, without permission
         raise ConfigError(
             f"{str(folder)!r} is not the folder of a run, because it has no run.yaml: give a "
             "run file, or a folder that `rloo-kit train` wrote"

@@ -62,7 +62,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
-    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    nearest = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     try:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as exc:
@@ -84,7 +84,7 @@ def latest_folder(wanted: str | Path) -> Path | None:
         int(match[1] or 1): folder
         for folder in wanted.parent.glob("*")
         if (match := pattern.fullmatch(folder.name))
-        and any((folder / file).is_file() for file in ("run.yaml", "metrics.jsonl"))
+        and any(os.path.isfile(folder / file) for file in ("run.yaml", "metrics.jsonl"))
     }
     return found[max(found)] if found else None
 

@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from rloo_kit.errors import ConfigError
-from rloo_kit.output_folder import free_folder, latest_folder, lock_folder, make_run_folder
+from rloo_kit.job import run_file_in
+from rloo_kit.output_folder import (
+    check_writable,
+    free_folder,
+    latest_folder,
+    lock_folder,
+    make_run_folder,
+)
 
 
 def start(code, *arguments):
@@ -96,6 +103,22 @@ def test_the_highest_number_is_the_latest(tmp_path):
     (tmp_path / "runs" / "a-50").mkdir()
     (tmp_path / "runs" / "a-60").write_text("")
     assert latest_folder(first) == latest_folder(str(first)) == tenth
+
+
+def test_a_folder_that_may_not_be_entered_is_no_run(tmp_path, monkeypatch):
+    closed = make(tmp_path / "closed")
+    stat = os.stat
+
+    def denied(path, *rest, **more):
+        if str(path).startswith(f"{closed}{os.sep}"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *rest, **more)
+
+    monkeypatch.setattr(os, "stat", denied)
+    check_writable(closed / "run")
+    assert latest_folder(closed) is None
+    with pytest.raises(ConfigError, match=r"it has no run.yaml: give a run file"):
+        run_file_in(closed)
 
 
 # --- the lock -------------------------------------------------------------------------------------

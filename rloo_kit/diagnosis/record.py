@@ -290,12 +290,12 @@ def read_run(folder: str | Path) -> RunRecord:
     """
     place = Path(folder)
     metrics = place / "metrics.jsonl"
-    if not metrics.is_file() and not (place / "run.yaml").is_file():
-        raise DataError(
-            f"{str(place)!r} is not a run folder: it has neither metrics.jsonl nor run.yaml; name "
-            "a folder that rloo-kit train wrote"
-        )
     try:
+        if not metrics.is_file() and not (place / "run.yaml").is_file():
+            raise DataError(
+                f"{str(place)!r} is not a run folder: it has neither metrics.jsonl nor run.yaml; "
+                "name a folder that rloo-kit train wrote"
+            )
         rows = read_rows(metrics)
         completions = read_rows(place / "completions.jsonl", KEPT_ROWS)
     except OSError as exc:

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -377,6 +378,15 @@ def test_another_folder_is_refused(tmp_path):
         read_run(tmp_path)
     with pytest.raises(DataError, match="is not a run folder"):
         read_run(tmp_path / "not-there")
+
+
+def test_a_folder_that_may_not_be_entered_is_one_sentence(folder, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(DataError, match=r"cannot be read .*Permission denied.*: check the perm"):
+        read_run(folder)
 
 
 def test_metrics_that_hold_no_row_are_refused(folder):
