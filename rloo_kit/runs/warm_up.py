@@ -197,10 +197,10 @@ def _example(place: str, row: Row) -> Row:
         row = row | {"truncated": cut.strip().lower() in ("true", "1", "1.0")}
     score = row.get("score")
     try:
-        if isinstance(score, str):
-            row = row | {"score": float(score) if score.strip() else None}
+        if isinstance(score, str) and not score.strip():
+            row = row | {"score": None}
         elif score is not None:
-            float(score)
+            row = row | {"score": float(score)}
     except (TypeError, ValueError) as exc:
         raise DataError(
             f"{place}: score is {format_value(score)}, must be a number or empty"

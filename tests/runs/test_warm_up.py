@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_the_best_completions_of_each_prompt_are_taken():
     assert [row["completion"] for row in read_examples("run")] == ["best", "as good"]
     assert read_examples("run") == read_examples("run/completions.jsonl")
     assert best_completions(rows[7:]) == []
+    right = sampled("two", "right", True)
+    assert read_examples([right, sampled("two", "wrong", Decimal(0))])[0]["completion"] == "right"
 
 
 def test_conversations_are_examples_of_their_last_answer():
