@@ -62,7 +62,8 @@ class Progress:
         if not self.metrics.rows:
             return f"step {self.step}/{self.total}"
         logs = self.metrics.rows[-1]
-        rewards = self.metrics.reward_lines()
+        newest = Metrics([self.step], [logs])  # all rows would take longer at each step
+        rewards = newest.reward_lines()
         numbers = [("reward", "reward", "reward")]
         if len(rewards) > 1:
             numbers += [(printable(line.label), line.metrics[0], "reward") for line in rewards]
@@ -71,10 +72,10 @@ class Progress:
         parts += [
             f"{name} {CHARTS[chart].text(logs[key])}" for name, key, chart in numbers if key in logs
         ]
-        with_signal = self.metrics.newest("signal")
+        with_signal = newest.newest("signal")
         if with_signal < 1:
             parts.append(f"no signal {1 - with_signal:.0%}")
-        cut_off = self.metrics.newest("truncated")
+        cut_off = newest.newest("truncated")
         if cut_off > 0:
             parts.append(f"cut off {cut_off:.0%}")
         left = format_duration(self.seconds_left)

@@ -132,6 +132,14 @@ def test_broken_stream_ends_the_view_not_the_run():
 # --- what is known --------------------------------------------------------------------------------
 
 
+def test_the_line_reads_only_the_newest_step():
+    progress = Progress()
+    progress.add(1, 2, ROW, 1.0)
+    alone = progress.line.partition("tokens/s")[0]
+    progress.metrics.rows.insert(0, None)
+    assert progress.line.partition("tokens/s")[0] == alone
+
+
 def test_time_left_ignores_one_slow_step():
     progress = Progress(0, 10, now=0.0)
     for step, now in ((1, 2.0), (2, 4.0), (3, 104.0), (4, 106.0), (5, 108.0)):
