@@ -96,10 +96,11 @@ def load_prompts(  # noqa: PLR0913
             f"{format_name(name)} has the splits train and held_out, not {format_value(split)}: "
             "choose one of the two"
         )
+    if num_prompts is not None and num_prompts < 1:
+        raise DataError(f"num_prompts is {num_prompts}, must be at least 1: correct it")
     rows = None
     if is_made:
-        num = NUM_BUILTIN_PROMPTS if num_prompts is None else num_prompts
-        rows = _make_task(name, num, split, seed, level, settings)
+        rows = _make_task(name, num_prompts or NUM_BUILTIN_PROMPTS, split, seed, level, settings)
     elif has_splits:
         rows = read_hub_task(name, split)[:num_prompts]
         system = SYSTEM if chat and system is None else system

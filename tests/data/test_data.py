@@ -80,7 +80,8 @@ NO_EFFECT = {
     "countdown config: hard": "config has no effect on the prompts",
     "gsm8k skip_empty: true": "skip_empty has no effect",
     "countdown level: 9": "countdown has the levels 1 to 5, not 9",
-    "arithmetic num_prompts: 0": "'arithmetic' has no rows",
+    "arithmetic num_prompts: 0": "num_prompts is 0, must be at least 1",
+    "p.jsonl num_prompts: -1": "num_prompts is -1, must be at least 1",
     "reasoning_gym:chain_sum split: test": "has the splits train and held_out, not 'test'",
 }
 
