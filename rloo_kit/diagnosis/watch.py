@@ -195,11 +195,11 @@ class RunWatch(TrainerCallback):
             step: Number of optimizer steps so far; 0 before training.
             evaluation: Result of ``Evaluation.as_dict``.
         """
-        if not step:
+        if step:
+            self._evaluation["after"] = evaluation
+            self._num_evaluations += 1
+        else:
             self._evaluation = {"before": evaluation}
-            return
-        self._evaluation["after"] = evaluation
-        self._num_evaluations += 1
         self._see_scores(step, evaluation)
 
     def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:

@@ -230,6 +230,17 @@ def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
     assert weight.item() == 8.0
 
 
+def test_scores_from_before_training_may_come_after_it_began():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    watch, _, _ = watching(4, stop_on=["reward_hacking"], parameters=lambda: [weight])
+    watch.on_train_begin()
+    watch.see_held_out(0, scores(0.5))  # TRL's step can sample only now
+    weight.data.fill_(4.0)
+    watch.see_held_out(4, scores(0.2))
+    watch.best.restore()
+    assert (watch.best.step, weight.item()) == (0, 0.0)
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 
