@@ -121,6 +121,7 @@ class RunWatch(TrainerCallback):
     stop_on: Sequence[str] = ()
     parameters: Callable[[], Sequence[Any]] = list
     _evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+    _score_before: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Set the state to that before training."""
@@ -147,7 +148,7 @@ class RunWatch(TrainerCallback):
         if self.stop_on:
             self.best = BestWeights(self.parameters())
             if self.by_held_out:
-                self._see_scores(0, self._evaluation["before"])
+                self._see_score(0, self._score_before)
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Add the best weights to the state of a checkpoint, ``held``."""
@@ -188,22 +189,23 @@ class RunWatch(TrainerCallback):
             if means and not self._is_waiting:
                 self.best.see_batch(state.global_step, fmean(means))
 
-    def see_held_out(self, step: int, evaluation: dict[str, Any]) -> None:
+    def see_held_out(self, step: int, evaluation: dict[str, Any], score: float | None) -> None:
         """Keep an evaluation on held-out prompts, and the current weights if they are the best.
 
         Args:
             step: Number of optimizer steps so far; 0 before training.
             evaluation: Result of ``Evaluation.as_dict``.
+            score: Mean of the reward that chooses the best weights; None if it scored nothing.
         """
         if step:
             self._evaluation["after"] = evaluation
             self._num_evaluations += 1
         else:
             self._evaluation = {"before": evaluation}
-        self._see_scores(step, evaluation)
+            self._score_before = score
+        self._see_score(step, score)
 
-    def _see_scores(self, step: int, evaluation: dict[str, Any]) -> None:
-        score = next(iter(evaluation["rewards"].values()), None)
+    def _see_score(self, step: int, score: float | None) -> None:
         if self.best and score is not None:
             self.best.see(step, score)
 

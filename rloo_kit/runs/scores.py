@@ -32,7 +32,7 @@ class HeldOutScores(TrainerCallback):
     trainer: "LeaveOneOutTrainer"
     recorder: RunRecorder | None
     before: Evaluation | None
-    # step -> mean of the first reward
+    # step -> mean of the reward that chooses checkpoints
     _newest: dict[int, float | None] = field(default_factory=dict, init=False)
 
     def score(self) -> Evaluation | None:
@@ -96,7 +96,7 @@ class HeldOutScores(TrainerCallback):
         every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
             found = self._score_at(step)
-            self._newest = {step: next(iter(found.rewards.values()), None) if found else None}
+            self._newest = {step: self._choosing_score(found) if found else None}
 
     def on_state(
         self,
@@ -105,7 +105,7 @@ class HeldOutScores(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Store in the checkpoint the mean score of the held-out prompts by the first reward.
+        """Store in the checkpoint the score of the held-out prompts (see ``_choosing_score``).
 
         It is None if this step did not score them. Without ``data.held_out_every`` nothing is
         stored.
@@ -129,4 +129,15 @@ class HeldOutScores(TrainerCallback):
     def _see(self, step: int, found: Evaluation) -> None:
         """Pass scores to the watch of the run, if there is one."""
         if self.trainer.watch is not None:
-            self.trainer.watch.see_held_out(step, found.as_dict())
+            self.trainer.watch.see_held_out(step, found.as_dict(), self._choosing_score(found))
+
+    def _choosing_score(self, found: Evaluation) -> float | None:
+        """Return the mean of the reward that chooses checkpoints and weights.
+
+        It is the first reward that the run trains on or that was not 0 before training. A reward
+        that is only measured may stay at 0, such as ``accuracy`` of long answers.
+        """
+        own = {reward.name for reward in self.job.rewards}
+        before = (self.before or found).rewards
+        chosen = next((name for name, mean in before.items() if mean or name in own), "")
+        return found.rewards.get(chosen)

@@ -10,6 +10,8 @@ from rloo_kit.config.settings import STOP_ON
 from rloo_kit.diagnosis import watch as watch_module
 from rloo_kit.diagnosis.run_rules import KINDS
 from rloo_kit.diagnosis.watch import BestWeights, RunWatch
+from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.runs.scores import HeldOutScores
 
 SIZE = 4
 """Completions of a prompt, and prompts of a batch."""
@@ -215,12 +217,13 @@ def scores(share, num=64):
 def test_reward_hacking_stops_a_run_at_its_best_held_out_score():
     weight = torch.nn.Parameter(torch.zeros(1))
     watch, _, stops = watching(4, stop_on=["reward_hacking"], parameters=lambda: [weight])
-    watch.see_held_out(0, scores(0.5))
+    watch.see_held_out(0, scores(0.5), 0.5)
 
     def train_and_evaluate(step):
         weight.data.fill_(float(step))
         if step % 4 == 0:
-            watch.see_held_out(step, scores(0.7 if step == 8 else 0.5 - 0.015 * step))
+            score = 0.7 if step == 8 else 0.5 - 0.015 * step
+            watch.see_held_out(step, scores(score), score)
 
     state = drive(watch, map(row, range(1, 25)), at_step=train_and_evaluate)
     assert state.global_step == 16, "the looks at step 12 and 16 agree"
@@ -234,11 +237,36 @@ def test_scores_from_before_training_may_come_after_it_began():
     weight = torch.nn.Parameter(torch.zeros(1))
     watch, _, _ = watching(4, stop_on=["reward_hacking"], parameters=lambda: [weight])
     watch.on_train_begin()
-    watch.see_held_out(0, scores(0.5))  # TRL's step can sample only now
+    watch.see_held_out(0, scores(0.5), 0.5)  # TRL's step can sample only now
     weight.data.fill_(4.0)
-    watch.see_held_out(4, scores(0.2))
+    watch.see_held_out(4, scores(0.2), 0.2)
     watch.best.restore()
     assert (watch.best.step, weight.item()) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "before", "chosen"),
+    [
+        ("rouge", {"accuracy": 0.0, "rouge": 0.2}, 0.7),  # accuracy of long answers stays at 0
+        ("rouge", {"accuracy": 0.1, "rouge": 0.2}, 0.6),
+        ("accuracy", {"accuracy": 0.0, "rouge": 0.2}, 0.6),
+    ],
+)
+def test_a_judge_without_a_hit_does_not_choose_the_best(trained_on, before, chosen):
+    seen = {}
+    watch = SimpleNamespace(see_held_out=lambda step, found, score: seen.update({step: score}))
+    job = SimpleNamespace(
+        rewards=[SimpleNamespace(name=trained_on)],
+        config=make_run_config({"data": {"held_out_every": 4}}),
+    )
+    first, later = (
+        Evaluation(means, 1, 1.0, 0.0, []) for means in (before, {"accuracy": 0.6, "rouge": 0.7})
+    )
+    scores = HeldOutScores(job, SimpleNamespace(watch=watch, by_trl=False), None, first)
+    scores.score = lambda: later
+    scores.on_step_end(None, SimpleNamespace(global_step=4, max_steps=8))
+    scores.on_state(None, SimpleNamespace(global_step=4), held=seen)
+    assert seen == {4: chosen, "held_out": chosen}
 
 
 # --- settings ------------------------------------------------------------------------------------
