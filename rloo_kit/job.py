@@ -425,6 +425,21 @@ class PreparedJob:
         return read_prompts(self.config, self.base)
 
     @cached_property
+    def prompt_limit(self) -> int | None:
+        """Maximum number of tokens in a prompt, with the run's tools; None: no limit.
+
+        ``data.max_prompt_quantile`` is a quantile of the training prompts.
+        """
+        data = self.config.data
+        if data.max_prompt_quantile is None:
+            return data.max_prompt_tokens
+        _ = self.tool_loop  # the length of a prompt includes its tools
+        settings = self.args.chat_template_kwargs
+        return quantile_of_lengths(
+            self.prompts[0], self.tokenizer, data.max_prompt_quantile, settings
+        )
+
+    @cached_property
     def splits(self) -> tuple[Any, Any]:
         """Prompts to train on, and held-out prompts or None, after a check of their lengths.
 
@@ -454,9 +469,7 @@ class PreparedJob:
                 if loop.environments is not None and dataset is not None:
                     loop.environments.check_names(dataset)
         thought_limit(tokenizer, args.thinking_budget)
-        limit = self.config.data.max_prompt_tokens
-        if share := self.config.data.max_prompt_quantile:
-            limit = quantile_of_lengths(prompts, tokenizer, share, settings)
+        limit = self.prompt_limit
         if limit is not None:
             prompts, dropped = drop_long_prompts(prompts, tokenizer, limit, settings)
             if held_out is not None:

@@ -147,8 +147,8 @@ def read_held_out(
     """Read the prompts and settings that several models share, from the first run among them.
 
     If no model comes from a run, the kit's default settings and the first model's tokenizer are
-    used. Prompts longer than ``data.max_prompt_tokens`` are left out. Their tokens are counted with
-    one tokenizer, so that all models get the same prompts.
+    used. Prompts longer than ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allow are
+    left out. Their tokens are counted with one tokenizer, so that all models get the same prompts.
 
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
@@ -179,9 +179,9 @@ def read_held_out(
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
     found = _prompts(config, prompts, num_prompts, of_data)
     _ = job.tool_loop  # the tokens of the tools count as part of the prompts
-    limit = config.data.max_prompt_tokens
-    if limit is not None:
-        found, _ = drop_long_prompts(found, job.tokenizer, limit, args.chat_template_kwargs)
+    if job.prompt_limit is not None:
+        settings = args.chat_template_kwargs
+        found, _ = drop_long_prompts(found, job.tokenizer, job.prompt_limit, settings)
     of_file = prompts is None and not (is_task(config.data.prompts) or config.environment)
     if first.run is not None and of_file:
         _check_not_trained(first.run, found, of_data)

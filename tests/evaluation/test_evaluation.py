@@ -28,7 +28,7 @@ from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import Row, compare, judge_alike
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.evaluation.win_rate import WinRate, verdicts
-from rloo_kit.job import held_out_judges
+from rloo_kit.job import PreparedJob, held_out_judges
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs.folder import write_run_file
@@ -327,6 +327,16 @@ def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     how = {"overrides": ["data.max_prompt_tokens=60"], "num_samples": 0, "say": str}
     found = rk.evaluate_models(["tiny-thinker"], prompts=file, **how)
     assert found.rows[0].evaluation.num_prompts == 4
+
+
+def test_a_quantile_leaves_out_the_held_out_prompts_of_the_run(run, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    write_sums(file, 8, " please" * 9)
+    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
+    folder = with_settings(run, tmp_path / "run", *settings, "data.max_prompt_quantile=0.5")
+    _, kept_out = PreparedJob(rk.read_run_file(folder / "run.yaml"), say=str).splits
+    assert len(kept_out) == 2
+    assert read_held_out([find_trained(folder)]).prompts["prompt"][:] == kept_out["prompt"][:]
 
 
 def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_path, capsys):
