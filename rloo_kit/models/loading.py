@@ -141,8 +141,7 @@ def load_model(
     errors = _as_model_errors(str(name), given=frozenset(kwargs))
     with errors, _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, processor = load()
-        tokenizer = _prepare(model, processor)
-    _set_template((tokenizer, processor), chat_template)
+        tokenizer = _prepare(model, processor, chat_template)
     vars(notes_of(model)).update(
         backend=environment.backend,
         vllm=vllm or {},
@@ -796,16 +795,22 @@ def set_padding(model: Model, tokenizer: Tokenizer) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
-def _prepare(model: Model, processor: Any) -> Tokenizer:
+def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> Tokenizer:
     """Prepare a loaded model and its tokenizer for sampling and training; return the tokenizer.
 
-    This sets left padding, the padding token and the tokens that end a completion.
+    This sets the chat template, left padding, the padding token and the tokens that end a
+    completion.
 
     Args:
         model: The model.
         processor: The tokenizer, or a processor that has one.
+        chat_template: A file with a chat template; None keeps the tokenizer's.
+
+    Raises:
+        ConfigError: ``chat_template`` cannot be read.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
+    _set_template((tokenizer, processor), chat_template)  # it may have another end of a turn
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
     tokenizer.padding_side = "left"

@@ -65,6 +65,14 @@ def test_a_revision_of_a_folder_is_refused():
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}<think>\n"
 
 
+def test_the_end_of_a_turn_in_the_template_ends_a_completion(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}")
+    model, tokenizer = rk.load_model("tiny-thinker", chat_template=file)
+    end = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert end in model.generation_config.eos_token_id
+
+
 @pytest.mark.long
 def test_a_template_beside_the_run_file_is_that_of_the_run_and_of_its_adapter(
     tmp_path, monkeypatch
