@@ -20,7 +20,6 @@ from rloo_kit.evaluation.evaluator import settings_of
 from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vllm
 from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
 from rloo_kit.machine.cleanup import add_to_session, session
-from rloo_kit.models.shape import read_shape
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import choose
@@ -172,7 +171,7 @@ def read_held_out(
     job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
-        read_shape(one.model.name, trust_remote_code=one.model.trust_remote_code)
+        one.shape()
     choose_engine(args, of_trainer)
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)

@@ -14,8 +14,9 @@ from typing import Any
 from rloo_kit.checkpoints.store import find_checkpoint
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
-from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path
-from rloo_kit.models.loading import load_model
+from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path, revision_of
+from rloo_kit.models.loading import find_model, load_model
+from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
 from rloo_kit.text.thoughts import give_marks
@@ -28,16 +29,12 @@ class TrainedModel:
 
     name: str  # the name that the user gave, or ``base of`` and that name
     base: str  # a hub name, a folder, a .gguf file, or an embedded model
+    # Settings to load the base with: those of the run, or the kit's defaults without a run. Its
+    # name may be the hub name of the 4-bit model that Unsloth loaded instead of the base
+    model: ModelSection
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained the adapter
     config: RunConfig | None = None  # settings of that run
-    loaded: str | None = None  # hub name of the 4-bit model that Unsloth loaded instead of the base
-
-    @property
-    def model(self) -> ModelSection:
-        """Settings to load the base with: those of the run, or the kit's defaults without a run."""
-        settings = self.config.model if self.config is not None else ModelSection()
-        return replace(settings, name=self.loaded or self.base)
 
     @property
     def short_name(self) -> str:
@@ -50,6 +47,24 @@ class TrainedModel:
             return "base"
         name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
+
+    def model_with(self, **changes: Any) -> ModelSection:
+        """Return ``model`` with other values of some fields; another ``name`` has no revision."""
+        if changes.get("name", self.base) not in (self.base, self.model.name):
+            changes["revision"] = None
+        return replace(self.model, **changes)
+
+    def shape(self, name: str | None = None) -> ModelShape:
+        """Return the shape of the base at its revision, or that of the model ``name``.
+
+        Raises:
+            ModelError: The config of the model cannot be read.
+        """
+        model = self.model_with(name=name or self.model.name)
+        source = model.name
+        if model.revision is not None:
+            source = find_model(source, model.revision)
+        return read_shape(source, trust_remote_code=model.trust_remote_code)
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base model alone, as a ``TrainedModel`` without an adapter."""
@@ -78,11 +93,12 @@ def find_trained(given: str | Path) -> TrainedModel:
     if os.path.isfile(folder / "run.yaml"):  # False for a name that cannot be a path
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):
-        return TrainedModel(text, text)
+        return TrainedModel(text, text, ModelSection(name=text))
     parent = folder.resolve().parent
     if (parent / "run.yaml").is_file():
         return _of_run(text, parent, folder)
-    return TrainedModel(text, base_of(folder), folder)
+    base = base_of(folder)
+    return TrainedModel(text, base, ModelSection(name=base, revision=revision_of(folder)), folder)
 
 
 def _adapter_of(run: Path) -> Path:
@@ -103,15 +119,19 @@ def _adapter_of(run: Path) -> Path:
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
-    base = config.model.name
+    model = config.model
+    base = model.name
     if started := adapter_in(base):  # it trained another run's adapter further
-        base = find_trained(started).base
+        first = find_trained(started)
+        base = first.base
+        model = replace(model, revision=first.model.revision)
     elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
+        model = replace(model, revision=revision_of(adapter))
     # PEFT recorded the name of the model that was really loaded
     recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
-    loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else None
-    return TrainedModel(name, base, adapter, run, config, loaded)
+    loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else base
+    return TrainedModel(name, base, replace(model, name=loaded), adapter, run, config)
 
 
 def _is_on_hub(name: str) -> bool:
@@ -203,9 +223,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    if "name" in changes:  # the revision belongs to the original model
-        changes["revision"] = None
-    model, tokenizer = load_model(**vars(replace(trained.model, **changes)))
+    model, tokenizer = load_model(**vars(trained.model_with(**changes)))
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config, "max_position_embeddings", None) or 0
     for module in model.modules():

@@ -28,7 +28,7 @@ from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
 from rloo_kit.models.gguf import convert
 from rloo_kit.models.loading import load_tokenizer
-from rloo_kit.models.shape import read_shape, weight_bytes
+from rloo_kit.models.shape import weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
@@ -144,7 +144,7 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
     A CPU is always taken to have enough.
     """
-    shape = read_shape(trained.base, trust_remote_code=trained.model.trust_remote_code)
+    shape = trained.shape(trained.base if base in (None, DEQUANTIZED) else base)
     needed = weight_bytes(shape, in_4bit=False)
     if base == DEQUANTIZED:
         needed += weight_bytes(shape, in_4bit=True)
@@ -258,7 +258,10 @@ class _Export:
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
-        write_json(folder / CONFIG, config | {"base_model_name_or_path": name}, indent=2)
+        config["base_model_name_or_path"] = name
+        if name != self.trained.base:
+            config["revision"] = None  # it is a revision of the other model
+        write_json(folder / CONFIG, config, indent=2)
         if Path(name).exists():
             self.say(
                 f"note: the adapter's config names its base as a folder on this machine, {name}: "
@@ -366,8 +369,7 @@ class _Export:
             except ModelError as exc:
                 self.say(f"note: the unquantised base {whole} is not available ({exc})")
         if found is None:
-            packed = read_shape(name, trust_remote_code=trained.model.trust_remote_code).packed
-            found = load_base(trained, name=name, load_in_4bit=packed)
+            found = load_base(trained, name=name, load_in_4bit=trained.shape(name).packed)
         if getattr(found.model, "is_quantized", False):
             note = (
                 "The adapter was merged into 4-bit weights written out in 16 bit, which lack the "

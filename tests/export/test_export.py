@@ -20,6 +20,8 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, RunConfig
 from rloo_kit.diagnosis.record import read_run
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.evaluation.trained import find_trained
+from rloo_kit.export import exporter
 from rloo_kit.export.exporter import TOLERANCES, export_model, licence_of
 from rloo_kit.export.llama_cpp import find_converter, write_gguf
 from rloo_kit.export.model_card import is_hub_name, model_card, public_name
@@ -403,6 +405,14 @@ def test_another_base_is_named_with_the_one_that_the_scores_belong_to(run, tmp_p
     note = "The adapter was trained on tiny-thinker, to which all scores belong, and was merged"
     assert note in card
     assert any(note in line for line in said)
+
+
+def test_the_named_base_is_what_must_fit_on_the_card(run):
+    card = Hardware("cuda", "small", 2**30, 2**30, bf16=True, num_devices=1)
+    trained = find_trained(run)
+    assert exporter._fits(trained, None, card)
+    assert exporter._fits(trained, "dequantized", card)
+    assert not exporter._fits(trained, "Qwen/Qwen3-0.6B", card)
 
 
 @pytest.mark.long

@@ -1,12 +1,16 @@
 """A revision of a hub model, and a chat template from a file."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
+from peft import PeftConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
+from rloo_kit.export.exporter import export_model
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.shape import TINY_THINKER
 
@@ -52,6 +56,26 @@ def test_a_revision_is_loaded_trained_and_found_again_from_its_adapter(
     assert norm(again.get_base_model()) == norm(model)
     with pytest.raises(rk.ModelError, match=r"^model 'some-org/thinker' "):
         load(revision="v9")
+
+
+@pytest.mark.long
+def test_the_revision_of_a_base_is_evaluated_and_exported(cache, tmp_path, monkeypatch):
+    """The branch main is not on this machine, and the hub cannot be reached."""
+    hub = shutil.copytree(cache, tmp_path / "hub")
+    shutil.rmtree(hub / "models--some-org--thinker/snapshots" / COMMITS["main"])
+    (hub / "models--some-org--thinker/refs/main").unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    model, tokenizer = rk.load_model("some-org/thinker", revision="v1")
+    bare = rk.save_adapter(rk.attach_lora(model, r=2), tokenizer, tmp_path / "bare")
+    for run, name in (("first", "some-org/thinker, revision: v1"), ("second", str(bare))):
+        shutil.copytree(bare, tmp_path / run / "adapter")
+        (tmp_path / run / "run.yaml").write_text(f"model: {{name: {name}, max_seq_length: 128}}")
+    for place in (bare, tmp_path / "first", tmp_path / "second"):
+        rk.evaluate_models([place], num_prompts=1, num_samples=0, base=False, say=str)
+        export_model(place, output=place / "out", num_prompts=1, say=str)
+        for base, revision in (("some-org/thinker", "v1"), ("other/copy", None)):
+            folder = export_model(place, "adapter", output=place / "out", base=base, say=str)
+            assert PeftConfig.from_pretrained(folder).revision == revision
 
 
 def test_a_revision_of_a_folder_is_refused():
