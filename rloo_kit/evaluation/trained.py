@@ -98,7 +98,8 @@ def find_trained(given: str | Path) -> TrainedModel:
     if (parent / "run.yaml").is_file():
         return _of_run(text, parent, folder)
     base = base_of(folder)
-    return TrainedModel(text, base, ModelSection(name=base, revision=revision_of(folder)), folder)
+    model = _as_trained(ModelSection(name=base), folder, revision_of(folder))
+    return TrainedModel(text, base, model, folder)
 
 
 def _adapter_of(run: Path) -> Path:
@@ -124,14 +125,21 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     if started := adapter_in(base):  # it trained another run's adapter further
         first = find_trained(started)
         base = first.base
-        model = replace(model, revision=first.model.revision)
+        model = _as_trained(model, started, first.model.revision)
     elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
         base = base_of(adapter)
-        model = replace(model, revision=revision_of(adapter))
+        model = _as_trained(model, adapter, revision_of(adapter))
     # PEFT recorded the name of the model that was really loaded
     recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
     loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else base
     return TrainedModel(name, base, replace(model, name=loaded), adapter, run, config)
+
+
+def _as_trained(model: ModelSection, adapter: Path, revision: str | None) -> ModelSection:
+    """Return the settings with a revision, and with an adapter's template unless they name one."""
+    file = adapter / "chat_template.jinja"
+    template = model.chat_template or (str(file) if file.is_file() else None)
+    return replace(model, revision=revision, chat_template=template)
 
 
 def _is_on_hub(name: str) -> bool:

@@ -314,6 +314,16 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
     assert found.model.name == found.without_adapter().model.name == name
 
 
+def test_the_template_is_that_of_the_adapter_that_the_run_began_with(run, tmp_path):
+    first = shutil.copytree(run / "adapter", tmp_path / "first")
+    (first / "chat_template.jinja").write_text("{{ messages[0].content }} (as it was tuned)")
+    folder = with_settings(run, tmp_path / "run", f"model.name={first}")
+    for model in (find_trained(first), find_trained(folder).without_adapter()):
+        assert load_base(model).tokenizer.chat_template.endswith("(as it was tuned)")
+    given = with_settings(folder, tmp_path / "given", "model.chat_template=mine.jinja")
+    assert find_trained(given).model.chat_template == "mine.jinja"
+
+
 def write_sums(file, num, words=""):
     rows = [
         {"prompt": f"What is {n} + 1?{words * (n % 2)}", "answer": f"{n + 1}"} for n in range(num)
