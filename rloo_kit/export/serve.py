@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import GenerationError
 from rloo_kit.evaluation.trained import find_trained
+from rloo_kit.job import template_settings
 from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
@@ -68,6 +70,10 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
             words += ["--quantization", "bitsandbytes"]
     if trained.model.trust_remote_code:
         words += ["--trust-remote-code"]
+    if trained.model.chat_template is not None:  # vLLM does not read that of an adapter
+        words += ["--chat-template", str(Path(trained.model.chat_template).expanduser())]
+    if settings := template_settings(trained.config or RunConfig()):
+        words += ["--default-chat-template-kwargs", json.dumps(settings)]
     return [sys.executable, "-m", MODULE, *words, *more]
 
 

@@ -174,6 +174,19 @@ def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(
     assert "--quantization" not in server_command(tmp_path / "run")
 
 
+def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "run.yaml").write_text(
+        "model: {chat_template: mine.jinja}\ndata: {enable_thinking: false}\n"
+        "trainer: {chat_template_kwargs: {tone: polite}}\n"
+    )
+    given = dict(itertools.pairwise(server_command(folder)))
+    assert given["--chat-template"] == "mine.jinja"
+    settings = json.loads(given["--default-chat-template-kwargs"])
+    assert settings == {"tone": "polite", "enable_thinking": False}
+    assert not {"--chat-template", "--default-chat-template-kwargs"} & {*server_command(run)}
+
+
 def test_serve_without_vllm_is_refused():
     if why_not_vllm() is None:
         pytest.skip("vLLM is here; tests/vllm starts it")
