@@ -222,7 +222,8 @@ class _Export:
     @property
     def _title(self) -> str:
         """Title of the model card: the names of the base and of the run."""
-        text = f"{Path(self.trained.base).stem}-{self.trained.short_name}"
+        base = Path(self.trained.base).name.removesuffix(".gguf")
+        text = f"{base}-{self.trained.short_name}"
         return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "model"
 
     def write(self, goal: Path) -> None:

@@ -389,6 +389,13 @@ def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     assert str(run) not in text
 
 
+def test_title_has_the_whole_name_of_the_base(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "mine")
+    (run / "run.yaml").write_text(RUN_FILE.replace("tiny-thinker", "Qwen/Qwen3-0.6B"))
+    _, card, _ = export(run, "adapter", tmp_path / "a")
+    assert "\n# Qwen3-0.6B-mine\n" in card
+
+
 def test_card_of_a_checkpoint_is_of_its_step(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/adapter").rename(tmp_path / "run/checkpoint-1")
