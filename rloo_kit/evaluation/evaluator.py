@@ -16,6 +16,7 @@ from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine, Sampling, draw_from
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
+from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.numbers import mean_or_none
 from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
@@ -204,7 +205,7 @@ def evaluate(
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
-    ends = tuple(model.generation_config.eos_token_id)
+    ends = tuple(end_token_ids(model.generation_config.eos_token_id, tokenizer))
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     marks = thought_marks(tokenizer)

@@ -38,7 +38,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
-from rloo_kit.text.chat_templates import end_of_turn_id
+from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
 
@@ -815,11 +815,7 @@ def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> 
     set_padding(model, tokenizer)
     tokenizer.padding_side = "left"
     settings = model.generation_config
-    given = settings.eos_token_id
-    ends = given if isinstance(given, list) else [given]
-    # the token that ends a turn of a chat may differ from the EOS token
-    ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
-    settings.eos_token_id = list(dict.fromkeys(end for end in ends if end is not None))
+    settings.eos_token_id = end_token_ids(settings.eos_token_id, tokenizer)
     settings.pad_token_id = tokenizer.pad_token_id
     image_token = getattr(model.config, "image_token_id", None)
     if image_token is not None:  # if it were sampled, the model would expect an image

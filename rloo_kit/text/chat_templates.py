@@ -1,9 +1,22 @@
-"""Function that finds the end-of-turn token of a chat template."""
+"""Functions that find the tokens that end a completion."""
+
+from collections.abc import Sequence
 
 from rloo_kit.text.thoughts import token_id
 from rloo_kit.types import Tokenizer
 
 ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
+
+
+def end_token_ids(given: int | Sequence[int] | None, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the tokens that end a completion, each once.
+
+    They are the EOS token, the end of a turn in the chat template, and ``given``, the
+    ``eos_token_id`` of the model's ``generation_config``.
+    """
+    ends = [given] if isinstance(given, int | None) else given
+    ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]
+    return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:

@@ -128,6 +128,16 @@ def test_evaluate_takes_rewards_as_the_trainer_does(base):
     assert set(found.rewards) == {"length", "polite"}
 
 
+@pytest.mark.parametrize("end", [258, None])
+def test_evaluate_takes_a_model_that_the_kit_did_not_load(base, end):
+    def evaluated():
+        return rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], temperature=0)
+
+    samples = evaluated().samples
+    base.model.generation_config.eos_token_id = end
+    assert evaluated().samples == samples
+
+
 def test_several_greedy_completions_are_refused(base):
     how = {"temperature": 0, "num_samples": 2}
     with pytest.raises(ConfigError, match="all the same"):
