@@ -20,6 +20,7 @@ USABLE = 0.98
 # tensors of this size
 CHUNK_LOGITS = 2**24
 SHARED_MEMORY = Path("/dev/shm")  # folder on Linux whose files are in memory
+CGROUP = Path("/sys/fs/cgroup")  # folder on Linux with the limits of a container
 
 # Versions that were tested together (requirements/requirements.lock pins all packages)
 TESTED = {
@@ -128,13 +129,26 @@ def detect_hardware() -> Hardware:
             bf16 = api.is_bf16_supported(including_emulation=False)
             name = api.get_device_properties(api.current_device()).name
             return Hardware(kind, name, total, free, bf16, api.device_count())
-    import psutil
-
-    memory = psutil.virtual_memory()
     capabilities = torch.cpu.get_capabilities()
     name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
     bf16 = any(capabilities.get(one) for one in ("avx512_bf16", "amx_bf16", "bf16"))
-    return Hardware("cpu", name, memory.total, memory.available, bf16, 1)
+    return Hardware("cpu", name, *_main_memory(), bf16, 1)
+
+
+def _main_memory() -> tuple[int, int]:
+    """Return the total and the free main memory within the limit of a container, in bytes."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    try:  # the files of cgroup v2
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        stat = (CGROUP / "memory.stat").read_text()
+        parts = dict(line.split() for line in stat.splitlines())
+        used -= int(parts["inactive_file"])  # cached files, which are dropped if memory is needed
+    except (OSError, ValueError, KeyError):  # no container, or no limit: "max"
+        return memory.total, memory.available
+    return min(memory.total, limit), max(0, min(memory.available, limit - used))
 
 
 def check_card() -> str | None:

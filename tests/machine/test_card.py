@@ -146,6 +146,21 @@ def test_the_doctor_imports_vllm_before_it_says_that_it_starts(tmp_path, monkeyp
     assert line == "vLLM cannot be imported: ImportError: libcudart.so.13: not here"
 
 
+@pytest.mark.parametrize(
+    ("limit", "total", "free"), [("max", 64, 32), ("8", 8, 5), ("50", 50, 32), ("2", 2, 0)]
+)
+def test_memory_of_a_cpu_is_that_of_its_container(monkeypatch, tmp_path, limit, total, free):
+    memory = SimpleNamespace(total=64, available=32)  # of the host
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("rloo_kit.machine.hardware.CGROUP", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text("4\n")
+    (tmp_path / "memory.stat").write_text("anon 2\ninactive_file 1\n")
+    found = detect_hardware()
+    assert (found.total_memory, found.free_memory) == (total, free)
+
+
 def test_name_and_memory_are_of_the_same_card(monkeypatch):
     monkeypatch.setattr(
         "torch.cuda",
