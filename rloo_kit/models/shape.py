@@ -284,12 +284,15 @@ def _linears(model: Model, skipped: Iterable[str]) -> tuple[Linear, ...]:
         skipped: Parts of names; layers whose names contain one of them are not quantised.
     """
     import torch
+    from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
     found: Counter[Any] = Counter()
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            size = (module.out_features, module.in_features)
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
+            size = module.weight.shape
+            if isinstance(module, Conv1D):  # of GPT-2, with transposed weights
+                size = size[::-1]
             is_quantised = not any(part in name for part in skipped)
             found[name.rpartition(".")[2], *size, is_quantised, False] += 1
     for name, parameter in model.named_parameters():

@@ -173,7 +173,8 @@ def _weights(job: Job) -> dict[str, Held]:
     shape = job.shape
     packing = mapped = 0
     if job.in_4bit and not shape.packed:
-        packing = 2 * max(linear.size for linear in shape.linears)  # one layer at a time is packed
+        # one layer at a time is packed
+        packing = 2 * max((linear.size for linear in shape.linears), default=0)
         if not job.on_gpu:
             mapped = weight_bytes(shape, in_4bit=False)  # the mapped file stays in memory
             packing = int(LOADING * mapped)

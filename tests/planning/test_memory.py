@@ -8,7 +8,7 @@ from pathlib import Path
 import bitsandbytes as bnb
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import GPT2Config, Qwen3Config
 from trl.trainer.utils import add_fused_lm_head
 
 from rloo_kit.config.run_file import PROJECTIONS
@@ -101,6 +101,19 @@ def test_layers_kept_in_16_bit_are_not_packed(tmp_path, tiny):
     kept = [one.size * one.count for one in shape.linears if not one.quantised]
     assert sum(kept) == 3 * 192 * 320
     assert shape.num_parameters == tiny.num_parameters
+
+
+def test_transposed_layers_of_gpt2_are_linear_layers():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
+    shape = shape_of_config(config, "gpt2")
+    sizes = {(one.name, one.rows, one.columns, one.count) for one in shape.linears}
+    assert sizes == {
+        ("c_attn", 192, 64, 2), ("c_proj", 64, 64, 2), ("c_fc", 256, 64, 2), ("c_proj", 64, 256, 2)
+    }  # fmt: skip
+    job = job_of(shape, targets=("c_attn",), in_4bit=True)
+    assert adapter_sizes(job) == 2 * [192 * job.rank, 64 * job.rank]
+    assert plan_memory(job).peak_bytes > weight_bytes(shape, in_4bit=True)
+    plan_memory(replace(job, shape=replace(shape, linears=())))  # layers of its own kind
 
 
 def test_what_is_no_model_is_refused(tmp_path):
