@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.config.run_file import RunConfig
+from rloo_kit.data.lengths import drop_long_prompts
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import RunRecord, read_run
 from rloo_kit.errors import ConfigError, KitError, ModelError
@@ -21,7 +22,7 @@ from rloo_kit.export.llama_cpp import K_QUANTS, check_quantiser, find_converter,
 from rloo_kit.export.model_card import KINDS, is_hub_name, model_card, public_name
 from rloo_kit.export.ollama import modelfile
 from rloo_kit.export.verify import Answers
-from rloo_kit.job import read_prompts, template_settings
+from rloo_kit.job import PreparedJob, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
@@ -33,7 +34,7 @@ from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_j
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.wording import first_line, format_value
-from rloo_kit.types import Model, Say
+from rloo_kit.types import Model, Say, Tokenizer
 
 # Value of `--base` that means the run's own 4-bit base, converted back to 16 bit
 DEQUANTIZED = "dequantized"
@@ -53,6 +54,7 @@ PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 NUM_PROMPTS = 16  # prompts of the check, by default
+SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
 
 
 def export_model(  # noqa: PLR0913
@@ -323,7 +325,7 @@ class _Export:
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
-                    prompts = self._prompts(is_chat=bool(sixteen.tokenizer.chat_template))
+                    prompts = self._prompts(sixteen.tokenizer)
                     settings = template_settings(self.trained.config or RunConfig())
                     reference = Answers(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
@@ -403,16 +405,23 @@ class _Export:
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
-    def _prompts(self, *, is_chat: bool) -> list[Any]:
-        """Return prompts for the comparison.
+    def _prompts(self, tokenizer: Tokenizer) -> list[Any]:
+        """Return prompts for the comparison, none of them too long for the run.
 
         They are held-out prompts of the run, training prompts if none were held out, or generated
         arithmetic prompts if the run's prompts cannot be read.
         """
         if self.trained.config is not None:
             with contextlib.suppress(KitError):  # its file may be gone
-                train, held_out = read_prompts(self.trained.config, Path())
-                return (train if held_out is None else held_out)["prompt"][: self.num_prompts]
+                job = PreparedJob(replace(self.trained.config, model=self.trained.model))
+                train, held_out = job.prompts
+                found = train if held_out is None else held_out
+                if job.prompt_limit is not None:
+                    first = found.select(range(len(found))[: SPARE * self.num_prompts])
+                    settings = template_settings(job.config)
+                    found, _ = drop_long_prompts(first, tokenizer, job.prompt_limit, settings)
+                return found["prompt"][: self.num_prompts]
+        is_chat = bool(tokenizer.chat_template)
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
 
 

@@ -126,6 +126,20 @@ def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
     assert settings["model_max_length"] == 1024  # the model's, not that of the run
 
 
+@pytest.mark.parametrize("limit", ["max_prompt_tokens: 60", "max_prompt_quantile: 0.5"])
+def test_check_uses_no_prompts_that_the_run_left_out(run, tmp_path, limit):
+    texts = [f"What is {n} + 1?" + " please" * 40 * (1 - n % 2) for n in range(8)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": text, "answer": "1"}) for text in texts))
+    run = shutil.copytree(run, tmp_path / "mine")
+    data = RUN_FILE.replace("arithmetic, held_out: 8", f"{file}, held_out: 4, {limit}")
+    (run / "run.yaml").write_text(data)
+    trained = find_trained(run)
+    new = exporter._Export(trained, trained.adapter, "merged", "bf16", None, None, 2, str)
+    found = new._prompts(load_tokenizer("tiny-thinker"))
+    assert [prompt[0]["content"] for prompt in found] == [texts[5], texts[7]]
+
+
 @pytest.mark.long
 def test_model_that_answers_otherwise_is_detected(merged):
     """The base alone is no export of the run."""
