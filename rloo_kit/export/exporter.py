@@ -284,7 +284,7 @@ class _Export:
             name, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, self.dtype, command)
-            text = modelfile(file.name, load_tokenizer(model), self.trained.config or RunConfig())
+            text = modelfile(file.name, self._tokenizer(model), self.trained.config or RunConfig())
             (folder / "Modelfile").write_text(text, encoding="utf-8")
             if reference is not None:
                 self._load_back(convert(file, Path(place) / "back"), reference)
@@ -304,7 +304,7 @@ class _Export:
                     packed = load_base(self.trained, name=place, load_in_4bit=True)
                     packed.model.config.use_cache = True
                     packed.model.save_pretrained(str(folder))
-                load_tokenizer(place).save_pretrained(str(folder))
+                self._tokenizer(Path(place)).save_pretrained(str(folder))
             self.notes.append("The merged weights were rounded to 4 bits (NF4).")
         if reference is not None:
             self._load_back(folder, reference)
@@ -335,7 +335,7 @@ class _Export:
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
             tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
-                tokenizer = load_tokenizer(self.adapter)
+                tokenizer = self._tokenizer(self.adapter)
             if longest := getattr(merged.config, "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
@@ -404,6 +404,10 @@ class _Export:
                 f"at most {tolerance:g} is allowed): pass --no-check to keep it"
             )
         self.say(f"loaded back: {found} (at most {tolerance:g})")
+
+    def _tokenizer(self, folder: Path) -> Tokenizer:
+        """Load the tokenizer in a folder; its own code may run if the run trusts it."""
+        return load_tokenizer(folder, trust_remote_code=self.trained.model.trust_remote_code)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[Any]:
         """Return prompts for the comparison, none of them too long for the run.

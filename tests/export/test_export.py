@@ -157,6 +157,21 @@ def test_model_that_answers_otherwise_is_detected(merged):
 
 
 @pytest.mark.long
+def test_tokenizer_with_its_own_code_is_exported_if_the_run_trusts_it(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "mine")
+    trusts = RUN_FILE.replace("{name", "{trust_remote_code: true, name")
+    (run / "run.yaml").write_text(trusts)
+    file = run / "adapter" / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    code = "from transformers import PreTrainedTokenizerFast\n"
+    code += "class Own(PreTrainedTokenizerFast): pass\n"
+    file.with_name("own.py").write_text(code)
+    folder, *_ = export(run, "merged", tmp_path / "m", check=False)
+    assert (folder / "own.py").read_text() == code
+
+
+@pytest.mark.long
 def test_export_that_answers_otherwise_is_removed(run, tmp_path, monkeypatch):
     def spoil(model, folder, *args, **kwargs):
         weights = {name: value * 1.5 for name, value in model.state_dict().items()}
