@@ -151,10 +151,8 @@ class Code(AnswerReward):
             program = answer
         if program is None:
             return 0.0
-        if "input" in tests[0]:
-            passed = self._runs_passed(program, tests, stopped)
-        else:
-            passed = self._checks_passed(program, tests)
+        count = self._runs_passed if "input" in tests[0] else self._checks_passed
+        passed = count(program, tests, stopped)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
 
     def _runs_passed(self, program: str, tests: list[_Test], stopped: threading.Event) -> int:
@@ -171,7 +169,7 @@ class Code(AnswerReward):
                 break
         return passed
 
-    def _checks_passed(self, program: str, tests: list[_Test]) -> int:
+    def _checks_passed(self, program: str, tests: list[_Test], _: object) -> int:
         # The harness is the program of the sandbox; its input is the length of the job, the job and
         # a secret that marks the answers it sent itself.
         text = json.dumps({"program": program, "cases": tests})
@@ -183,11 +181,11 @@ class Code(AnswerReward):
         if not lines:  # the tests themselves took too long
             return 0
         right = json.loads(first)
-        start = f"{secret} "
-        reports = [line.removeprefix(start) for line in lines if line.startswith(start)]
-        answers = {number: answer for number, _, answer in (one.partition(" ") for one in reports)}
-        numbers = map(str, range(len(tests)))
-        return sum(answers.get(number) == right.get(number, "passed") for number in numbers)
+        reports = {line.split(" ")[1]: line for line in lines if line.startswith(f"{secret} ")}
+        return sum(
+            reports.get(number) == f"{secret} {number} {right.get(number, 'passed')}"
+            for number in map(str, range(len(tests)))
+        )
 
 
 # --- tests as datasets store them -----------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 
 from rloo_kit.errors import ModelError
 from rloo_kit.text.numbers import finite_number
-from rloo_kit.types import Completion, Completions, Scores
+from rloo_kit.types import Completions, Scores
 
 from ._classifier import (
     CALIBRATION,
@@ -111,19 +111,20 @@ class RewardModel(TemplateAware):
         import torch
 
         loaded = self._loaded
-        if not (loaded.keep_thought or self.policy_tokens):
-            completions = self._without_unclosed(completions, prompts)
+        whole = loaded.keep_thought or self.policy_tokens
         own = (self.policy_tokens and completion_ids) or [None] * len(completions)
         rows = [
             token_ids(
                 loaded.tokenizer,
                 prompt,
-                completion,
+                completion if whole or not is_unclosed(text, opened=opened) else "",
                 keep_thought=loaded.keep_thought,
                 max_length=loaded.max_length,
                 completion_ids=ids,
             )
-            for prompt, completion, ids in zip(prompts, completions, own, strict=True)
+            for completion, (text, opened, prompt, ids) in zip(
+                completions, self.rows(completions, prompts, prompts, own), strict=True
+            )
         ]
         loaded.model.to(loaded.device)
         try:
@@ -139,14 +140,6 @@ class RewardModel(TemplateAware):
                 loaded.model.to("cpu")
                 torch.accelerator.empty_cache()
         return [(logit - loaded.mean) / loaded.std for logit in found]
-
-    def _without_unclosed(self, completions: Completions, prompts: Completions) -> list[Completion]:
-        """Return the completions, with "" for each one whose thought is not closed."""
-        rows = zip(completions, self.rows(completions, prompts), strict=True)
-        return [
-            "" if is_unclosed(text, opened=opened) else completion
-            for completion, (text, opened) in rows
-        ]
 
     @functools.cached_property
     def _loaded(self) -> "_Loaded":
