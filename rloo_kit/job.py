@@ -526,8 +526,9 @@ class PreparedJob:
 
         torch is not imported.
         """
-        config, base = self.config, self.rewards_base
-        return load_tools(config.tools, base), load_environment(config.environment, base)
+        config, base, say = self.config, self.rewards_base, self.say
+        tools = load_tools(config.tools, base, say)
+        return tools, load_environment(config.environment, base, say)
 
     @cached_property
     def tool_loop(self) -> "ToolLoop | None":

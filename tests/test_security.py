@@ -95,14 +95,16 @@ def test_installed_packages_are_named_and_ours_are_not(ran):
     assert loaded_lines({"name": "thinking", "only_if": "thinking_format"}, ran) == []
 
 
-def test_train_and_rewards_check_name_code_first(ran, rewards):
-    spec = {"rewards": ["mine.py:lost"]}
+@pytest.mark.parametrize("key", ["rewards", "tools", "environment"])
+def test_train_and_rewards_check_name_code_first(key, ran, rewards):
+    spec = {key: "mine.py:lost" if key == "environment" else ["mine.py:lost"]}
     Path("run.yaml").write_text(json.dumps(spec))
-    for run in (
+    runs = [
         lambda say: rk.train("run.yaml", say=say),
         lambda say: rk.check_rewards("run.yaml", say=say),
         lambda say: rk.check_rewards("run.yaml", completions=[{"prompt": "a"}], say=say),
-    ):
+    ]
+    for run in runs if key == "rewards" else runs[:2]:  # a file needs no tools
         said = []
         with pytest.raises(RewardLoadError, match="there is no 'lost' in its file or module"):
             run(said.append)

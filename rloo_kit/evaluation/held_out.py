@@ -66,7 +66,9 @@ class HeldOut:
                 scores its held-out prompts.
         """
         template = self.job.args.chat_template_kwargs
-        load = functools.partial(load_rewards, tokenizer=tokenizer, chat_template_kwargs=template)
+        load = functools.partial(
+            load_rewards, tokenizer=tokenizer, chat_template_kwargs=template, say=self.job.say
+        )
         if specs is None:
             config = self.job.config
             data = replace(config.data, prompts=self.source)
@@ -142,6 +144,7 @@ def read_held_out(
     prompts: str | Path | None = None,
     num_prompts: int | None = None,
     batch_size: int | None = None,
+    say: Say = print,
 ) -> HeldOut:
     """Read the prompts and settings that several models share, from the first run among them.
 
@@ -168,7 +171,7 @@ def read_held_out(
     config = replace(first.config or RunConfig(), model=first.model)
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
-    job = PreparedJob(config, EXAMPLES)  # the paths of a run are absolute
+    job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()

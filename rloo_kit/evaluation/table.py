@@ -136,7 +136,7 @@ def evaluate_models(  # noqa: PLR0913
     how = [{"temperature": 0.0}] if greedy else []
     how += [{"num_samples": num_samples}] if num_samples else []
     with session():
-        held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size)
+        held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size, say)
         folder = results_folder(output, next((one.run for one in found if one.run), None))
         rows = judge_alike(score_models(held_out, found, how, held_out.rewards, say))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)

@@ -112,7 +112,7 @@ def judge_models(  # noqa: PLR0913
         )
     spec = read_value(by) if isinstance(by, str) and by.lstrip().startswith("{") else by
     with session():
-        held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size)
+        held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size, say)
         folder = results_folder(output, mine.run)
         # One judge serves all tokenizers with the same vocabulary and chat template
         judges = {}

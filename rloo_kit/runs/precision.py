@@ -51,7 +51,7 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
     # no longer than in the run, whose prompts leave room for its own completions only
     limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])
     settings["max_completion_length"] = min(limit, PROBE_TOKENS_PER_ROW)
-    job = PreparedJob(replace(config, trainer=settings), base)
+    job = PreparedJob(replace(config, trainer=settings), base, lambda _: None)  # said by the run
     if not getattr(job.args, precision):  # Unsloth has turned it off
         raise ConfigError(
             f"Unsloth does not compute in {precision} here: set model.backend: transformers, "

@@ -21,6 +21,7 @@ from rloo_kit.errors import (
     DataError,
     GenerationError,
     ModelError,
+    RewardLoadError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine, read_held_out
@@ -251,6 +252,18 @@ def test_all_models_are_found_before_one_is_sampled(run, monkeypatch):
         rk.evaluate_models("no/such", say=str)
     with pytest.raises(ModelError, match="'no/such'"):
         rk.judge_models(run, against="no/such", say=str)
+
+
+@pytest.mark.parametrize("key", ["tools", "environment"])
+def test_code_of_tools_is_named_before_it_runs(run, tmp_path, key):
+    (tmp_path / "mine.py").touch()
+    name = f"{tmp_path.resolve()}/mine.py"
+    value = f"{name}:lost" if key == "environment" else f"[{name}:lost]"
+    folder = with_settings(run, tmp_path / "run", f"{key}={value}")
+    said = []
+    with pytest.raises(RewardLoadError, match="there is no 'lost'"):
+        rk.evaluate_models([folder], say=said.append)
+    assert said == [f"running code of {name} (lost)"]
 
 
 def test_a_model_is_not_compared_with_itself(run, monkeypatch):
@@ -505,7 +518,9 @@ def test_a_rule_judges(run):
     (run.parent / "taste.py").write_text(
         "def long(completions, **_):\n    return [len(c[-1]['content']) for c in completions]\n"
     )
-    found = rk.judge_models(run, by=f"{run.parent}/taste.py:long", say=str)
+    said = []
+    found = rk.judge_models(run, by=f"{run.parent}/taste.py:long", say=said.append)
+    assert said[0] == f"running code of {run.parent.resolve()}/taste.py (long)"
     rows = [json.loads(line) for line in (run / "judge_samples.jsonl").read_text().splitlines()]
     won = [len(row["completion"]) > len(row["against"]) for row in rows]
     lost = [len(row["completion"]) < len(row["against"]) for row in rows]
