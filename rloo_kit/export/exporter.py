@@ -27,7 +27,7 @@ from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
-from rloo_kit.models.gguf import convert
+from rloo_kit.models.gguf import check_package, convert
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
@@ -102,8 +102,8 @@ def export_model(  # noqa: PLR0913
     Raises:
         ConfigError: The arguments are wrong or contradict each other, or the converter or the
             quantiser is missing.
-        ModelError: The model cannot be loaded, merged, converted or uploaded, or the export answers
-            differently than the trained model.
+        ModelError: The model cannot be loaded, merged, converted or uploaded, the package ``gguf``
+            is missing, or the export answers differently than the trained model.
     """
     say = redacting(say)
     _check_arguments(to, dtype, num_prompts, converter, check=check)
@@ -200,6 +200,8 @@ def _check_arguments(
     if converter is not None and to != "gguf":
         raise ConfigError("--converter is used only with --to gguf: leave --converter out")
     check_quantiser(dtype or "")
+    if to == "gguf" and check:  # the file is read again
+        check_package()
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
 

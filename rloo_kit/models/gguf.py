@@ -156,6 +156,16 @@ def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
 
 
+def check_package() -> None:
+    """Check that the package ``gguf``, which reads GGUF files, is installed.
+
+    Raises:
+        ModelError: It is not installed.
+    """
+    if installed_version("gguf") is None:
+        raise ModelError("reading a .gguf file needs the package gguf: pip install gguf")
+
+
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Turn any error of a ``with`` block that reads a GGUF file into a ModelError.
@@ -163,8 +173,7 @@ def _reading(path: Path) -> Iterator[None]:
     Raises:
         ModelError: The block raised an error, or the package ``gguf`` is not installed.
     """
-    if installed_version("gguf") is None:
-        raise ModelError("reading a .gguf file needs the package gguf: pip install gguf")
+    check_package()
     try:
         yield
     except Exception as exc:  # every architecture has its own readers

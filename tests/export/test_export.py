@@ -523,6 +523,13 @@ def test_wrong_arguments_give_one_sentence(run, capsys, words, expected):
     assert expected in capsys.readouterr().err
 
 
+def test_missing_package_gguf_is_found_before_the_merge(run, capsys, monkeypatch):
+    monkeypatch.setattr("rloo_kit.models.gguf.installed_version", lambda _: None)
+    monkeypatch.setattr("rloo_kit.export.exporter.find_trained", None)  # not called
+    assert main(["export", str(run), "--to", "gguf"]) == 2
+    assert "needs the package gguf: pip install gguf" in capsys.readouterr().err
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """Takes every upload as the hub does, file by file."""
 
