@@ -70,7 +70,8 @@ class Hardware:
 # Colab and Kaggle. If a card is sold with two sizes of memory, the smaller size is listed. T4, L4
 # and A10G use a part of their memory for error correction, which is not listed
 CARDS = {
-    "2060": 6, "2070": 8, "2080": 8, "2080 ti": 11,
+    "2060": 6, "2060 super": 8, "2070": 8, "2070 super": 8, "2080": 8, "2080 super": 8,
+    "2080 ti": 11,
     "3050": 8, "3060": 12, "3060 ti": 8, "3070": 8, "3070 ti": 8, "3080": 10, "3080 ti": 12,
     "3090": 24, "3090 ti": 24,
     "4060": 8, "4060 ti": 8, "4070": 12, "4070 super": 12, "4070 ti": 12, "4070 ti super": 16,

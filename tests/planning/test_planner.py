@@ -31,6 +31,7 @@ def plan_of(name, gpu, *overrides):
     [
         (" 12 GiB", 12), ("12.0g", 12), ("24", 24), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16),
         ("rtx4070ti", 12), ("3080 12 GB", 12), ("T4", 15),
+        ("RTX 2060 Super", 8), ("2070 SUPER", 8), ("rtx2080super", 8),
     ],
 )  # fmt: skip
 def test_card_is_given_by_its_size_or_name(text, gib):
