@@ -368,7 +368,9 @@ def test_a_quantile_leaves_out_the_held_out_prompts_of_the_run(run, tmp_path):
     settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
     folder = with_settings(run, tmp_path / "run", *settings, "data.max_prompt_quantile=0.5")
     _, kept_out = PreparedJob(rk.read_run_file(folder / "run.yaml"), say=str).splits
-    assert len(kept_out) == 2
+    samples = [{"prompt": prompt} for prompt in kept_out["prompt"]]
+    assert len(samples) == 2
+    change(folder / "evaluation.json", before={"samples": samples})
     assert read_held_out([find_trained(folder)]).prompts["prompt"][:] == kept_out["prompt"][:]
 
 

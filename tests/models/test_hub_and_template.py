@@ -69,7 +69,7 @@ def test_the_revision_of_a_base_is_evaluated_and_exported(cache, tmp_path, monke
     bare = rk.save_adapter(rk.attach_lora(model, r=2), tokenizer, tmp_path / "bare")
     for run, name in (("first", "some-org/thinker, revision: v1"), ("second", str(bare))):
         shutil.copytree(bare, tmp_path / run / "adapter")
-        (tmp_path / run / "run.yaml").write_text(f"model: {{name: {name}, max_seq_length: 128}}")
+        (tmp_path / run / "run.yaml").write_text(f"model: {{name: {name}}}")
     for place in (bare, tmp_path / "first", tmp_path / "second"):
         rk.evaluate_models([place], num_prompts=1, num_samples=0, base=False, say=str)
         export_model(place, output=place / "out", num_prompts=1, say=str)

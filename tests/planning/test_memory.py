@@ -104,7 +104,7 @@ def test_layers_kept_in_16_bit_are_not_packed(tmp_path, tiny):
 
 
 def test_transposed_layers_of_gpt2_are_linear_layers():
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=32)
     shape = shape_of_config(config, "gpt2")
     sizes = {(one.name, one.rows, one.columns, one.count) for one in shape.linears}
     assert sizes == {
