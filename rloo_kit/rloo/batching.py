@@ -49,7 +49,7 @@ class MicroBatch:
 
     rows: Tensor  # (N,) int64: indices of the rows in the generation batch
     input_ids: Tensor  # (N, W) int64: prompt, completion, padding
-    labels: Tensor  # (N, W) int64: ids of completion tokens, `IGNORED` elsewhere
+    labels: Tensor  # (N, W) int64: ids of sampled tokens, `IGNORED` elsewhere
     # `(N, C)` int64: the column of each completion token in `input_ids`; arbitrary after the last
     # token of a row
     places: Tensor
@@ -248,20 +248,22 @@ class TokenRows:
         shared = self._shared_prompts(rows, pad_token_id, device) if share else None
         if share:
             prompts = [prompt[-1:] for prompt in prompts]
-        completions = [self.completion_ids[row] for row in rows]
-        pairs = list(zip(prompts, completions, strict=True))
-        labels = [[IGNORED] * len(prompt) + completion for prompt, completion in pairs]
-        ids = padded([prompt + own for prompt, own in pairs], pad_token_id, multiple_of)
-        mask = padded([self.mask[row] for row in rows], dtype=torch.bool)
+        masks = [self.mask[row] for row in rows]
+        pairs = zip(prompts, (self.completion_ids[row] for row in rows), strict=True)
+        whole = [prompt + completion for prompt, completion in pairs]
+        labelled = [[False] * len(one) + mask for one, mask in zip(prompts, masks, strict=True)]
+        ids = padded(whole, pad_token_id, multiple_of)
+        is_labelled = padded(labelled, multiple_of=multiple_of, dtype=torch.bool)
+        mask = padded(masks, dtype=torch.bool)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
         places = begin + torch.arange(mask.size(1))
         return MicroBatch(
             rows=torch.tensor(rows, dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=padded(labels, IGNORED, multiple_of).to(device),
+            labels=ids.masked_fill(~is_labelled, IGNORED).to(device),
             places=places.clamp(max=ids.size(1) - 1).to(device),
             completion_mask=mask.to(device),
-            num_tokens=sum(map(len, labels)) + (int(shared.lengths.sum()) if shared else 0),
+            num_tokens=sum(map(len, whole)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
         )
 

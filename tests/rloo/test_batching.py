@@ -147,6 +147,15 @@ def test_padded_rows_give_their_token_ids_back(rows, multiple_of):
     assert batch.num_positions == batch.input_ids.numel()
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_tokens_of_tools_have_no_label(share):
+    tokens = TokenRows([[9, 1], [9, 2]], [[3, 4, 5], [6]], [[True, False, True], [True]])
+    batch = tokens.pad([0, 1], PAD, share=share)
+    labels = [[IGNORED, 3, IGNORED, 5], [IGNORED, 6, IGNORED, IGNORED]]
+    assert batch.labels[:, 1 - share :].tolist() == labels
+    assert batch.num_tokens == tokens.num_tokens([0, 1])
+
+
 # --- default budget ------------------------------------------------------------------------------
 
 GIB = 2**30
