@@ -52,6 +52,8 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
             f"{section}init_lora_weights is {format_value(start)}, which changes the base weights, "
             f"but sampler, reference and export use the unchanged base: choose one of {names}"
         )
+    if settings.get("bias", "none") != "none":  # PEFT accepts it for one adapter, TRL adds `ref`
+        errors.append(f"{section}bias is for biases of the base, {_OTHER_BASE}")
     return errors
 
 

@@ -549,12 +549,6 @@ def _check_together(config: RunConfig) -> list[str]:
             "data.held_out_every, held_out_rewards and held_out_samples need held-out prompts: set "
             "data.held_out above 0",
         ),
-        (
-            config.lora.others.get("bias", "none") != "none"
-            and config.trainer.get("beta", DEFAULTS["beta"]),
-            "lora.bias trains biases of the base model, but the KL penalty (trainer.beta) needs an "
-            "unchanged base model as its reference: set trainer.beta: 0, or leave lora.bias out",
-        ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
         (
             config.trainer.get("keep_best")

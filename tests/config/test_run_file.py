@@ -141,7 +141,7 @@ WRONG = {
     "lora: {use_rslor: true}": "unknown key lora.use_rslor; did you mean 'use_rslora'?",
     "lora: {init_lora_weights: pissa}": "lora.init_lora_weights is 'pissa', which changes",
     "lora: {layer_replication: [[0, 2]]}": "lora.layer_replication is for layers that are",
-    "lora: {bias: all}": "lora.bias trains biases of the base",
+    "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for biases of the base, but",
     "lora: {others: {}}": "unknown key lora.others",
     "data: {max_prompt_quantile: 1.0}": "data.max_prompt_quantile is 1.0, must be less than",
     "data: {max_prompt_quantile: 0.9, max_prompt_tokens: 9}": (

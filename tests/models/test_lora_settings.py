@@ -119,6 +119,7 @@ def test_every_field_of_the_installed_lora_config_is_known():
     [
         ({"random_state": 3}, "unknown LoRA setting 'random_state'"),
         ({"init_lora_weights": "pissa"}, "changes the base"),
+        ({"bias": "lora_only"}, "bias is for biases of the base, but"),
         ({"layers_pattern": "layers"}, "PEFT refuses the LoRA settings"),
         ({"target_modules": r".*\.nothing"}, "matches no layer of this model"),
     ],
