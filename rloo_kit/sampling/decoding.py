@@ -36,6 +36,9 @@ Found = TypeVar("Found")
 LEAVING_SHARE = 1 / 8
 # Minimum number of columns by which a cache grows
 GROWTH = 64
+# Settings of a model's own `generation_config` that apply. The others, such as `min_p`, would
+# change the distribution that is sampled from
+OWN_SETTINGS = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
 
 
 def complete(
@@ -123,9 +126,10 @@ def _generate(
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-    settings = model.generation_config
-    limit = settings.max_length
-    settings.max_length = None  # beside `max_new_tokens`, transformers warns of it in every call
+    settings = vars(model.generation_config)
+    own = dict(settings)
+    # transformers adds the model's own settings to the given ones, and warns of its `max_length`
+    settings.update(dict.fromkeys(own.keys() - OWN_SETTINGS))
     try:
         with as_sampled(model):
             rows = model.generate(
@@ -134,7 +138,7 @@ def _generate(
                 **how,
             )
     finally:
-        settings.max_length = limit
+        settings.update(own)
     return rows[:, width:].tolist()  # of (B, W + C)
 
 
@@ -355,13 +359,18 @@ class GrowingLayer(DynamicLayer):
         self.values = self._grown("values", value_states)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep a copy of the rows with these numbers, and free the memory of all rows."""
+        super().batch_select_indices(indices)
+        if self.is_initialized:
+            self._spare.clear()
+
     def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
         old = getattr(self, name)
         spare = self._spare.get(name)
         start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
-        # After a selection of rows the keys are a copy, and the spare columns belong to old rows
-        if spare is None or spare.data_ptr() != old.data_ptr() or spare.shape[-2] < end:
+        if spare is None or spare.shape[-2] < end:
             num_rows, num_heads, _, size = new.shape
             spare = new.new_empty(num_rows, num_heads, end + max(GROWTH, end // 4), size)
             if start:

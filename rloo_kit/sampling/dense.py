@@ -36,7 +36,8 @@ def dense_layers(model: torch.nn.Module) -> Iterator[None]:
         if _is_plain(layer)
     ]
     sizes = (layer.in_features * layer.out_features for *_, layer in found)
-    if sum(sizes) * dtype.itemsize > MEMORY_SHARE * detect_hardware().free_memory:
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # free to torch only
+    if sum(sizes) * dtype.itemsize > MEMORY_SHARE * (detect_hardware().free_memory + cached):
         found = []
     try:
         for parent, name, layer in found:

@@ -133,6 +133,14 @@ def test_a_models_own_maximum_length_is_not_a_second_limit(caplog, monkeypatch):
     assert model.generation_config.max_length == 128
 
 
+def test_a_models_own_sampling_settings_are_not_used():
+    model = make("llama")
+    expected = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    model.generation_config.no_repeat_ngram_size = 1
+    assert complete(model, PROMPTS, 0, ENDS, generation_config=settings()) == expected
+    assert model.generation_config.no_repeat_ngram_size == 1
+
+
 def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
     model = make("qwen3")
     asked = sdpa_attention.use_gqa_in_sdpa
@@ -207,6 +215,7 @@ def test_a_growing_layer_holds_what_a_dynamic_one_does():
             rows = 2
             for layer in (growing, plain):
                 layer.batch_select_indices(torch.tensor([3, 1]))
+            assert not growing._spare  # else the old rows of all layers stay in memory
 
 
 def test_guidance_takes_generates_own_loop():

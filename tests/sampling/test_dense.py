@@ -105,6 +105,9 @@ def test_where_memory_is_short_layers_stay(monkeypatch):
     model = adapted()
     with dense_layers(model):
         assert len(lora_layers(model)) == 6
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 10**18)  # torch can use its cache
+    with dense_layers(model):
+        assert not lora_layers(model)
 
 
 # --- while the model learns -----------------------------------------------------------------------
