@@ -71,7 +71,7 @@ class Policy:
     @contextlib.contextmanager
     def no_grad(self) -> Iterator[None]:
         """Disable gradients and gradient checkpointing during a ``with`` block."""
-        with torch.no_grad(), without_checkpointing(self.model, self.args):
+        with torch.no_grad(), without_checkpointing(self.model):
             yield
 
     def reference_log_probs(
@@ -108,16 +108,22 @@ def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
 
 
 @contextlib.contextmanager
-def without_checkpointing(model: Model, args: LeaveOneOutConfig) -> Iterator[None]:
-    """Turn gradient checkpointing off during a ``with`` block, and restore it at the end."""
-    was_enabled = model.is_gradient_checkpointing
-    if was_enabled:
-        model.gradient_checkpointing_disable()
+def without_checkpointing(model: Model) -> Iterator[None]:
+    """Turn gradient checkpointing off during a ``with`` block, and restore it at the end.
+
+    Only the flags of the modules change, because transformers adds a hook to the embedding each
+    time it turns checkpointing on.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    flags = {one: getattr(one, "gradient_checkpointing", False) for one in base.modules()}
+    checkpointed = [one for one in flags if flags[one]]
+    for module in checkpointed:
+        module.gradient_checkpointing = False
     try:
         yield
     finally:
-        if was_enabled:
-            enable_checkpointing(model, args)
+        for module in checkpointed:
+            module.gradient_checkpointing = flags[module]
 
 
 def _run_prompts(model: Model, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:

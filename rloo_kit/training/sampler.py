@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
+from rloo_kit.errors import GenerationError
 from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import MicroBatch, TokenRows
 from rloo_kit.rloo.rollout import Completions, ScoredBatch
@@ -182,10 +183,22 @@ class Sampler:
             self.log.note_all(self.canary.check(tokens, [*known], engine.name))
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> TokenIds:
-        """Sample one completion of each prompt with the model itself; return the token ids."""
+        """Sample one completion of each prompt with the model itself; return the token ids.
+
+        Raises:
+            GenerationError: Continuous batching failed; transformers only logs the error.
+        """
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
+            longest = self.args.max_completion_length
+            ended = [len(ids) >= longest or ids[-1] in self.eos_token_ids for ids in drawn if ids]
+            if sum(ended) < len(prompt_ids):
+                raise GenerationError(
+                    "transformers' continuous batching failed before all completions had ended, "
+                    "and printed why: lower trainer.max_completion_length, or leave "
+                    "trainer.use_transformers_continuous_batching out"
+                )
             if self.thought:
                 drawn = map(self.thought.cut, prompt_ids, drawn)
             return [*drawn]
@@ -224,7 +237,7 @@ class Sampler:
     def _samples(self) -> Iterator[None]:
         """Prepare the model for sampling in a ``with`` block, and add advice to its errors."""
         # TRL turns checkpointing off to sample, and does not turn it on again after an error.
-        off = without_checkpointing(self.model, self.args)
+        off = without_checkpointing(self.model)
         training = self.model.training
         with blame_generation_kwargs(self.args.generation_kwargs), finite_logits(), off:
             try:

@@ -28,6 +28,7 @@ from rloo_kit.config.engine_settings import (
     OF_TRANSFORMERS,
     check_settings,
 )
+from rloo_kit.errors import GenerationError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 from rloo_kit.training.arguments import BY_DEVICE, _own_config
@@ -385,6 +386,18 @@ def test_what_counts_tokens_needs_whole_completions_from_vllm(config):
     args = config(generation_kwargs={"min_tokens": 4}, thinking_budget=8)
     with pytest.raises(rk.ConfigError, match="'min_tokens', which vLLM cannot combine with"):
         check_settings(args, "vllm")
+
+
+@pytest.mark.parametrize("second", [[], [[]], [[5, 6]]])
+def test_continuous_batching_that_failed_is_an_error(new_trainer, config, second):
+    sampling = {"generation": "transformers", "use_transformers_continuous_batching": True}
+    sampler = new_trainer(config(**sampling)).sampler
+    ended = [5, sampler.eos_token_ids[0]]
+    sampler.trl_generate = lambda *_: [ended, [5] * 24]
+    assert sampler.draw([[7], [7]])[0] == [ended, [5] * 24]
+    sampler.trl_generate = lambda *_: [ended, *second]
+    with pytest.raises(GenerationError, match="failed before all completions had ended"):
+        sampler.draw([[7], [7]])
 
 
 @pytest.mark.slow
