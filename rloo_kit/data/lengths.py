@@ -167,6 +167,7 @@ def check_lengths(
     longest: int,
     *,
     before: int = 0,
+    remedy: str = "load the model with max_seq_length {} (model.max_seq_length in a run file)",
 ) -> None:
     """Check that each prompt and a completion of full length fit into the model's context length.
 
@@ -174,9 +175,10 @@ def check_lengths(
         dataset: Rows with a column ``prompt``.
         tokenizer: The model's tokenizer.
         args: The trainer's settings.
-        longest: The model's ``max_seq_length``, in tokens.
+        longest: The context length of the model or of its engine, in tokens.
         before: Number of prompts that come before this dataset. The error message adds it to the
             row number.
+        remedy: First advice of the error message, with {} for the length that is needed.
 
     Raises:
         DataError: A prompt is too long. The message gives its number and says what to change.
@@ -191,7 +193,6 @@ def check_lengths(
     least = -(-(max(longer.values()) + completion) // multiple) * multiple
     raise DataError(
         f"prompt {before + row + 1} has {length} tokens, but only {room} fit before a completion "
-        f"of {completion} tokens: load the model with max_seq_length {least} "
-        "(model.max_seq_length in a run file), lower max_completion_length, or leave out long "
-        f"prompts with data.max_prompt_tokens: {room}"
+        f"of {completion} tokens: {remedy.format(least)}, lower max_completion_length, or leave "
+        f"out long prompts with data.max_prompt_tokens: {room}"
     )

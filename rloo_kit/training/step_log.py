@@ -40,6 +40,10 @@ class StepLog:
     tell: Callable[[list[dict[str, Any]], Rollout], None]
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all values, at the beginning of a training."""
         self.metrics = defaultdict(list)  # values since the last line of the log
         # what reward functions reported since the last rollout: columns of the table, and metrics
         self.extra = defaultdict(list)

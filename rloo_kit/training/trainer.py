@@ -27,6 +27,7 @@ from rloo_kit.config.run_file import ModelSection, RunConfig
 from rloo_kit.config.settings import DEFAULTS, NO_SYNC
 from rloo_kit.config.values import suggest
 from rloo_kit.data.images import check_images, has_images
+from rloo_kit.data.lengths import check_lengths
 from rloo_kit.diagnosis.watch import RunWatch
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.live.select import live_progress
@@ -42,6 +43,7 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.loading import keep_trainable_layout, set_padding
 from rloo_kit.models.notes import notes_of
+from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.sampling.choice import check_engine, check_partial, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
@@ -219,6 +221,17 @@ class LeaveOneOutTrainer(StepTrainer):
         self.sampler.engine = engine
         if asked.partial_rollouts:
             check_partial(engine, self.model)
+        elif engine is None and asked.rollout_correction:
+            warnings.warn(
+                "trainer.rollout_correction has no effect, because the trained model itself "
+                "samples: leave it out, or set trainer.generation to vllm",
+                UserWarning,
+                stacklevel=3,
+            )
+        longest = asked.vllm_max_model_length
+        if engine and longest and hasattr(self.train_dataset, "__len__"):
+            remedy = "raise trainer.vllm_max_model_length to {}"
+            check_lengths(self.train_dataset, self.tokenizer, asked, longest, remedy=remedy)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
@@ -352,10 +365,13 @@ class LeaveOneOutTrainer(StepTrainer):
             self.has_own_optimizer = self.optimizer is not None
         if not self.has_own_optimizer:  # each training makes one, with its own learning rate
             self.optimizer = None
+        self.step_log.restart()
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
             self.rloo.waiting = []
+            self.rloo.moments = RunningMoments()
+            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
             if self.in_flight:
                 self.in_flight.restart()
         try:

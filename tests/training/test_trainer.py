@@ -308,3 +308,26 @@ def test_prompts_that_the_model_cannot_take_whole_are_refused(
     with pytest.raises(rk.DataError, match="prompt 2 has") as one:
         trainer(left + 1)
     assert f"load the model with max_seq_length {least} (" in str(one.value)
+
+
+def test_prompts_that_the_engine_cannot_take_whole_are_refused(new_trainer, config):
+    args = config(vllm_max_model_length=40)
+    new_trainer(args)  # the model itself samples
+    with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
+        new_trainer(args, engine=SimpleNamespace())
+
+
+def test_a_correction_of_the_models_own_samples_is_warned_of(new_trainer, config):
+    with pytest.warns(UserWarning, match="rollout_correction has no effect, because the trained"):
+        new_trainer(config(rollout_correction="token"))
+
+
+def test_a_second_training_begins_its_totals_again(new_trainer):
+    trainer = new_trainer()
+    episodes = set()
+    for _ in range(2):
+        trainer.train()
+        first, last = trainer.state.log_history
+        assert last["train_loss"] == pytest.approx(first["loss"], rel=1e-5)
+        episodes.add(first["episode"])
+    assert len(episodes) == 1
