@@ -596,7 +596,8 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
     if not RLOOTrainer.__module__.startswith("trl."):
         set_seed(args.seed)  # PEFT initialises an adapter randomly
         if isinstance(model, str):
-            how = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+            given = cast(Any, args.model_init_kwargs) or {}
+            how = {"trust_remote_code": args.trust_remote_code, **given}
             if quantization := others.pop("quantization_config", None):
                 how["quantization_config"] = quantization
             model = create_model_from_path(model, **how)
