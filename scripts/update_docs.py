@@ -174,8 +174,8 @@ OTHER_LORA = (
     "Every other field of PEFT's `LoraConfig` goes under `lora:` too, such as `use_rslora`, "
     "`use_dora`, `modules_to_save`, `rank_pattern`, or `target_parameters: "
     "[mlp.experts.gate_up_proj, mlp.experts.down_proj]` for the experts of a mixture. Refused are "
-    "starts that change the base (`init_lora_weights: pissa`), and with `generation: vllm` what "
-    "vLLM cannot load.\n"
+    "`bias`, starts that change the base (`init_lora_weights: pissa`), and with `generation: vllm` "
+    "what vLLM cannot load.\n"
 )
 
 
