@@ -142,14 +142,14 @@ def _main_memory() -> tuple[int, int]:
 
     memory = psutil.virtual_memory()
     try:  # the files of cgroup v2
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        stat = (CGROUP / "memory.stat").read_text()
-        parts = dict(line.split() for line in stat.splitlines())
-        used -= int(parts["inactive_file"])  # cached files, which are dropped if memory is needed
+        names = ("memory.max", "memory.current", "memory.stat")
+        limit, used, stat = ((CGROUP / name).read_text(encoding="ascii") for name in names)
+        cached = dict(line.split() for line in stat.splitlines())["inactive_file"]
+        total = int(limit)
+        free = total - int(used) + int(cached)  # cached files are dropped if memory is needed
     except (OSError, ValueError, KeyError):  # no container, or no limit: "max"
         return memory.total, memory.available
-    return min(memory.total, limit), max(0, min(memory.available, limit - used))
+    return min(memory.total, total), max(0, min(memory.available, free))
 
 
 def check_card() -> str | None:
