@@ -48,27 +48,28 @@ class TrainedModel:
         name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
 
-    def model_with(self, **changes: Any) -> ModelSection:
-        """Return ``model`` with other values of some fields; another ``name`` has no revision."""
-        if changes.get("name", self.base) not in (self.base, self.model.name):
-            changes["revision"] = None
-        return replace(self.model, **changes)
-
     def shape(self, name: str | None = None) -> ModelShape:
         """Return the shape of the base at its revision, or that of the model ``name``.
 
         Raises:
             ModelError: The config of the model cannot be read.
         """
-        model = self.model_with(name=name or self.model.name)
-        source = model.name
-        if model.revision is not None:
-            source = find_model(source, model.revision)
-        return read_shape(source, trust_remote_code=model.trust_remote_code)
+        section = _model_with(self, **({} if name is None else {"name": name}))
+        source = section.name
+        if section.revision is not None:
+            source = find_model(source, section.revision)
+        return read_shape(source, trust_remote_code=section.trust_remote_code)
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base model alone, as a ``TrainedModel`` without an adapter."""
         return replace(self, name=f"base of {self.name}", adapter=None)
+
+
+def _model_with(trained: TrainedModel, **changes: Any) -> ModelSection:
+    """Return the settings of a base with other values; another ``name`` has no revision."""
+    if changes.get("name", trained.base) not in (trained.base, trained.model.name):
+        changes["revision"] = None
+    return replace(trained.model, **changes)
 
 
 def find_trained(given: str | Path) -> TrainedModel:
@@ -231,7 +232,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    model, tokenizer = load_model(**vars(trained.model_with(**changes)))
+    model, tokenizer = load_model(**vars(_model_with(trained, **changes)))
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config, "max_position_embeddings", None) or 0
     for module in model.modules():

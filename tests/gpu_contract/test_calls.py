@@ -39,6 +39,8 @@ RECEIVERS = GIVEN | {
     ".support_avx512bf16_for_cpu": "bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu",
     # the kit's own
     "model.rloo_kit_notes": "",
+    # Unsloth's from_pretrained sets it on the model that it loaded
+    "model.max_seq_length": "",
 }
 ATTRIBUTES = {
     "LLMEngine.engine_core": "vllm.v1.engine.core_client.InprocClient",
