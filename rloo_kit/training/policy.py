@@ -115,15 +115,18 @@ def without_checkpointing(model: Model) -> Iterator[None]:
     time it turns checkpointing on.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    flags = {one: getattr(one, "gradient_checkpointing", False) for one in base.modules()}
-    checkpointed = [one for one in flags if flags[one]]
+    checkpointed = {
+        one: one.gradient_checkpointing
+        for one in base.modules()
+        if getattr(one, "gradient_checkpointing", False)
+    }
     for module in checkpointed:
         module.gradient_checkpointing = False
     try:
         yield
     finally:
-        for module in checkpointed:
-            module.gradient_checkpointing = flags[module]
+        for module, value in checkpointed.items():
+            module.gradient_checkpointing = value
 
 
 def _run_prompts(model: Model, shared: SharedPrompts, rows: torch.Tensor) -> dict[str, Any]:

@@ -579,8 +579,8 @@ def _own_reference(
 def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict[str, Any]) -> Any:
     """Return the policy, or its name if TRL will load it; load its tokenizer if none was given.
 
-    The class that Unsloth makes of TRL's trainer loads no model by its name, and ignores
-    ``peft_config``. Under that class this function does both in the way of TRL's own class.
+    TRL's trainer loads a model by its name and attaches the adapter of ``peft_config``. Unsloth's
+    version of the trainer does neither, so this function does both if that version is in use.
 
     Args:
         parts: Main arguments of the trainer; the model and the processing class are changed.
