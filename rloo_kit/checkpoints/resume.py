@@ -45,6 +45,7 @@ from rloo_kit.checkpoints.state import (
 from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import (
     Checkpoint,
+    disk_errors,
     find_checkpoint,
     list_steps,
     prune_checkpoints,
@@ -138,7 +139,8 @@ class ResumableTrainer(Trainer):
         # Added last, after the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        with stop_signals(say=print) as self._signals:
+        say = print if self.accelerator.is_main_process else str
+        with stop_signals(say) as self._signals:
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -174,13 +176,15 @@ class ResumableTrainer(Trainer):
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} has passed: resume with --resume")
-        everyone = gather_object([(self._signals.received or 0, bool(self.stop_reason))])
-        signals, stops = zip(*everyone, strict=True)
-        self._signals.received = self._signals.received or max(signals) or None
-        if any(stops) and not self.stop_reason:
-            self.stop_reason = "another process of this training was stopped"
-        if not self.stop_reason and self._signals.received is None:
+        # What is gathered decides, because a signal may arrive after it, in this process alone
+        everyone = gather_object([(self._signals.received, self.stop_reason)])
+        signal, self.stop_reason = (
+            next(filter(None, of_all), None) for of_all in zip(*everyone, strict=True)
+        )
+        if not (signal or self.stop_reason):
             return False
+        if signal:
+            self._signals.received = signal
         self.control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
 
@@ -223,7 +227,8 @@ class ResumableTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint for the step that has just ended."""
         if self.by_trl:
-            super()._save_checkpoint(model, trial)
+            with disk_errors(Path(self.args.output_dir), self.state.global_step):
+                super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
         else:
             self.store_flos()
@@ -268,8 +273,9 @@ class ResumableTrainer(Trainer):
             self.notify("on_checkpoint")
             about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
             if self.by_trl:
-                write_tree(run / f"checkpoint-{step}", snapshot)
-                seal_checkpoint(run / f"checkpoint-{step}", step, **about)
+                with disk_errors(run, step):
+                    write_tree(run / f"checkpoint-{step}", snapshot)
+                    seal_checkpoint(run / f"checkpoint-{step}", step, **about)
             else:
                 write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
             # Checkpoints of later steps are from before the run was resumed at an earlier step
@@ -515,8 +521,8 @@ def facts_of(
     """Return facts that identify a run, so that a checkpoint of another run can be refused.
 
     They are the versions of packages, the number of threads, checksums of the frozen weights and of
-    the prompts, the names of the rewards, whose training step is used, and the settings that matter
-    for a resume.
+    the prompts, the names of the rewards, whose training step is used, the number of processes, and
+    the settings that matter for a resume.
     """
     settings = json.loads(json.dumps(args.to_dict(), default=str))
     settings["rows_per_step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -530,6 +536,7 @@ def facts_of(
         "prompts": checksum_of_rows(prompts),
         "rewards": rewards,
         "step": "trl" if by_trl else "kit",
+        "processes": args.world_size,
         "settings": {name: settings.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
     }
 
@@ -545,11 +552,12 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
-    # an older checkpoint does not name its step
-    then: dict[str, Any] = {"step": "kit"} | checkpoint.facts
+    # an older checkpoint does not have these two
+    then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
     step = then["step"]
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
+        ("processes", f"{then['processes']} processes: set the number of processes"),
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
         ("prompts", "other prompts: set data, and the content of the file that it names,"),
         ("rewards", "other rewards: set rewards"),

@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,30 +73,49 @@ def write_checkpoint(
     Raises:
         DiskError: The disk is full, or the folder cannot be written to.
     """
-    from safetensors import SafetensorError
-
     part = run / f".checkpoint-{step}.part"
     final = run / f"checkpoint-{step}"
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        # Hidden folders that were left by a killed process
-        for left in run.glob(".checkpoint-*.*"):
-            shutil.rmtree(left)
-        part.mkdir()
-        fill(part)
-        seal_checkpoint(part, step, facts=facts, score=score)
-        if final.exists():
-            _discard(final)
-        part.rename(final)
-        _sync_folder(run)
-    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
+        with disk_errors(run, step):
+            run.mkdir(parents=True, exist_ok=True)
+            # Hidden folders that were left by a killed process
+            for left in run.glob(".checkpoint-*.*"):
+                shutil.rmtree(left)
+            part.mkdir()
+            fill(part)
+            seal_checkpoint(part, step, facts=facts, score=score)
+            if final.exists():
+                _discard(final)
+            part.rename(final)
+            _sync_folder(run)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return final
+
+
+@contextlib.contextmanager
+def disk_errors(run: Path, step: int) -> Iterator[None]:
+    """Raise ``DiskError`` for the errors of the system and of libraries that write a checkpoint.
+
+    Args:
+        run: Folder of the run, for the message.
+        step: Number of optimizer steps so far, for the message.
+
+    Raises:
+        DiskError: The disk is full, or the folder cannot be written to.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as exc:
+        # a RuntimeError of the file in which torch.save writes
+        if isinstance(exc, RuntimeError) and "inline_container" not in str(exc):
+            raise
         raise DiskError(
             f"checkpoint {step} could not be written to {str(run)!r} ({first_line(exc)}): "
             f"free some space or make the folder writable, and resume with --resume"
         ) from exc
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return final
 
 
 def seal_checkpoint(folder: Path, step: int, *, facts: dict[str, Any], score: float | None) -> None:

@@ -230,6 +230,11 @@ def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_on
     checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, None, older)
     del older["settings"]["baseline"], older["settings"]["combine"]
     check_same_run(checkpoint, now)  # settings that were newer had their defaults
+    now["processes"] = 2
+    with pytest.raises(CheckpointError, match="1 processes: set the number of processes back"):
+        check_same_run(checkpoint, now)
+    del older["processes"]
+    check_same_run(checkpoint, now)  # of a version that did not store it
     now["settings"]["baseline"] = "other"
     with pytest.raises(
         CheckpointError,

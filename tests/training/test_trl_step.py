@@ -1,5 +1,6 @@
 """TRL's own step: when it trains, what it obeys, what it records, and how it resumes."""
 
+import errno
 import types
 import warnings
 
@@ -131,6 +132,22 @@ def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, confi
     assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
     with pytest.raises(rk.CheckpointError, match=r"set trainer.step to trl"):
         run(3, resume=True, step="kit")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+    ],
+)
+def test_a_full_disk_is_named_where_transformers_writes(new_trainer, config, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(rk.DiskError, match=r"checkpoint 1 could not be written.*free"):
+        new_trainer(config(save_strategy="steps", save_steps=1, step="trl")).train()
 
 
 # --- rewards that return None, in both steps -----------------------------------------------------
