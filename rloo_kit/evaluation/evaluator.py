@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.config.engine_settings import blame_generation_kwargs
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
+from rloo_kit.machine.processes import with_seed
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
@@ -372,8 +373,7 @@ def _inference(model: Model, seed: int) -> Iterator[None]:
     was_training = model.training
     getattr(model, "for_inference", model.eval)()  # Unsloth's fast decoding
     try:
-        with torch.inference_mode(), torch.random.fork_rng():
-            torch.manual_seed(seed)
+        with torch.inference_mode(), with_seed(seed):
             yield
     finally:
         if was_training:

@@ -24,7 +24,7 @@ from rloo_kit.machine.hardware import (
     installed_version,
     why_not_unsloth,
 )
-from rloo_kit.machine.processes import divided_by_launcher
+from rloo_kit.machine.processes import divided_by_launcher, use_own_card
 from rloo_kit.text.redaction import remember_settings
 from rloo_kit.text.wording import first_line
 
@@ -98,6 +98,7 @@ def setup(backend: str = "auto") -> Environment:
         return _environment
     dotenv = load_env_file()
     set_variables()
+    use_own_card()
     if reason := check_card():
         raise BackendError(reason)
     hardware = detect_hardware()

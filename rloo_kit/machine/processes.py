@@ -1,7 +1,8 @@
 """Tell apart the processes of a training that torchrun, accelerate launch or deepspeed started."""
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from rloo_kit.errors import ConfigError
@@ -18,6 +19,32 @@ def num_processes() -> int:
 def is_first() -> bool:
     """Return True if this is the first process of the training; only it writes files and prints."""
     return num_processes() == 1 or os.environ["RANK"] == "0"
+
+
+def use_own_card() -> None:
+    """Make the GPU of this process the current one, if a launcher started it.
+
+    accelerate does so too, but later. Until then every process would use the first GPU.
+    """
+    import torch
+
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
+
+@contextlib.contextmanager
+def with_seed(seed: int) -> Iterator[None]:
+    """Set torch's seed while the body runs, and then restore the random states.
+
+    These are the states of the CPU and of this process's GPU. The other GPUs are left alone,
+    because a query of their states would initialise them.
+    """
+    import torch
+
+    card = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    with torch.random.fork_rng(card):
+        torch.manual_seed(seed)
+        yield
 
 
 def from_first(value: T) -> T:

@@ -19,6 +19,7 @@ from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsl
 from trl.data_utils import prepare_multimodal_messages
 
 from rloo_kit.machine.lm_head import PlainTorchLogProb
+from rloo_kit.machine.processes import with_seed
 from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.rollout import Completions, Rollout, ScoredBatch
@@ -182,8 +183,7 @@ class TrlStep(RLOOTrainer):
         self.model.eval()
         self.num_generations_eval = 1
         try:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + index)
+            with with_seed(seed + index):
                 parts = [
                     self._generate(with_images(mine[at : at + size]))
                     for at in range(0, len(mine), size)
