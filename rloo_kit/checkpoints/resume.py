@@ -82,7 +82,7 @@ class ResumableTrainer(Trainer):
     """A ``Trainer`` that resumes exactly from its checkpoints, and saves before a signal ends it.
 
     After Ctrl-C or SIGTERM it finishes the step in progress, writes a checkpoint (unless
-    ``save_strategy`` is "no") and stops. A subclass adds its own state to ``state_dict`` and
+    ``save_strategy`` is "no") and stops. A subclass has its own state in ``state_dict`` and
     ``load_state_dict``.
     """
 
@@ -124,23 +124,21 @@ class ResumableTrainer(Trainer):
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0  # step of the last checkpoint
-        self.resumed_from = self._checkpoint_at(resume_from_checkpoint)
-        saves = self.args.save_strategy != "no" and self.accelerator.is_main_process
-        if self.resumed_from is None and saves:
-            _set_aside(Path(self.args.output_dir))
+        self.resumed_from = checkpoint = self._checkpoint_at(resume_from_checkpoint)
         self._facts = facts_of(
             self.args, self._policy, self.train_dataset, self.reward_func_names, by_trl=self.by_trl
         )
-        folder = None
-        if self.resumed_from is not None:
-            check_same_run(self.resumed_from, self._facts)
-            self.state_read = read_tree(self.resumed_from.folder)
-            folder = str(self.resumed_from.folder)
+        is_main = self.accelerator.is_main_process
+        if checkpoint is not None:
+            check_same_run(checkpoint, self._facts)
+            self.state_read = read_tree(checkpoint.folder)
+        elif is_main and self.args.save_strategy != "no":
+            _set_aside(Path(self.args.output_dir))
+        folder = checkpoint and str(checkpoint.folder)
         # Added last, after the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        say = print if self.accelerator.is_main_process else str
-        with stop_signals(say) as self._signals:
+        with stop_signals(print if is_main else str) as self._signals:
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -206,7 +204,7 @@ class ResumableTrainer(Trainer):
             "callbacks": callbacks,
             "rewards": [_state_of(reward) for reward in self.reward_funcs],
             "random": random_states(),
-            **self.state_dict(),
+            "trainer": self.state_dict(),
         }
         return self._snapshot
 
@@ -381,7 +379,7 @@ class ResumableTrainer(Trainer):
         # Intervals for logging and saving follow the present arguments, not the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
         self.notify("on_resume", held=state["callbacks"])
-        self.load_state_dict(state)
+        self.load_state_dict(state["trainer"])
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
@@ -431,10 +429,11 @@ class ResumableTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state that this trainer keeps from step to step."""
-        return {}
+        raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned."""
+        raise NotImplementedError
 
     def notify(self, event: str, **values: Any) -> None:
         """Call the method ``event`` of every callback that has it. The events of the kit are these.

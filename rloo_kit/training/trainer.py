@@ -386,28 +386,26 @@ class LeaveOneOutTrainer(StepTrainer):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the trainer's state, for a checkpoint."""
         if self.by_trl:
-            return super().state_dict() | {"trainer": self.step_log.state_dict()}
+            return self.step_log.state_dict()
         passes = {"budget": self.learner.budget, "at_once": self.sampler.pieces.size}
         for part in (self.rloo, self.dynamic_sampling, self.step_log):
             passes |= part.state_dict()
         if self.in_flight:
             passes["in_flight"] = self.in_flight.state_dict()
-        return super().state_dict() | {"trainer": passes}
+        return passes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned."""
-        super().load_state_dict(state)
-        held = state["trainer"]
         if self.by_trl:
-            self.step_log.load_state_dict(held)
+            self.step_log.load_state_dict(state)
             return
         if not self.args.tokens_per_micro_batch:
-            self.learner.budget = held["budget"]
-        self.sampler.pieces.size = held["at_once"]
+            self.learner.budget = state["budget"]
+        self.sampler.pieces.size = state["at_once"]
         for part in (self.rloo, self.dynamic_sampling, self.step_log):
-            part.load_state_dict(held)
+            part.load_state_dict(state)
         if self.in_flight:
-            self.in_flight.load_state_dict(held["in_flight"])
+            self.in_flight.load_state_dict(state["in_flight"])
 
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
