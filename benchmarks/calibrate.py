@@ -52,7 +52,7 @@ def write_levels(name: str, levels: tuple[int, ...]) -> str:
 
 
 def train(file: str) -> dict[str, float]:
-    """Return the held-out accuracy before and after, and the last steps' share with signal."""
+    """Return the held-out accuracy before and after, and the mean share of groups with signal."""
     result = rk.train(file, ["output_dir=runs/trained"], say=lambda line: None)
     rows = [row for row in read_lines(result.folder / "metrics.jsonl") if "reward" in row]
     without = [row["signal/groups_without"] for row in rows]

@@ -5,8 +5,8 @@
     bash benchmarks/gpu_acceptance.sh --toy                   # a rehearsal, also on a CPU
 
 A part that fails or hangs costs no other. The result is written after every part:
-gpu_acceptance_CARD.json and .md. A part that passed is not run again (--again), so a call that was
-cut off continues where it stopped. Nothing is downloaded: weights are random and made in --keep,
+gpu_acceptance_CARD.json and .md. A part that passed with the same versions of all packages is not
+run again (--again), so a call that was cut off continues where it stopped. Nothing is downloaded: weights are random and made in --keep,
 where compiled kernels stay too. Exit code 0: every part passed or was skipped with a reason.
 """
 
@@ -229,15 +229,16 @@ def judge(xml: Path, code: int | None, reason: str | None, *, toy: bool) -> dict
 
 
 class Result:
-    """The rows of all parts so far, on the disk after each."""
+    """The rows of all parts so far with these versions, on the disk after each."""
 
     def __init__(self, folder: Path, machine: dict, *, toy: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = "".join(c if c.isalnum() else "-" for c in machine["card"].lower()).strip("-")
         self.path = folder / f"gpu_acceptance_{name}{'_toy' if toy else ''}.json"
         self.rows: dict[str, dict] = {}
-        if self.path.exists():
-            self.rows = {row["name"]: row for row in json.loads(self.path.read_text())["parts"]}
+        known = json.loads(self.path.read_text()) if self.path.exists() else {}
+        if known.get("versions") == machine["versions"]:
+            self.rows = {row["name"]: row for row in known["parts"]}
         self.facts = {"date": datetime.date.today().isoformat(), **machine}
 
     def add(self, row: dict) -> None:

@@ -16,6 +16,7 @@ is left in a process that has trained and released everything.
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -208,9 +209,9 @@ def write(rows):
 
 def write_table(rows):
     """Put the errors into docs/how-to/plan.md."""
-    errors = sorted((abs(row["error"]), row["name"]) for row in rows)
-    median = errors[len(errors) // 2][0]
-    (largest, name) = errors[-1]
+    errors = {row["name"]: abs(row["error"]) for row in rows}
+    median = statistics.median(errors.values())
+    name, largest = max(errors.items(), key=lambda one: one[1])
     line = f"{len(rows)} runs: median error {median:.1%}, largest {largest:.1%} ({name})."
     write_part(PAGE, "plan-accuracy", line)
 

@@ -60,7 +60,7 @@ def main() -> None:
         before = interval([row[f"{key} before"] for row in rows])[0]
         after = f"{mean:.2f} ({max(low, 0):.2f} to {min(high, 1):.2f})"
         lines.append([what, f"{before:.2f}", after])
-    shown = markdown(["held-out sums, five seeds", "before", "after"], lines)
+    shown = markdown([f"held-out sums, {len(rows)} seeds", "before", "after"], lines)
     write_part(ROOT / "docs" / "how-to" / "tools.md", "tools", shown)
 
 
