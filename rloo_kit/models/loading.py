@@ -489,6 +489,8 @@ def save_adapter(
     Raises:
         ModelError: The folder cannot be written, or contains other files than an adapter's.
     """
+    from safetensors import SafetensorError
+
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
         raise ModelError(
@@ -502,7 +504,7 @@ def save_adapter(
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:
         raise ModelError(
             f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
             f"another output_dir"

@@ -99,3 +99,17 @@ def test_an_adapter_of_another_rank_is_replaced_whole(models, tmp_path):
     assert save(models[8], folder, 2.0)[0] == 0
     assert found(folder) == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_full_disk_is_named(models, tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails instead
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+        with pytest.raises(rk.ModelError, match=r"cannot be written.*free some space"):
+            rk.save_adapter(*models[4], tmp_path / "adapter")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "adapter").exists()
