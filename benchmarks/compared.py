@@ -44,7 +44,9 @@ def make_trainer(
     """Return one of ``TRAINERS``, in float32 by default, without checkpoints, reports, progress."""
     of_kind, config_class = TRAINERS[kind]
     fixed = {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
-    fixed |= {"disable_tqdm": True, "bf16": False, "use_cpu": not torch.cuda.is_available()}
+    on_gpu = torch.cuda.is_available()
+    fixed |= {"disable_tqdm": True, "bf16": False, "use_cpu": not on_gpu}
+    fixed["gradient_checkpointing"] = on_gpu  # TRL's default is True on a CPU too
     fixed |= {"doctor": False, "dry_run": False} if kind == "kit" else {}
     args = config_class(**{**fixed, **settings})
     if not (args.bf16 or args.fp16):
