@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import re
 import shutil
@@ -43,7 +42,6 @@ class Checkpoint:
 
     folder: Path
     step: int  # number of optimizer steps that were made when it was written
-    score: float | None  # `keep_best` keeps the highest scores; None: not scored
     facts: dict[str, Any]  # the facts passed to `write_checkpoint`, after a round trip through JSON
 
 
@@ -68,7 +66,7 @@ def write_checkpoint(
         step: Number of optimizer steps so far, 0 or more; it becomes part of the folder's name.
         fill: Function that writes the files; it is called with an empty folder.
         facts: Facts about the run that are stored in the manifest; must be valid JSON.
-        score: Score that ``keep_best`` compares; None, NaN and Inf mean that there is none.
+        score: Score that ``keep_best`` compares, a finite number; None means that there is none.
 
     Raises:
         DiskError: The disk is full, or the folder cannot be written to.
@@ -126,7 +124,7 @@ def seal_checkpoint(folder: Path, step: int, *, facts: dict[str, Any], score: fl
             is not a valid checkpoint.
         step: Number of optimizer steps so far.
         facts: Facts about the run that are stored in the manifest; must be valid JSON.
-        score: Score that ``keep_best`` compares; None, NaN and Inf mean that there is none.
+        score: Score that ``keep_best`` compares, a finite number; None means that there is none.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
@@ -136,7 +134,7 @@ def seal_checkpoint(folder: Path, step: int, *, facts: dict[str, Any], score: fl
         "version": importlib.metadata.version("rloo-kit"),
         "step": step,
         "time": time.time(),
-        "score": float(score) if score is not None and math.isfinite(score) else None,
+        "score": score,
         "facts": facts,
         "files": {
             path.relative_to(folder).as_posix(): {"sha256": _checksum_of_file(path)}
@@ -274,7 +272,7 @@ def _read(folder: Path) -> Checkpoint:
             raise _BrokenError(f"{name} cannot be read: {exc.strerror}") from exc
         if digest != listed["sha256"]:
             raise _BrokenError(f"the content of {name} has changed")
-    return Checkpoint(folder, manifest["step"], manifest["score"], manifest["facts"])
+    return Checkpoint(folder, manifest["step"], manifest["facts"])
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_checkpoint_is_read_back_as_it_was_written(tmp_path):
     folder = write_checkpoint(tmp_path / "runs" / "a", 30, fill, facts=facts, score=0.5)
     assert folder == tmp_path / "runs" / "a" / "checkpoint-30"
     written = read_checkpoint(folder)
-    assert written == Checkpoint(folder, 30, 0.5, facts) == find_checkpoint(folder.parent)
+    assert written == Checkpoint(folder, 30, facts) == find_checkpoint(folder.parent)
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
     assert hidden(folder.parent) == []
     manifest = json.loads((folder / MANIFEST).read_text())

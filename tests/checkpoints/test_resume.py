@@ -227,7 +227,7 @@ def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_on
     trainer = new_trainer(tmp_path)
     now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
     older = copy.deepcopy(now)
-    checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, None, older)
+    checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, older)
     del older["settings"]["baseline"], older["settings"]["combine"]
     check_same_run(checkpoint, now)  # settings that were newer had their defaults
     now["processes"] = 2
