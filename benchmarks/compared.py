@@ -43,12 +43,11 @@ def make_trainer(
 ) -> Any:
     """Return one of ``TRAINERS``, in float32 by default, without checkpoints, reports, progress."""
     of_kind, config_class = TRAINERS[kind]
-    fixed = {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
     on_gpu = torch.cuda.is_available()
-    fixed |= {"disable_tqdm": True, "bf16": False, "use_cpu": not on_gpu}
-    fixed["gradient_checkpointing"] = on_gpu  # TRL's default is True on a CPU too
+    fixed = {"bf16": False, "use_cpu": not on_gpu, "gradient_checkpointing": on_gpu}  # in all arms
+    fixed |= {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
     fixed |= {"doctor": False, "dry_run": False} if kind == "kit" else {}
-    args = config_class(**{**fixed, **settings})
+    args = config_class(**{**fixed, "disable_tqdm": True, **settings})
     if not (args.bf16 or args.fp16):
         args.mixed_precision = "no"
     made = (trainer_class or of_kind)(

@@ -5,9 +5,9 @@
     bash benchmarks/gpu_acceptance.sh --toy                   # a rehearsal, also on a CPU
 
 A part that fails or hangs costs no other. The result is written after every part:
-gpu_acceptance_CARD.json and .md. A part that passed with the same versions of all packages is not
-run again (--again), so a call that was cut off continues where it stopped. Nothing is downloaded: weights are random and made in --keep,
-where compiled kernels stay too. Exit code 0: every part passed or was skipped with a reason.
+gpu_acceptance_CARD.json and .md. A part that passed with the same versions is not run again
+(--again), so the same call continues what was cut off. Nothing is downloaded: random weights and
+compiled kernels stay in --keep. Exit code 0: every part passed or was skipped with a reason.
 """
 
 import argparse

@@ -49,10 +49,8 @@ class Arm:
     """One model and one way to train it."""
 
     name: str
-    words: str
-    """For tables."""
-    colour: str
-    """In the picture."""
+    words: str  # for tables
+    colour: str  # in the picture
     window: int | None = None
     attention: str = "sdpa"
     checkpointing: bool = False

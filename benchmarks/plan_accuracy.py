@@ -214,6 +214,7 @@ def write_table(rows):
     name, largest = max(errors.items(), key=lambda one: one[1])
     line = f"{len(rows)} runs: median error {median:.1%}, largest {largest:.1%} ({name})."
     write_part(PAGE, "plan-accuracy", line)
+    print(line)
 
 
 def main():
@@ -226,18 +227,16 @@ def main():
     options = parser.parse_args()
     if options.libraries:
         return libraries()
-    names = options.only or list(RUNS)
     rows = {row["name"]: row for row in known() if options.again or options.only}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as folder:
         scratch = Path(folder)
-        for name in [name for name in RUNS if name in (rows if options.again else names)]:
-            again = options.again and name in rows
-            rows[name] = planned_again(rows[name], scratch) if again else compare(name, scratch)
-            print(row_of(rows[name]), flush=True)
+        wanted = rows if options.again else options.only or RUNS
+        for name in [name for name in RUNS if name in wanted]:
+            row = planned_again(rows[name], scratch) if options.again else compare(name, scratch)
+            rows[name] = row
+            print(row_of(row), flush=True)
             write([rows[known] for known in RUNS if known in rows])
-    found = [rows[name] for name in RUNS if name in rows]
-    write_table(found)
-    print(f"largest error {max(abs(row['error']) for row in found):.1%}")
+    write_table([rows[name] for name in RUNS if name in rows])
     return None
 
 

@@ -271,9 +271,10 @@ class ResumableTrainer(Trainer):
             self.notify("on_checkpoint")
             about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
             if self.by_trl:
+                folder = run / f"checkpoint-{step}"
                 with disk_errors(run, step):
-                    write_tree(run / f"checkpoint-{step}", snapshot)
-                    seal_checkpoint(run / f"checkpoint-{step}", step, **about)
+                    write_tree(folder, snapshot)
+                    seal_checkpoint(folder, step, **about)
             else:
                 write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
             # Checkpoints of later steps are from before the run was resumed at an earlier step
