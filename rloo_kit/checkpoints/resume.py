@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
@@ -62,7 +62,6 @@ from rloo_kit.output_folder import make_run_folder
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.text.wording import resume_command
-from rloo_kit.types import Model
 
 # Settings that decide what is sampled and learned, so a resumed run must have the same values.
 # `rows_per_step` is the number of completions in an optimizer step. The two settings whose product
@@ -125,9 +124,7 @@ class ResumableTrainer(Trainer):
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0  # step of the last checkpoint
         self.resumed_from = checkpoint = self._checkpoint_at(resume_from_checkpoint)
-        self._facts = facts_of(
-            self.args, self._policy, self.train_dataset, self.reward_func_names, by_trl=self.by_trl
-        )
+        self._facts = self.facts()
         is_main = self.accelerator.is_main_process
         if checkpoint is not None:
             check_same_run(checkpoint, self._facts)
@@ -426,6 +423,32 @@ class ResumableTrainer(Trainer):
             for _ in range(kept["last_epoch"]):
                 schedule.step()
 
+    def facts(self) -> dict[str, Any]:
+        """Return facts that identify this run, so that a checkpoint of another run can be refused.
+
+        They are the versions of packages, the number of threads, checksums of the frozen weights
+        and of the prompts, the names of the rewards, whose training step is used, the number of
+        processes, and the settings that matter for a resume.
+        """
+        args = self.args
+        settings = json.loads(json.dumps(args.to_dict(), default=str))
+        settings["rows_per_step"] = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps
+        )
+        return {
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("rloo-kit", "torch", "transformers", "trl", "peft")
+            },
+            "threads": torch.get_num_threads(),
+            "model": checksum_of_weights(self._policy),
+            "prompts": checksum_of_rows(self.train_dataset),
+            "rewards": self.reward_func_names,
+            "step": "trl" if self.by_trl else "kit",
+            "processes": args.world_size,
+            "settings": {name: settings.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
+        }
+
     # --- what belongs to a step ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -515,38 +538,12 @@ class _Restore(TrainerCallback):
 # --- which run -----------------------------------------------------------------------------------
 
 
-def facts_of(
-    args: TrainingArguments, model: Model, prompts: Any, rewards: list[str], *, by_trl: bool = False
-) -> dict[str, Any]:
-    """Return facts that identify a run, so that a checkpoint of another run can be refused.
-
-    They are the versions of packages, the number of threads, checksums of the frozen weights and of
-    the prompts, the names of the rewards, whose training step is used, the number of processes, and
-    the settings that matter for a resume.
-    """
-    settings = json.loads(json.dumps(args.to_dict(), default=str))
-    settings["rows_per_step"] = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return {
-        "versions": {
-            name: importlib.metadata.version(name)
-            for name in ("rloo-kit", "torch", "transformers", "trl", "peft")
-        },
-        "threads": torch.get_num_threads(),
-        "model": checksum_of_weights(model),
-        "prompts": checksum_of_rows(prompts),
-        "rewards": rewards,
-        "step": "trl" if by_trl else "kit",
-        "processes": args.world_size,
-        "settings": {name: settings.get(name) for name in sorted({*MUST_STAY, *MAY_CHANGE})},
-    }
-
-
 def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     """Check that a checkpoint belongs to this run, and warn about changes that are allowed.
 
     Args:
         checkpoint: The checkpoint to resume from.
-        now: The facts of this run, as ``facts_of`` returns them.
+        now: The facts of this run, as ``ResumableTrainer.facts`` returns them.
 
     Raises:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.

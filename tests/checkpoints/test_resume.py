@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import TrainerCallback
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.resume import check_same_run, facts_of
+from rloo_kit.checkpoints.resume import check_same_run
 from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
@@ -225,7 +225,7 @@ def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path):
 
 def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_one(tmp_path):
     trainer = new_trainer(tmp_path)
-    now = facts_of(trainer.args, trainer.model, trainer.train_dataset, trainer.reward_func_names)
+    now = trainer.facts()
     older = copy.deepcopy(now)
     checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, older)
     del older["settings"]["baseline"], older["settings"]["combine"]
