@@ -445,7 +445,7 @@ def sample_rows(
             return all_ids[:, : input_ids.shape[1]]
         if num_ended >= max(1, LEAVING_SHARE * len(live)):
             stay = (~ended).nonzero().flatten()
-            kwargs = _select(kwargs, stay, len(live))
+            kwargs = _select(kwargs, stay)
             input_ids, live, ended = input_ids[stay], live[stay], ended[stay]
         logits, kwargs = _decode(model, input_ids, kwargs)
 
@@ -496,30 +496,26 @@ def _shared_prefill(
     found = rows.unique_consecutive(dim=0, return_inverse=True, return_counts=True)
     _, place, counts = found  # (B,), (U,)
     first = counts.cumsum(0) - counts  # (U,) the first row of each prompt
-    kwargs = _select(kwargs, first, len(rows))
+    kwargs = _select(kwargs, first)
     outputs = model._prefill(input_ids[first], generation_config, kwargs)
     kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-    return outputs.logits[:, -1].float()[place], _select(kwargs, place, len(first))
+    return outputs.logits[:, -1].float()[place], _select(kwargs, place)
 
 
-def _select(kwargs: dict[str, Any], rows: torch.Tensor, size: int) -> dict[str, Any]:
+def _select(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     """Select rows from a model's arguments.
 
     Args:
-        kwargs: The arguments; the cache among them is changed in place.
+        kwargs: The arguments. The cache among them is changed in place. Masks and positions are
+            ``(..., rows, columns)``, since some vision models have several positions for a token.
         rows: Numbers of the rows to keep.
-        size: Number of rows of the batch, which identifies tensors that have rows.
 
     Returns:
         The arguments for the selected rows.
     """
-    cache = kwargs["past_key_values"]
-    if cache.get_seq_length():
-        cache.batch_select_indices(rows)
+    kwargs["past_key_values"].batch_select_indices(rows)
     return {
-        name: value[rows]
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == size
-        else value
+        name: value[..., rows, :] if isinstance(value, torch.Tensor) and value.dim() > 1 else value
         for name, value in kwargs.items()
     }
 
