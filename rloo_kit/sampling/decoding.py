@@ -432,7 +432,7 @@ def sample_rows(
         scores = logits_processor(input_ids, logits)
         # drawn for all rows, so that samples do not depend on which rows were dropped
         chances = torch.rand(num_rows, dtype=torch.float64, device=input_ids.device)[live]
-        tokens = _draw(scores, chances) if generation_config.do_sample else scores.argmax(-1)
+        tokens = _draw(scores, chances if generation_config.do_sample else None)
         tokens = tokens.masked_fill(ended, pad)
         input_ids = torch.cat([input_ids, tokens[:, None]], 1)
         all_ids[live, input_ids.shape[1] - 1] = tokens
@@ -464,12 +464,12 @@ def _decode(
     return outputs.logits[:, -1].float(), kwargs
 
 
-def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+def _draw(scores: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
     """Sample one token for each row by inverting the cumulative distribution.
 
     Args:
         scores: ``(L, vocabulary)`` logits.
-        chances: ``(L,)`` random numbers in [0, 1).
+        chances: ``(L,)`` random numbers in [0, 1). None chooses the most likely token.
 
     Returns:
         ``(L,)`` token ids.
@@ -477,9 +477,11 @@ def _draw(scores: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: The scores contain NaN or Inf.
     """
-    sums = scores.softmax(-1).double().cumsum(-1)
-    if not sums[:, -1].isfinite().all():
+    if not scores.amax(-1).isfinite().all():
         raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
+    if chances is None:
+        return scores.argmax(-1)
+    sums = scores.softmax(-1).double().cumsum(-1)
     # the first token whose cumulative sum is greater, so that its probability is above 0
     return torch.searchsorted(sums, (chances * sums[:, -1])[:, None], right=True).squeeze(1)
 

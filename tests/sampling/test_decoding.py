@@ -12,7 +12,14 @@ from transformers import GenerationConfig
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rloo_kit.sampling.decoding import GrowingLayer, complete, fast_attention, sample_rows
+from rloo_kit.errors import DivergedError
+from rloo_kit.sampling.decoding import (
+    GrowingLayer,
+    complete,
+    fast_attention,
+    finite_logits,
+    sample_rows,
+)
 from rloo_kit.sampling.engine import Generations, Sampling, ThoughtLimit, draw_from
 from rloo_kit.text.thoughts import Mark, ThoughtMarks
 
@@ -78,6 +85,31 @@ def test_greedy_completions_equal_generates(family):
     found = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
     assert found == by_generate(model, PROMPTS, settings())
     assert len({*map(len, found)}) > 1
+
+
+@pytest.mark.parametrize("num_prompts", [3, 4, 18])
+def test_a_vision_model_with_three_positions_for_a_token_samples_text(num_prompts):
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {
+        "depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32,
+        "out_hidden_size": 32, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config=SMALL | {"rope_parameters": rope}, vision_config=vision
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    prompts = PROMPTS[-num_prompts:]
+    found = complete(model, prompts, 0, ENDS, generation_config=settings())
+    assert found == by_generate(model, prompts, settings())
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_logits_with_nan_are_an_error(do_sample):
+    model = make("llama")
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(DivergedError, match="logits hold NaN or Inf"), finite_logits():
+        complete(model, PROMPTS, 0, ENDS, generation_config=settings(do_sample=do_sample))
 
 
 def test_a_prompt_runs_once_and_ended_rows_leave():
