@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -111,11 +111,15 @@ def grow(
     Raises:
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
-    lengths = torch.tensor([len(ids) for ids in begun.completion_ids], device=model.device)
-    growth = _Growth(begun, thought, max_tokens, temperature, lengths, torch.zeros_like(lengths))
+    lengths = torch.tensor(list(map(len, begun.completion_ids)), device=model.device)
+    growth = _Growth(begun, thought, max_tokens, temperature, lengths)
     method = partial(sample_rows, growth=growth)
     drawn = _generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
-    return growth.cut(drawn)
+    log_probs = torch.stack(growth.columns, 1).tolist()  # (B, C)
+    rows = zip(begun.completion_ids, lengths.tolist(), drawn, log_probs, strict=True)
+    return Generations.of(
+        [(ids[: end - len(old)], values[: end - len(old)]) for old, end, ids, values in rows]
+    )
 
 
 def _generate(
@@ -183,12 +187,11 @@ def contiguous_head(model: Model) -> Iterator[None]:
         return tuple(one.contiguous() for one in inputs)
 
     head = model.get_output_embeddings()
-    hooks = [] if head is None else [head.register_forward_pre_hook(to_contiguous)]
-    try:
+    hook = (
+        contextlib.nullcontext() if head is None else head.register_forward_pre_hook(to_contiguous)
+    )
+    with hook:
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -233,19 +236,14 @@ def fast_attention(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class _Growth:
-    """State of ``sample_rows`` when it continues unfinished completions.
-
-    It records lengths and log-probabilities of new tokens, and decides when to stop.
-    """
+    """Limits of ``sample_rows`` when it continues completions, and what it found out about them."""
 
     begun: Begun  # B completions to continue
     thought: ThoughtLimit | None  # ends a completion whose thought is too long; None for no limit
     max_tokens: int  # maximum tokens of a whole completion
     temperature: float  # the temperature at which log-probabilities are computed
     lengths: torch.Tensor  # (B,) tokens of each completion, updated by `note`
-    new: torch.Tensor  # (B,) how many of these tokens are new, updated by `note`
     columns: list[torch.Tensor] = field(default_factory=list)  # (B,) log-probabilities of each step
-    ended: set[int] = field(default_factory=set)
 
     def note(
         self, live: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, grows: torch.Tensor
@@ -266,8 +264,7 @@ class _Growth:
         """
         scaled = logits / self.temperature
         drawn = scaled.gather(1, ids[:, -1:]).squeeze(1) - scaled.logsumexp(1)  # (L,)
-        self.columns.append(drawn.new_zeros(len(self.new)).index_copy(0, live, drawn))
-        self.new[live] += grows
+        self.columns.append(drawn.new_zeros(len(self.lengths)).index_copy(0, live, drawn))
         self.lengths[live] += grows
         lengths = self.lengths[live]
         at_limit = lengths >= self.max_tokens
@@ -275,27 +272,6 @@ class _Growth:
             for place in (grows & (lengths == self.thought.tokens)).nonzero().flatten().tolist():
                 at_limit[place] |= self.thought.marks.is_open(ids[place].tolist())
         return at_limit
-
-    def is_enough(self, rows: torch.Tensor) -> bool:
-        """Record that rows have ended; return True if enough completions have ended.
-
-        ``rows`` has the numbers of the rows that have ended.
-        """
-        self.ended.update(rows.tolist())
-        return self.begun.is_enough(self.ended)
-
-    def cut(self, drawn: list[list[int]]) -> Generations:
-        """Return the new tokens of all B completions, and their log-probabilities.
-
-        Args:
-            drawn: For each completion its new ids, with padding at the end, which is removed.
-        """
-        counts = self.new.tolist()
-        log_probs = torch.stack(self.columns, 1).tolist()  # (B, C)
-        return Generations(
-            [ids[:count] for ids, count in zip(drawn, counts, strict=True)],
-            [values[:count] for values, count in zip(log_probs, counts, strict=True)],
-        )
 
 
 def can_grow(model: Model) -> bool:
@@ -314,7 +290,7 @@ def _new_cache(model: Model) -> DynamicCache | None:
     pass.
     """
     base = _base(model)
-    if _decodes_itself(model) or not isinstance(base, PreTrainedModel) or base._is_stateful:
+    if _decodes_itself(model) or getattr(base, "_is_stateful", True):  # only transformers' have it
         return None
     return DynamicCache(config=base.config.get_text_config())
 
@@ -344,6 +320,10 @@ def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
 class GrowingLayer(DynamicLayer):
     """Cache layer with spare columns, so that new keys and values are written in place."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._spare: dict[str, torch.Tensor] = {}  # keys and values with their spare columns
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,27 +334,25 @@ class GrowingLayer(DynamicLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._spare: dict[str, torch.Tensor] = {}
-        self.keys = self._grown("keys", key_states)
-        self.values = self._grown("values", value_states)
+        start = self.get_seq_length()
+        self.keys = self._grown("keys", start, key_states)
+        self.values = self._grown("values", start, value_states)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep a copy of the rows with these numbers, and free the memory of all rows."""
         super().batch_select_indices(indices)
-        if self.is_initialized:
-            self._spare.clear()
+        self._spare.clear()
 
-    def _grown(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        old = getattr(self, name)
+    def _grown(self, name: str, start: int, new: torch.Tensor) -> torch.Tensor:
+        """Return the tensor ``name`` of ``start`` columns, followed by new columns."""
         spare = self._spare.get(name)
-        start = old.shape[-2] if old.numel() else 0
         end = start + new.shape[-2]
         if spare is None or spare.shape[-2] < end:
             num_rows, num_heads, _, size = new.shape
             spare = new.new_empty(num_rows, num_heads, end + max(GROWTH, end // 4), size)
             if start:
-                spare[..., :start, :] = old
+                spare[..., :start, :] = getattr(self, name)
             self._spare[name] = spare
         spare[..., start:end, :] = new
         return spare[..., :end, :]
@@ -441,7 +419,10 @@ def sample_rows(
             over = over | growth.note(live, input_ids, logits, ~ended)
         ended = ended | over
         num_ended = int(ended.sum())
-        if num_ended == len(live) or (growth is not None and growth.is_enough(live[ended])):
+        if num_ended == len(live) or (
+            growth is not None
+            and growth.begun.is_enough({*range(num_rows)} - {*live[~ended].tolist()})
+        ):
             return all_ids[:, : input_ids.shape[1]]
         if num_ended >= max(1, LEAVING_SHARE * len(live)):
             stay = (~ended).nonzero().flatten()

@@ -8,7 +8,7 @@ rounded again.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -108,6 +108,11 @@ class Generations:
     # including the stop token; a completion can only be empty in ``grow``
     completion_ids: list[list[int]]
     log_probs: list[list[float]]  # in nats, under the distribution that was sampled from
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[list[int], list[float]]]) -> "Generations":
+        """Return the generations of B >= 1 pairs: the tokens and log-probabilities of a row."""
+        return cls(*map(list, zip(*rows, strict=True)))
 
 
 class Engine(Protocol):

@@ -254,8 +254,7 @@ class VllmEngine:
                 lora_request=self._request,
                 use_tqdm=False,
             )
-        drawn = [_drawn(output) for output in outputs]
-        return Generations([ids for ids, _ in drawn], [log_probs for _, log_probs in drawn])
+        return Generations.of(map(_drawn, outputs))
 
     def grow(self, begun: Begun, sampling: Sampling, seed: int) -> Generations:
         """Continue B completions until all have ended or ``begun.is_enough`` returns True.

@@ -161,8 +161,7 @@ class VllmServer:
         if self._adapter and any(a.status_code == httpx.codes.NOT_FOUND for a in answers):
             self._load()  # the server was restarted
             answers = self._ask("/v1/completions", *bodies)
-        drawn = [self._read(answer, _completion) for answer in answers]
-        return Generations([ids for ids, _ in drawn], [log_probs for _, log_probs in drawn])
+        return Generations.of(self._read(answer, _completion) for answer in answers)
 
     def sleep(self) -> None:
         """Do nothing, because the server does not use the memory of the trainer."""
