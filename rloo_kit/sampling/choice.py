@@ -163,9 +163,9 @@ def _on_server(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import compute_dtype, is_4bit
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
-    hub = notes_of(model).hub
-    name = hub[0] if hub else model.get_base_model().config.name_or_path
-    needs = Needs(name, _max_length(model, args), reserved_rank_of(model), is_4bit(model))
+    name, revision = notes_of(model).hub or (model.get_base_model().config.name_or_path, None)
+    length = _max_length(model, args)
+    needs = Needs(name, length, reserved_rank_of(model), is_4bit(model), revision)
     server = VllmServer(args, needs, compute_dtype(model))
     add_to_session(server)
     return server
@@ -177,7 +177,8 @@ def _check_server(args: Any, run: RunConfig) -> None:
 
     name = find_model(base_name(run.model.name))
     length = args.vllm_max_model_length or run.model.max_seq_length
-    VllmServer(args, Needs(name, length, run.lora.r, run.model.load_in_4bit)).close()
+    needs = Needs(name, length, run.lora.r, run.model.load_in_4bit, run.model.revision)
+    VllmServer(args, needs).close()
 
 
 def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:

@@ -15,6 +15,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ class Needs:
     max_length: int  # maximum tokens of prompt and completion together
     rank: int  # rank of the adapter
     in_4bit: bool
+    revision: str | None = None  # branch, tag or commit of `base` on the hub; None for main
 
     @property
     def command(self) -> str:
@@ -52,20 +54,23 @@ class Needs:
         )
         if self.in_4bit and not any(mark in self.base.lower() for mark in PREQUANTIZED):
             command += " --quantization bitsandbytes"
+        if self.revision is not None:
+            command += f" --revision {shlex.quote(self.revision)}"
         return command
 
-    def is_other(self, card: dict[str, Any]) -> bool:
+    def is_other(self, name: str, root: str) -> bool:
         """Return True if a server has another model than ``base``, judging by the names.
 
         If one of the names is a folder, they cannot be compared, and the result is False.
 
         Args:
-            card: The server's entry for its model, from ``/v1/models``.
+            name: The server's name of its model.
+            root: The model that it has loaded.
         """
-        if Path(self.base).exists() or card["root"].startswith("/"):
+        if Path(self.base).exists() or root.startswith("/"):
             return False  # if the models differ, the canary detects it later
         # compare names without owners and without the suffixes of Unsloth's 4-bit copies
-        names = (self.base, card["id"], card["root"])
+        names = (self.base, name, root)
         ours, *served = [re.sub(r".*/|(-unsloth)?-bnb-4bit$", "", one.lower()) for one in names]
         return ours not in served
 
@@ -107,19 +112,20 @@ class VllmServer:
         Raises:
             GenerationError: The server cannot be reached or does not suit the run.
         """
+        needs = self._needs
         (models,) = self._ask("/v1/models", None)
         (adapters,) = self._ask("/v1/load_lora_adapter", {})  # status 400 if the path exists
-        card = self._read(models, lambda found: found["data"][0])
-        longest = self._needs.max_length
+        card_of = itemgetter("id", "root", "max_model_len")
+        name, root, self._longest = self._read(models, lambda found: card_of(found["data"][0]))
         if adapters.status_code == httpx.codes.NOT_FOUND:
             reason = "does not accept adapters at run time"
-        elif card["max_model_len"] < longest:
-            reason = f"accepts {card['max_model_len']} tokens at most, but the run needs {longest}"
-        elif self.adapter_dtype is None and self._needs.is_other(card):
-            reason = f"serves {card['root']!r}, but the run trains {self._needs.base!r}"
+        elif self._longest < needs.max_length:
+            reason = f"accepts {self._longest} tokens at most, but the run needs {needs.max_length}"
+        elif self.adapter_dtype is None and needs.is_other(name, root):
+            reason = f"serves {root!r}, but the run trains {needs.base!r}"
         else:
-            self.name += f" ({card['root']})"
-            return card["id"]
+            self.name += f" ({root})"
+            return name
         raise GenerationError(f"{self.name} {reason}: {self._remedy}")
 
     def sync(self, model: Model) -> None:
@@ -155,8 +161,16 @@ class VllmServer:
         """
         same = {"model": self._adapter or self._base, "return_token_ids": True}
         same |= sampling.as_vllm()
-        rows = enumerate(prompt_ids)
-        bodies = [{**same, "prompt": ids, "seed": (seed + row) % 2**31} for row, ids in rows]
+        bodies = [
+            same
+            | {
+                "prompt": ids,
+                "seed": (seed + row) % 2**31,
+                # the server refuses a request that may not fit, such as a later turn with tools
+                "max_tokens": max(1, min(sampling.max_tokens, self._longest - len(ids))),
+            }
+            for row, ids in enumerate(prompt_ids)
+        ]
         answers = self._ask("/v1/completions", *bodies)
         if self._adapter and any(a.status_code == httpx.codes.NOT_FOUND for a in answers):
             self._load()  # the server was restarted

@@ -90,6 +90,7 @@ def error(status, message):
     [
         ({"models": (200, "<html>")}, r"answers 200 \(<html>\): look at its log, .* vllm serve"),
         ({"models": (200, {"data": []})}, "answers 200 .*start it with"),
+        ({"models": (200, {"data": [{"id": "another"}]})}, "answers 200 .*start it with"),
         ({"models": error(401, "Unauthorized")}, "401 .*environment variable VLLM_API_KEY"),
         ({"models": (503, "")}, r"answers 503 \(.*\): look at its log"),
         (
@@ -132,6 +133,14 @@ def test_each_row_is_asked_for_with_its_seed_and_the_key(serve, monkeypatch):
     assert {row["seed"]: row["prompt"] for row in rows} == {2**31 - 1: [1, 2], 0: [3]}
     assert {row["model"] for row in rows} == {"base"}
     assert {key for _, _, key in server.asked} == {"Bearer a-key"}
+
+
+def test_a_long_prompt_asks_for_the_tokens_that_fit(serve):
+    server = serve()
+    prompts = [[1] * length for length in (8, CARD["max_model_len"] - 3, CARD["max_model_len"])]
+    client(server.url).generate(prompts, Sampling(64, ()), seed=0)
+    asked = {len(body["prompt"]): body["max_tokens"] for _, body, _ in server.asked[2:]}
+    assert [asked[len(ids)] for ids in prompts] == [64, 3, 1]
 
 
 def test_a_folder_that_the_server_does_not_see_names_the_setting(serve):
@@ -208,4 +217,6 @@ def test_the_command_has_what_the_run_needs():
     packed = Needs("unsloth/Qwen3-4B-bnb-4bit", 512, 20, in_4bit=True).command
     assert "--max-lora-rank 32" in packed
     assert "--quantization" not in packed
+    pinned = Needs("me/any", 512, 20, in_4bit=False, revision="v1").command
+    assert pinned.endswith(" --revision v1")
     assert "--quantization" not in Needs("me/any", 512, 20, in_4bit=False).command
