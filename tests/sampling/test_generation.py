@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rloo_kit as rk
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.adapters import adapter_tensors
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.engine import (
@@ -60,6 +64,13 @@ def test_a_place_for_the_adapter_that_is_no_folder_is_refused(tmp_path):
     for name in ("file", "gone"):
         with pytest.raises(GenerationError, match="is not a writable folder"):
             AdapterFolder(str(tmp_path / name))
+
+
+def test_a_place_for_the_adapter_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = AdapterFolder("~")
+    assert made.root.parent == tmp_path
+    made.close()
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -215,6 +226,11 @@ def test_the_newest_adapter_takes_the_place_of_the_one_before(dtype, adapter_fol
 
 
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
-def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder):
-    assert adapter_folder.root.parent == SHARED_MEMORY
+def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder, monkeypatch):
+    large = shutil.disk_usage(SHARED_MEMORY).free >= GIB
+    assert (adapter_folder.root.parent == SHARED_MEMORY) == large
     assert f"-{os.getpid()}-" in adapter_folder.root.name
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB // 16))
+    other = AdapterFolder()  # as in a container with the usual 64 MiB
+    assert other.root.parent == Path(tempfile.gettempdir())
+    other.close()
