@@ -110,7 +110,7 @@ class Environments:
             prompt = row["prompt"]
             if seen is not None:
                 *before, last = prompt
-                text = last["content"] + encodable(content_text(seen))
+                text = content_text(last["content"]) + encodable(content_text(seen))
                 prompt = [*before, last | {"content": text}]
             prompts.append(prompt)
         return prompts

@@ -44,7 +44,8 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
         try:
             templates.add_response_schema(tokenizer)
         except ValueError as exc:
-            if "<tool_call>\n{" not in tokenizer.chat_template.replace(r"\n", "\n"):
+            # a tokenizer may have several templates by name
+            if "<tool_call>\n{" not in str(tokenizer.chat_template).replace(r"\n", "\n"):
                 raise ConfigError(
                     "the kit does not know how this model writes a tool call: set "
                     "tokenizer.response_template, as the page on response parsing in "

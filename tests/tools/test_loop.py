@@ -484,6 +484,14 @@ def test_an_observation_with_half_a_character_is_read():
     assert found.prompts[0][-1]["content"] == "What is 20 + 3? ?"
 
 
+def test_an_observation_follows_a_prompt_in_parts():
+    tokenizer = qwen3()
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 20 + 3?"}]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "number": 4}]
+    found = sample(made(tokenizer, [], Guess), Script(tokenizer, ["no<|im_end|>"]), rows)
+    assert found.prompts[0][-1]["content"] == "What is 20 + 3? I have a number."
+
+
 def test_rows_choose_an_environment_by_name():
     tokenizer = qwen3()
     tool_loop = made(tokenizer, [calculator], {"loud": Guess, "quiet": Quiet})
@@ -535,13 +543,15 @@ def test_what_does_not_fit_is_refused():
         def __init__(self, size): ...
 
     plain = bytes_with("<eos>", template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    unknown, changed = qwen3(), tiny_caller()
+    unknown, changed, named = qwen3(), tiny_caller(), qwen3()
     unknown.chat_template = unknown.chat_template.replace("<tool_call>", "<call>")
     changed.chat_template = changed.chat_template.replace(
         "{{- content -}}", "{{- content + ('!' if loop.last else '') -}}"
     )
+    named.chat_template = {"default": unknown.chat_template}
     for message, given in {
         "shows no tool calls": (plain,),
+        "does not know how this model writes a tool call": (named,),
         "untyped cannot be shown": (qwen3(), [untyped]),
         r"many has the parameter \*words": (qwen3(), [many]),
         "dict needs a method def reset": (qwen3(), [], dict),
