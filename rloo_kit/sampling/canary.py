@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ class Canary:
         short = Sampling(
             min(16, self._sampling.max_tokens),
             self._sampling.stop_token_ids,
-            self._sampling.temperature or 1.0,
+            self._sampling.temperature,
         )
         # completions of the unchanged policy, to measure how much the noise changes it
         drawn = engine.generate(prompts, short, seed)
@@ -312,7 +313,7 @@ class Canary:
         outside = self._policies.log_probs(tokens)
         # from here on the engine samples from the policy that trains
         engine.sync(self._policies.model)
-        sampler = _flat(drawn.log_probs, tokens, within.device)
+        sampler = within.new_tensor([*chain(*drawn.log_probs)])
         position = position_between(sampler, within, outside, torch.ones_like(within))
         if position is not None and position.share < 0.5:
             raise StalePolicyError(
@@ -354,7 +355,7 @@ class Canary:
             with rounding(policies.model, policies.dtype):
                 disturbed = policies.log_probs(tokens)
         noise, noise_mean = self._noise(disturbed - now)
-        sampler = _flat(log_probs, tokens, now.device)
+        sampler = now.new_tensor([*chain(*log_probs)])
         if not bool(sampler.isfinite().all()):
             raise GenerationError(
                 f"{engine_name} reports log-probabilities that are NaN or Inf: its weights or the "
@@ -424,24 +425,22 @@ def _cut_probe(
     tokens: TokenRows, log_probs: list[list[float]]
 ) -> tuple[TokenRows, list[list[float]]]:
     """Return the first tokens and log-probabilities of some completions, spread over the batch."""
+    columns = zip(tokens.prompt_ids, tokens.completion_ids, log_probs, strict=True)
+    rows = [
+        (prompt, ids[:PROBE_TOKENS_PER_ROW], known[:PROBE_TOKENS_PER_ROW])
+        for prompt, ids, known in columns
+    ]
+    chosen = []
+    num_tokens = 0
+    num_positions = 0
     # multiples of the golden ratio are spread evenly for any number of rows
-    order = sorted(range(len(tokens)), key=lambda row: (row * 0.6180339887) % 1)
-    prompts = []
-    completions = []
-    positions = 0
-    for row in order:
-        prompt = tokens.prompt_ids[row]
-        ids = tokens.completion_ids[row][:PROBE_TOKENS_PER_ROW]
-        positions += len(prompt + ids)
-        if len(prompts) >= PROBE_MIN_ROWS and positions > PROBE_POSITIONS:
+    for place in sorted(range(len(rows)), key=lambda row: (row * 0.6180339887) % 1):
+        prompt, ids, _ = rows[place]
+        num_positions += len(prompt + ids)
+        is_long = len(chosen) >= PROBE_MIN_ROWS and num_positions > PROBE_POSITIONS
+        if is_long or num_tokens >= PROBE_TOKENS:
             break
-        prompts.append(prompt)
-        completions.append(ids)
-        if sum(map(len, completions)) >= PROBE_TOKENS:
-            break
-    return TokenRows(prompts, completions), [log_probs[row] for row in order[: len(prompts)]]
-
-
-def _flat(log_probs: list[list[float]], tokens: TokenRows, device: torch.device) -> torch.Tensor:
-    rows = zip(log_probs, tokens.completion_ids, strict=True)
-    return torch.tensor([p for row, ids in rows for p in row[: len(ids)]], device=device)
+        num_tokens += len(ids)
+        chosen.append(rows[place])
+    prompts, completions, known = map(list, zip(*chosen, strict=True))
+    return TokenRows(prompts, completions), known
