@@ -89,7 +89,6 @@ class VllmEngine:
         self._sleeps = sleeps and self._on_gpu
         self._number = 0
         self._request: Any = None
-        self._folder = AdapterFolder()
         if self.shared:
             config = self._llm.llm_engine.vllm_config.model_config
             self._sleeps &= config.enable_sleep_mode
@@ -99,26 +98,27 @@ class VllmEngine:
                     f"tokens, but the run needs {max_length}: lower model.max_seq_length to the "
                     f"first number, or set trainer.generation: transformers"
                 )
+        self._folder = AdapterFolder()
+        if self.shared:
             return
         self._sleeps = self._sleeps and may_sleep()
+        given = {"max_model_len": max_length, "max_num_seqs": num_sequences, "seed": seed}
         try:
-            self._llm = self._start(
-                model, max_length, num_sequences, memory_share, {"seed": seed, **(extra or {})}
-            )
+            self._llm = self._start(model, memory_share, given | (extra or {}))
         except BaseException as exc:
             self.close()
             if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
                 raise
             raise GenerationError(why_no_start(exc)) from exc
 
-    def _start(
-        self,
-        model: Model,
-        max_length: int,
-        num_sequences: int,
-        memory_share: float | None,
-        extra: dict[str, Any],
-    ) -> Any:
+    def _start(self, model: Model, memory_share: float | None, given: dict[str, Any]) -> Any:
+        """Return a new ``vllm.LLM``.
+
+        Args:
+            model: The policy.
+            memory_share: Fraction of the GPU's memory for the engine; None computes it.
+            given: Arguments of ``vllm.LLM`` that the user has set.
+        """
         config = model.get_base_model().config
         in_4bit = is_4bit(model)
         max_rank = reserved_rank_of(model)
@@ -129,8 +129,6 @@ class VllmEngine:
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "generation_config": "vllm",  # no sampling defaults of the model
             "dtype": str(self.adapter_dtype).removeprefix("torch."),
-            "max_model_len": max_length,
-            "max_num_seqs": num_sequences,
             "max_num_batched_tokens": BATCHED_TOKENS,
             "enable_lora": True,
             "max_lora_rank": max_rank,
@@ -144,31 +142,30 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature and truncation
             "disable_log_stats": True,
         }
+        if in_4bit and self._on_gpu:
+            arguments["quantization"] = "bitsandbytes"
+        elif in_4bit:
+            folder = self._folder.root / "base"
+            arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
+        if not self._on_gpu:
+            # vLLM's CPU worker fails on a seeded prompt that is split between two passes
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, given["max_model_len"])
+        arguments |= given
         size = engine_size(
             shape_of_config(config, config.name_or_path, trust_remote_code=trust_remote_code),
             in_4bit=in_4bit and self._on_gpu,
             max_rank=max_rank,
-            num_sequences=num_sequences,
-            max_length=max_length,
-            batched_tokens=extra.get("max_num_batched_tokens", BATCHED_TOKENS),
-            draft_tokens=(extra.get("speculative_config") or {}).get("num_speculative_tokens", 0),
+            num_sequences=arguments["max_num_seqs"],
+            max_length=arguments["max_model_len"],
+            batched_tokens=arguments["max_num_batched_tokens"],
+            draft_tokens=(given.get("speculative_config") or {}).get("num_speculative_tokens", 0),
         )
-        if self._on_gpu:
-            torch.cuda.empty_cache()
-            if in_4bit:
-                arguments["quantization"] = "bitsandbytes"
-        else:
-            # vLLM's CPU worker fails on a seeded prompt that is split between two passes
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, max_length)
-            if in_4bit:
-                folder = self._folder.root / "base"
-                arguments["model"] = str(write_dequantised(model, self.adapter_dtype, folder))
         arguments |= self._memory(size, memory_share)
         with _without_side_effects(), quiet():
             from vllm import LLM
 
-            return LLM(**arguments | extra)
+            return LLM(**arguments)
 
     def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
         """Return vLLM's memory settings for an engine with its own copy of the weights.
@@ -177,12 +174,14 @@ class VllmEngine:
             size: Memory that the engine needs.
             share: The user's fraction of the GPU's memory; None computes it.
         """
-        hardware = detect_hardware()
-        free = hardware.free_memory
-        card = hardware.total_memory
         if not self._on_gpu:
-            return {"kv_cache_memory_bytes": cpu_cache(size, free)}
-        found = engine_memory(size, free, sleeps=self._sleeps, card=card, share=share)
+            return {"kv_cache_memory_bytes": cpu_cache(size, detect_hardware().free_memory)}
+        torch.cuda.empty_cache()
+        hardware = detect_hardware()
+        card = hardware.total_memory
+        found = engine_memory(
+            size, hardware.free_memory, sleeps=self._sleeps, card=card, share=share
+        )
         if share is not None:
             return {"gpu_memory_utilization": share}
         # the share is set too, because vLLM checks it against the free memory in any case
@@ -286,14 +285,17 @@ class VllmEngine:
         ended: set[int] = set()
         with self._requests():
             for row, length in enumerate(lengths):
-                parameters = _parameters(
-                    sampling,
-                    seed + row,
-                    max_tokens=sampling.max_tokens - length,
-                    output_kind=RequestOutputKind.DELTA,
+                engine.add_request(
+                    str(row),
+                    {"prompt_token_ids": prompts[row]},
+                    _parameters(
+                        sampling,
+                        seed + row,
+                        max_tokens=sampling.max_tokens - length,
+                        output_kind=RequestOutputKind.DELTA,
+                    ),
+                    lora_request=self._request,
                 )
-                prompt = {"prompt_token_ids": prompts[row]}
-                engine.add_request(str(row), prompt, parameters, lora_request=self._request)
             while len(ended) < len(lengths) and not begun.is_enough(ended):
                 for output in engine.step():
                     row = int(output.request_id)
