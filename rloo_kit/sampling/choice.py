@@ -135,15 +135,12 @@ def _in_process(model: Model, args: Any) -> Engine:
         "seed": args.seed,
         "extra": notes.vllm,
     }
-    engine, had = notes.engine or (None, {})
-    may_differ = {"max_length", "num_sequences", "seed"}
-    if (
-        engine is not None  # an earlier trainer has started it for this model
-        and not engine.is_closed
-        and how["max_length"] <= had["max_length"]
-        and all(had[name] == how[name] for name in how.keys() - may_differ)
-    ):
-        return engine
+    if notes.engine is not None:  # an earlier trainer has started it for this model
+        engine, had = notes.engine
+        may_differ = {name: how[name] for name in ("max_length", "num_sequences", "seed")}
+        fits = had | may_differ == how and how["max_length"] <= had["max_length"]
+        if fits and not engine.is_closed:
+            return engine
     engine = VllmEngine(model, **how)
     notes.engine = engine, how
     add_to_session(engine)
@@ -171,16 +168,6 @@ def _on_server(model: Model, args: Any) -> Engine:
     return server
 
 
-def _check_server(args: Any, run: RunConfig) -> None:
-    """Raise GenerationError if the vLLM server of a run cannot be reached or does not suit it."""
-    from rloo_kit.sampling.vllm_server import Needs, VllmServer
-
-    name = find_model(base_name(run.model.name))
-    length = args.vllm_max_model_length or run.model.max_seq_length
-    needs = Needs(name, length, run.lora.r, run.model.load_in_4bit, run.model.revision)
-    VllmServer(args, needs).close()
-
-
 def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True) -> None:
     """Check that the engine of a run can be used, before a model is loaded.
 
@@ -196,16 +183,21 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
         ConfigError: A setting has no effect on the engine, or vLLM does not support a LoRA setting.
     """
     asked = requested_engine(args)
-    on_gpu = detect_hardware().device != "cpu"
     why_not = None if asked == "server" else why_not_vllm()  # a server has its own vLLM
-    choice = choose(asked, on_gpu=on_gpu, why_not=why_not)
-    why = why_not_vllm_takes(run.lora.others) if run is not None and trains else None
-    if why and asked in ("vllm", "server"):
+    choice = choose(asked, on_gpu=detect_hardware().on_gpu, why_not=why_not)
+    why = run and asked in ("vllm", "server") and why_not_vllm_takes(run.lora.others)
+    if why:
         raise ConfigError(f"{why}: leave it out of lora, or set trainer.generation: transformers")
     if trains:  # with auto, it may still turn out that vLLM cannot sample from the model
         check_settings(args, asked if choice.engine != "transformers" else "transformers")
-    if asked == "server" and run is not None:
-        _check_server(args, run)
+    if run is not None and asked == "server":
+        from rloo_kit.sampling.vllm_server import Needs, VllmServer
+
+        model = run.model
+        name = find_model(base_name(model.name))
+        length = args.vllm_max_model_length or model.max_seq_length
+        needs = Needs(name, length, run.lora.r, model.load_in_4bit, model.revision)
+        VllmServer(args, needs).close()
 
 
 def check_partial(engine: Engine | None, model: Model) -> None:
