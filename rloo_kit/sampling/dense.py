@@ -29,23 +29,18 @@ MEMORY_SHARE = 1 / 4
 def dense_layers(model: torch.nn.Module) -> Iterator[None]:
     """Replace LoRA layers by merged linear layers during a ``with`` block, if memory allows."""
     dtype = getattr(model, "dtype", torch.float32)
-    found: list[tuple[Any, str, Any]] = [
-        (parent, name, layer)
-        for parent in list(model.modules())
-        for name, layer in parent.named_children()
-        if _is_plain(layer)
-    ]
-    sizes = (layer.in_features * layer.out_features for *_, layer in found)
+    found: dict[str, Any] = {n: one for n, one in model.named_modules() if _is_plain(one)}
+    sizes = (layer.in_features * layer.out_features for layer in found.values())
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # free to torch only
     if sum(sizes) * dtype.itemsize > MEMORY_SHARE * (detect_hardware().free_memory + cached):
-        found = []
+        found = {}
     try:
-        for parent, name, layer in found:
-            setattr(parent, name, _dense(layer, dtype))
+        for name, layer in found.items():
+            model.set_submodule(name, _dense(layer, dtype))
         yield
     finally:
-        for parent, name, layer in found:
-            setattr(parent, name, layer)
+        for name, layer in found.items():
+            model.set_submodule(name, layer)
 
 
 @contextlib.contextmanager
