@@ -54,7 +54,11 @@ def start_engine(
     """
     check = check_settings if trains else check_generation_kwargs
     asked = requested_engine(args)
-    why_not = why_not or _why_not_here(asked, model)
+    if asked != "server":  # which has its own vLLM
+        why_not = why_not or why_not_vllm()
+    if asked == "auto":  # if requested by name, vLLM gets its own copy of the weights
+        why_not = why_not or notes_of(model).why_not_shared
+    why_not = why_not or why_no_hot_swap(model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
     if choice.engine == "vllm":
         check(args, "vllm")
@@ -68,14 +72,6 @@ def start_engine(
     _check_vllm_table(model, choice)
     _put_to_sleep(model)
     return (_on_server(model, args) if choice.engine == "server" else None), choice
-
-
-def _why_not_here(asked: str, model: Model) -> str | None:
-    """Return the reason why vLLM cannot sample from this model in this process, or None."""
-    reason = why_not_vllm() if asked in ("vllm", "auto") else None
-    if asked == "auto":  # if requested by name, vLLM gets its own copy of the weights
-        reason = reason or notes_of(model).why_not_shared
-    return reason or why_no_hot_swap(model)
 
 
 def _check_vllm_table(model: Model, choice: Choice) -> None:
