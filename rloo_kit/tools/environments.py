@@ -34,8 +34,7 @@ class Environments:
         self._factories: dict[Any, Any] = {**given} if isinstance(given, Mapping) else {None: given}
         if not self._factories:
             raise ConfigError("the table of environments is empty: name a class, or leave it out")
-        self.samples = {name: _made(factory) for name, factory in self._factories.items()}
-        self._pool = {name: [one] for name, one in self.samples.items()}
+        self._pool = {name: [_made(factory)] for name, factory in self._factories.items()}
         self.current = []  # instances of the newest batch, one for each row
         for one in self.samples.values():
             reset = getattr(one, "reset", None)
@@ -45,9 +44,13 @@ class Environments:
                     "is not async, and returns None or a text for the end of the prompt"
                 )
 
+    @property
+    def samples(self) -> dict[Any, Any]:
+        """An instance of each class, by the name of the class."""
+        return {name: pool[0] for name, pool in self._pool.items()}
+
     def release(self) -> None:
         """Drop all instances, so that their connections and memory are released."""
-        self.samples.clear()
         self._pool.clear()
         self.current = []
 

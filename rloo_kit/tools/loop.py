@@ -30,9 +30,6 @@ from rloo_kit.tools.numbers import MAX_RESULT
 from rloo_kit.tools.template import checked_template, schemas_of, with_texts
 from rloo_kit.types import Say
 
-# Most characters of an error that the model reads
-MAX_ERROR = 500
-
 Drawn = tuple[list[list[int]], list[list[float]] | None]
 # Function that samples completions: it gets the token ids of prompts, and returns the token ids of
 # completions and, if the engine reports them, their log-probabilities
@@ -235,10 +232,9 @@ class ToolLoop:
                 Raises:
                     RuntimeError: The tool raised an error, or ran longer than its time limit.
                 """
-                limit = asyncio.timeout(timeout)
                 with self._watched(tool):
                     try:
-                        async with limit:
+                        async with asyncio.timeout(timeout) as limit:
                             result = await tool(**arguments)
                     except TimeoutError as exc:
                         if limit.expired():
@@ -276,7 +272,7 @@ class ToolLoop:
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as exc:  # a sys.exit() in a tool must not end a run silently
-            text = f"{type(exc).__name__}: {first_line(exc)}"[:MAX_ERROR]
+            text = f"{type(exc).__name__}: {first_line(exc)}"
             if isinstance(exc, OverdueError):
                 text = f"it took more than {self.limits.timeout:g} s"
             if isinstance(exc, KitError):  # a tool of the kit cannot work here, such as the sandbox
@@ -286,9 +282,8 @@ class ToolLoop:
                     f"tool {tool.__name__} failed ({text}): correct it, or set "
                     "trainer.on_tool_error: tell, so that the model reads the error"
                 )
-            # contextlib would raise a StopIteration again, instead of the error that it causes
-            cause = None if isinstance(exc, StopIteration) else exc
-            raise RuntimeError(self._read(tool, text)) from cause
+            # if a StopIteration were its cause, contextlib would raise that instead
+            raise RuntimeError(self._read(tool, text)) from None
         finally:
             self.seconds += time.perf_counter() - started
 
