@@ -87,9 +87,6 @@ def grow(
     begun: Begun,
     pad_token_id: int,
     thought: ThoughtLimit | None = None,
-    *,
-    max_tokens: int,
-    temperature: float,
     **how: Any,
 ) -> Generations:
     """Continue unfinished completions until enough of them have ended.
@@ -100,19 +97,17 @@ def grow(
         begun: The unfinished completions; ``begun.is_enough`` decides when to stop.
         pad_token_id: The id that pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long; None for no limit.
-        max_tokens: Maximum tokens of a whole completion.
-        temperature: Temperature of the returned log-probabilities. It must be the temperature of
-            sampling, which ``generate`` takes from ``how``.
-        **how: Further arguments of ``generate``, such as ``generation_config``.
+        **how: Further arguments of ``generate``, such as ``generation_config``. Its
+            ``max_new_tokens`` is the maximum of a whole completion.
 
     Returns:
-        The new tokens of each completion, and their log-probabilities.
+        The new tokens of each completion, and their log-probabilities at the sampling temperature.
 
     Raises:
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
     lengths = torch.tensor(list(map(len, begun.completion_ids)), device=model.device)
-    growth = _Growth(begun, thought, max_tokens, temperature, lengths)
+    growth = _Growth(begun, thought, lengths)
     method = partial(sample_rows, growth=growth)
     drawn = _generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
     log_probs = torch.stack(growth.columns, 1).tolist()  # (B, C)
@@ -240,13 +235,16 @@ class _Growth:
 
     begun: Begun  # B completions to continue
     thought: ThoughtLimit | None  # ends a completion whose thought is too long; None for no limit
-    max_tokens: int  # maximum tokens of a whole completion
-    temperature: float  # the temperature at which log-probabilities are computed
     lengths: torch.Tensor  # (B,) tokens of each completion, updated by `note`
     columns: list[torch.Tensor] = field(default_factory=list)  # (B,) log-probabilities of each step
 
     def note(
-        self, live: torch.Tensor, ids: torch.Tensor, logits: torch.Tensor, grows: torch.Tensor
+        self,
+        live: torch.Tensor,
+        ids: torch.Tensor,
+        logits: torch.Tensor,
+        grows: torch.Tensor,
+        config: Any,
     ) -> torch.Tensor:
         """Record the newest token of each row, and find the rows that have reached a limit.
 
@@ -258,16 +256,17 @@ class _Growth:
                 on the left, and t columns for the tokens sampled since.
             logits: ``(L, vocabulary)`` logits from which the newest tokens were sampled.
             grows: ``(L,)`` bool, True for rows that had not ended before the newest token.
+            config: Settings of sampling, with the temperature and the maximum length.
 
         Returns:
             ``(L,)`` bool, True for rows at the limit of length or of the thought.
         """
-        scaled = logits / self.temperature
+        scaled = logits / config.temperature
         drawn = scaled.gather(1, ids[:, -1:]).squeeze(1) - scaled.logsumexp(1)  # (L,)
         self.columns.append(drawn.new_zeros(len(self.lengths)).index_copy(0, live, drawn))
         self.lengths[live] += grows
         lengths = self.lengths[live]
-        at_limit = lengths >= self.max_tokens
+        at_limit = lengths >= config.max_new_tokens
         if self.thought is not None:
             for place in (grows & (lengths == self.thought.tokens)).nonzero().flatten().tolist():
                 at_limit[place] |= self.thought.marks.is_open(ids[place].tolist())
@@ -416,7 +415,7 @@ def sample_rows(
         all_ids[live, input_ids.shape[1] - 1] = tokens
         over = stopping_criteria(input_ids, None)
         if growth is not None:
-            over = over | growth.note(live, input_ids, logits, ~ended)
+            over = over | growth.note(live, input_ids, logits, ~ended, generation_config)
         ended = ended | over
         num_ended = int(ended.sum())
         if num_ended == len(live) or (

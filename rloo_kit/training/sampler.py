@@ -220,8 +220,6 @@ class Sampler:
                 begun,
                 self.pad_token_id,
                 self.thought,
-                max_tokens=self.args.max_completion_length,
-                temperature=self.args.temperature,
                 generation_config=self.generation_config,
             )
 

@@ -166,9 +166,7 @@ def test_sampling_in_parts_equals_sampling_at_once():
     whole = complete(model, prompts, 0, ENDS, thought, generation_config=how())
     torch.manual_seed(0)
     fresh = Begun(prompts, [[] for _ in prompts])
-    found = grow(
-        model, fresh, 0, thought, max_tokens=LONGEST, temperature=1.0, generation_config=how()
-    )
+    found = grow(model, fresh, 0, thought, generation_config=how())
     assert found.completion_ids == whole
     assert any(len(ids) == 4 for ids in whole)
 
@@ -177,9 +175,7 @@ def test_log_probs_are_those_of_the_policy_that_sampled():
     model = random_llama()
     torch.manual_seed(1)
     begun = Begun(PROMPTS, [[33] * (n % 4) for n in range(len(PROMPTS))], lambda e: len(e) > 11)
-    found = grow(
-        model, begun, 0, max_tokens=LONGEST, temperature=0.7, generation_config=how(temperature=0.7)
-    )
+    found = grow(model, begun, 0, generation_config=how(temperature=0.7))
     assert len({*map(len, found.completion_ids)}) > 3
     for row, (ids, log_probs) in enumerate(zip(found.completion_ids, found.log_probs, strict=True)):
         before = begun.all_ids[row]
@@ -198,9 +194,7 @@ def test_lengths_have_the_distribution_of_whole_sampling():
     one = pool(Dice(0), num // (GROUPS * G), 4 * GROUPS, 4)
     one.completer.tokenize = lambda rows: [[30, 31]] * len(rows)
     one.has_ended = lambda _, ids: len(ids) == LONGEST or ids[-1] in ENDS
-    one.grow = lambda begun: grow(
-        model, begun, 0, max_tokens=LONGEST, temperature=1.0, generation_config=how()
-    )
+    one.grow = lambda begun: grow(model, begun, 0, generation_config=how())
     found = []
     carried = 0
     while len(found) < num - num % (GROUPS * G):
