@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,8 +75,7 @@ UNKNOWN = (
 )
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Position of the sampler on the line from another policy to the current policy.
 
     The policies are vectors of log-probabilities. In the comments of the fields, ``delta`` is the
@@ -87,7 +86,7 @@ class Position:
     size: float  # <delta, delta>
     variance: float  # variance of the evidence that rounding alone causes
     # mean difference of the sampler from the other policy, divided by that from the current one
-    fit: float = 1.0
+    fit: float
 
     @property
     def share(self) -> float:
@@ -160,8 +159,7 @@ def is_other(positions: Sequence[Position]) -> bool:
     exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
     if sure or exact or len(positions) < 3:
         return sure or exact
-    sums = zip(*((p.evidence, p.size, p.variance) for p in positions), strict=True)
-    together = Position(*map(sum, sums))
+    together = Position(*map(sum, zip(*positions, strict=True)))
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
@@ -379,7 +377,10 @@ class Canary:
             if (position := position_between(sampler, now, other, noise)) is not None
         }
         metrics |= {name: one.share for name, one in positions.items() if one.resolved}
-        nearest = self._nearest(positions)
+        for name, position in positions.items():
+            self._history[name].append(position)
+        found = [name for name in positions if is_other(self._history[name])]
+        nearest = min(found, key=lambda name: positions[name].fit, default="")
         if not nearest and difference <= max(NOISE_FLOOR, NOISE_FACTOR * noise_mean):
             return metrics
         raise StalePolicyError(
@@ -387,20 +388,6 @@ class Canary:
             f"by {difference:.4f} nats per token, of which rounding explains {noise_mean:.4f}): "
             f"{MESSAGES.get(nearest, UNKNOWN)}"
         )
-
-    def _nearest(self, positions: dict[str, Position]) -> str:
-        """Add the positions to the history; return the name of the policy that has sampled.
-
-        Args:
-            positions: Positions of the newest batch, by the name of the other policy.
-
-        Returns:
-            The name of the other policy, or "" if none of them has sampled.
-        """
-        for name, position in positions.items():
-            self._history[name].append(position)
-        found = [name for name in positions if is_other(self._history[name])]
-        return min(found, key=lambda name: positions[name].fit, default="")
 
     def _noise(self, moved: torch.Tensor) -> tuple[torch.Tensor, float]:
         """Estimate how much rounding changes log-probabilities.
