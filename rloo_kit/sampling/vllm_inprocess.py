@@ -161,7 +161,7 @@ class VllmEngine:
             batched_tokens=arguments["max_num_batched_tokens"],
             draft_tokens=(given.get("speculative_config") or {}).get("num_speculative_tokens", 0),
         )
-        arguments |= self._memory(size, memory_share)
+        arguments = self._memory(size, memory_share) | arguments
         with _without_side_effects(), quiet():
             from vllm import LLM
 

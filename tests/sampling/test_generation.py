@@ -18,6 +18,7 @@ from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.hardware import GIB
 from rloo_kit.models.adapters import adapter_tensors
+from rloo_kit.sampling import vllm_inprocess
 from rloo_kit.sampling.choice import make_sampling
 from rloo_kit.sampling.engine import (
     SHARED_MEMORY,
@@ -71,6 +72,16 @@ def test_a_place_for_the_adapter_may_be_in_the_home_folder(tmp_path, monkeypatch
     made = AdapterFolder("~")
     assert made.root.parent == tmp_path
     made.close()
+
+
+def test_an_engine_without_room_leaves_no_folder(monkeypatch):
+    config = SimpleNamespace(max_model_len=64, enable_sleep_mode=False)
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
+    model = adapted()
+    model.vllm_engine = SimpleNamespace(llm_engine=engine)
+    monkeypatch.setattr(vllm_inprocess, "AdapterFolder", pytest.fail)
+    with pytest.raises(GenerationError, match="has room for 64 tokens, but the run needs 128"):
+        vllm_inprocess.VllmEngine(model, max_length=128, num_sequences=4)
 
 
 # --- sampling ------------------------------------------------------------------------------------
