@@ -146,14 +146,14 @@ class ToolLoop:
                 f"but the model's context length is {self.limits.max_length}: raise "
                 "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
+        trainer = self._trainer(draw, instances)
         with turns():
-            ids, log_probs = _copied(draw(prompt_ids))
+            ids, log_probs = trainer["_generate_single_turn"](prompt_ids)
             pairs = zip(ids, prompt_ids, strict=True)
             first = [[parse_response(tokenizer, *pair)] for pair in pairs]
             mask, messages, ids, log_probs, *_ = self._run(
-                self._trainer(draw, instances), copy.deepcopy(prompts), prompt_ids, ids, first,
-                log_probs, None, {},
-            )  # fmt: skip
+                trainer, copy.deepcopy(prompts), prompt_ids, ids, first, log_probs, None, {}
+            )
             self._check_fault()
         tokens = TokenRows(prompt_ids, ids, [list(map(bool, row)) for row in mask])
         return Completions(
@@ -179,7 +179,10 @@ class ToolLoop:
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
             self._check_fault()
-            return _copied(draw(prompt_ids))
+            ids, log_probs = draw(prompt_ids)
+            # copies, because TRL's loop changes its lists in place, and the canary (the check that
+            # the engine samples from the current policy) still reads the originals
+            return [*ids], log_probs and [[*one] for one in log_probs]
 
         def those(is_async: bool) -> list[dict[str, Tool]]:
             return [
@@ -291,13 +294,3 @@ class ToolLoop:
         """Raise the remembered error of a tool that must stop the run, if there is one."""
         if self._fault:
             raise self._fault
-
-
-def _copied(drawn: Drawn) -> Drawn:
-    """Return copies of the lists of sampled token ids and log-probabilities.
-
-    TRL's loop changes its lists in place, and the canary (the check that the engine samples from
-    the current policy) still reads the originals.
-    """
-    ids, log_probs = drawn
-    return [*ids], log_probs and [[*one] for one in log_probs]
