@@ -288,20 +288,16 @@ def _new_cache(model: Model) -> DynamicCache | None:
     It is None if the model has none or other states too, or if Unsloth has replaced its forward
     pass.
     """
-    base = _base(model)
-    if _decodes_itself(model) or getattr(base, "_is_stateful", True):  # only transformers' have it
+    # only models of transformers have this attribute
+    if _decodes_itself(model) or getattr(model, "_is_stateful", True):
         return None
-    return DynamicCache(config=base.config.get_text_config())
-
-
-def _base(model: Model) -> Any:
-    """Return the transformers model, without PEFT's wrapper if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return DynamicCache(config=model.config.get_text_config())
 
 
 def _decodes_itself(model: Model) -> bool:
     """Return True if Unsloth has replaced the model's forward pass, as it does on a GPU."""
-    return "unsloth" in type(_base(model)).forward.__module__
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "unsloth" in type(base).forward.__module__
 
 
 def continues_prompts(model: Model) -> bool:

@@ -98,21 +98,19 @@ class VllmServer:
         self.name = f"vLLM's server at {self.url}"
         self.sync_seconds = 0.0  # duration of the last sync
         self.adapter_dtype = adapter_dtype
-        self._needs = needs
         self._remedy = f"start it with {needs.command}"
         self._patience = args.vllm_server_timeout
         self._adapter: str | None = None  # the adapter's name on the server; None without adapter
-        self._base = self._check()
+        self._base = self._check(needs)
         self._folder = AdapterFolder(args.vllm_adapter_dir)
         self._folder.root.chmod(0o755)  # the server may run as another user
 
-    def _check(self) -> str:
+    def _check(self, needs: Needs) -> str:
         """Check that the server suits the run; return the server's name of the base model.
 
         Raises:
             GenerationError: The server cannot be reached or does not suit the run.
         """
-        needs = self._needs
         (models,) = self._ask("/v1/models", None)
         (adapters,) = self._ask("/v1/load_lora_adapter", {})  # status 400 if the path exists
         card_of = itemgetter("id", "root", "max_model_len")
