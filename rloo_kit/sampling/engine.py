@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# With less free shared memory, an adapter is written to the system's temporary folder
+SMALLEST_SHARED = GIB // 4
+
+
 @dataclass(frozen=True)
 class ThoughtLimit:
     """Limit that truncates a completion to ``tokens`` tokens if its thought is still open there."""
@@ -216,7 +220,7 @@ class AdapterFolder:
 
     def __init__(self, parent: str | None = None) -> None:
         place = SHARED_MEMORY
-        if not os.access(place, os.W_OK) or shutil.disk_usage(place).free < GIB:
+        if not os.access(place, os.W_OK) or shutil.disk_usage(place).free < SMALLEST_SHARED:
             place = Path(tempfile.gettempdir())
         _remove_leftovers(place)
         if parent:
