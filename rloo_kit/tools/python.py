@@ -30,7 +30,9 @@ def python(code: str) -> str:
     Args:
         code: The program; it must print its result. Nothing is kept from earlier programs.
     """
-    return _run(code, [])[0]
+    session = PythonSession()
+    session.reset()
+    return session.python(code)
 
 
 class PythonSession:
@@ -52,18 +54,8 @@ class PythonSession:
         Args:
             code: The program; it must print its result. It knows the names of earlier programs.
         """
-        shown, ended = _run(code, self._before)
-        if ended:
-            self._before.append(code)
-        return shown
-
-
-def _run(code: str, before: list[str]) -> tuple[str, bool]:
-    """Return (what a program prints, whether it ended within its limits and with exit code 0).
-
-    If it did not, the reason is added to the text. ``before`` are the earlier programs, which run
-    first.
-    """
-    outcome = run_python(_FRAME.format(code=code, before=before))
-    why = "" if outcome.ok else f"\nThe program was ended: {outcome.reason}."
-    return outcome.stdout + why, outcome.ok
+        outcome = run_python(_FRAME.format(code=code, before=self._before))
+        if not outcome.ok:  # a limit, or an exit code other than 0
+            return f"{outcome.stdout}\nThe program was ended: {outcome.reason}."
+        self._before.append(code)
+        return outcome.stdout
