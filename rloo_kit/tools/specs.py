@@ -108,7 +108,7 @@ def _load(spec: Any, what: str, known: Mapping[str, Tool], base_dir: Path, say: 
     if found is None:
         raise ConfigError(
             f"unknown {what} {format_value(spec)}{did_you_mean(spec, known)}; give "
-            f"{''.join(f'{name}, ' for name in known)}file.py:NAME or package.module:NAME"
+            f"{', '.join([*known, 'file.py:NAME'])} or package.module:NAME"
         )
     if not callable(found):
         raise ConfigError(f"{what} {format_value(spec)} cannot be called: give a function or class")
