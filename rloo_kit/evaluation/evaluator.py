@@ -4,18 +4,19 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.engine_settings import blame_generation_kwargs
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, RewardLoadError
 from rloo_kit.evaluation.statistics import Estimate, estimate, pass_at_k
 from rloo_kit.machine.processes import with_seed
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Engine, Sampling, draw_from
+from rloo_kit.scoring.contract import CheckedReward
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.numbers import mean_or_none
@@ -65,7 +66,7 @@ class Evaluation:
         Raises:
             TypeError: A field is missing.
         """
-        return cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found})
+        return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
 
     @property
     def drawn(self) -> str:
@@ -196,6 +197,10 @@ def evaluate(
         RewardLoadError: A reward cannot be loaded.
     """
     check_not_released(model)
+    if min(num_samples, batch_size) < 1:
+        raise ConfigError(
+            f"num_samples is {num_samples} and batch_size is {batch_size}: both must be at least 1"
+        )
     if num_samples > 1 and temperature == 0:
         raise ConfigError(
             f"{num_samples} greedy completions of a prompt are all the same: set num_samples to 1, "
@@ -206,6 +211,12 @@ def evaluate(
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    for reward in loaded:
+        if not isinstance(reward.func, CheckedReward):
+            raise RewardLoadError(
+                f"reward {reward.name!r} is a model object, which only a trainer can call: give "
+                "its folder or its name on the hub"
+            )
     ends = tuple(end_token_ids(model.generation_config.eos_token_id, tokenizer))
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
@@ -246,7 +257,7 @@ def evaluate(
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return the keyword arguments that make ``evaluate`` sample as a run does.
+    """Return the keyword arguments with which ``evaluate`` samples as a run does.
 
     Args:
         args: The run's settings of the trainer.
@@ -307,6 +318,10 @@ def sample_and_score(
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
 
+    ends = how.stop_token_ids
+    pad = tokenizer.pad_token_id
+    if pad is None:  # as for many base models
+        pad = next(iter(ends), 0)
     settings: dict[str, Any] = {
         "use_cache": True,
         "temperature": how.temperature,
@@ -314,8 +329,9 @@ def sample_and_score(
         "top_k": how.top_k,
         "min_p": how.min_p or None,
         "repetition_penalty": how.repetition_penalty,
+        **how.others,
+        "do_sample": how.temperature > 0,
     }
-    settings |= {**how.others, "do_sample": how.temperature > 0}
     if how.temperature == 0:  # greedy
         for name in ("temperature", "top_p", "top_k", "min_p"):
             del settings[name]
@@ -323,8 +339,8 @@ def sample_and_score(
     of_piece = functools.partial(
         complete,
         model,
-        pad_token_id=tokenizer.pad_token_id,
-        ends=how.stop_token_ids,
+        pad_token_id=pad,
+        ends=ends,
         thought=how.thought,
         max_new_tokens=how.max_tokens,
         **settings,
@@ -347,12 +363,11 @@ def sample_and_score(
         draw=draw,
         processing_class=tokenizer,
         template_settings=template_settings,
-        ends=frozenset((*how.stop_token_ids, tokenizer.pad_token_id)),
+        ends=frozenset((*ends, pad)),
         functions=lambda: [reward.func for reward in rewards],
         tool_loop=tool_loop,
     )
-    has_environments = tool_loop is not None and tool_loop.environments is not None
-    size = batch_size if has_environments else len(rows)
+    size = batch_size if tool_loop and tool_loop.environments else len(rows)
     for at in range(0, len(rows), size):
         batch = rows[at : at + size]
         drawn = (sample or completer.sample)(batch)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 
 import rloo_kit as rk
@@ -132,11 +133,15 @@ def test_evaluate_takes_rewards_as_the_trainer_does(base):
 @pytest.mark.parametrize("end", [258, None])
 def test_evaluate_takes_a_model_that_the_kit_did_not_load(base, end):
     def evaluated():
-        return rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], temperature=0)
+    prompts = [{"prompt": "1 + 1 = "}, {"prompt": "111 + 222 = "}]
+
+        how = {"temperature": 0, "max_completion_length": 16}
+        return rk.evaluate(base.model, base.tokenizer, prompts, [], **how)
 
     samples = evaluated().samples
     base.model.generation_config.eos_token_id = end
     assert evaluated().samples == samples
+    base.tokenizer.pad_token = None
 
 
 def test_several_greedy_completions_are_refused(base):
@@ -146,6 +151,19 @@ def test_several_greedy_completions_are_refused(base):
 
 
 JUDGES = {
+@pytest.mark.parametrize(
+    ("how", "error", "match"),
+    [
+        ({"num_samples": 0}, ConfigError, "num_samples is 0 and batch_size is 64"),
+        ({"batch_size": 0}, ConfigError, "batch_size is 0"),
+        ({"rewards": [torch.nn.Linear(1, 1)]}, RewardLoadError, "only a trainer can call"),
+    ],
+)
+def test_what_evaluate_cannot_do_is_one_sentence(base, how, error, match):
+    with pytest.raises(error, match=match):
+        rk.evaluate(base.model, base.tokenizer, held_out_sums(2), **{"rewards": [], **how})
+
+
     "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: [length]}": (
         "accuracy auto, length"
     ),
