@@ -70,9 +70,22 @@ class EvalTable:
             f"{self.rows[0].evaluation.num_prompts} prompts of {self.prompts}, "
             f"completions by {samplers}"
         )
-        cells = list(map(_cells, self.rows))
-        titles = list(max(cells, key=len))
-        lines = [titles, *([row.get(title, "") for title in titles] for row in cells)]
+        scores = [_scores(row.evaluation) for row in self.rows]
+        titles = list(max(scores, key=len))  # a greedy row has no pass@k
+        lines = [["model", "drawn", *titles, "thinking", "tokens", "cut off"]]
+        for row, own in zip(self.rows, scores, strict=True):
+            found = row.evaluation
+            thinking = found.thinking_length
+            lines.append(
+                [
+                    row.model,
+                    row.mode,
+                    *(own.get(title, "") for title in titles),
+                    "none" if thinking is None else f"{thinking:.1f}",
+                    f"{found.mean_length:.1f}",
+                    f"{found.cut_off or 0:.0%}",
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         return "\n".join([head, *table, "", *map(str, self.compared)]).rstrip()
@@ -138,7 +151,7 @@ def evaluate_models(  # noqa: PLR0913
     with session():
         held_out = read_held_out(found, overrides, prompts, num_prompts, batch_size, say)
         folder = results_folder(output, next((one.run for one in found if one.run), None))
-        rows = judge_alike(score_models(held_out, found, how, held_out.rewards, say))
+        rows = judge_alike(score_models(held_out, found, how, held_out.rewards))
     table = EvalTable(held_out.source, rows, list(compare(rows)), folder)
     if folder is not None:
         samples = [
@@ -155,7 +168,6 @@ def score_models(
     models: list[TrainedModel],
     how: list[dict[str, Any]],
     rewards_for: Callable[[Tokenizer], list[LoadedReward]],
-    say: Say,
 ) -> list[Row]:
     """Sample each model in several ways, score it, and return a row for each model and way.
 
@@ -168,25 +180,22 @@ def score_models(
             ``{"temperature": 0.0}``, which replace the run's settings.
         rewards_for: Function that is called with the tokenizer of each base and returns the
             rewards.
-        say: Function that is called with each line of output.
     """
     rows = []
-    waiting = list(models)
-    while waiting:
-        on_it = [one for one in waiting if one.model == waiting[0].model]
-        waiting = [one for one in waiting if one not in on_it]
+    for section in dict.fromkeys(one.model for one in models):
+        on_it = [one for one in models if one.model == section]
         base = load_base(on_it[0])
-        rewards = rewards_for(base.tokenizer)
-        with held_out.settings(base, on_it, say) as settings:
+        tokenizer = base.tokenizer
+        rewards = rewards_for(tokenizer)
+        with held_out.settings(base, on_it) as settings:
             sampler = getattr(settings["engine"], "name", "transformers")
             for trained, changes in itertools.product(on_it, how):
                 began = time.monotonic()
-                tokenizer = base.tokenizer
                 own = {"tool_loop": held_out.tool_loop(tokenizer), **changes}
                 with base.using(trained) as model:
                     scored = evaluate(model, tokenizer, held_out.prompts, rewards, **settings | own)
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
-                say(_line(rows[-1]))
+                held_out.job.say(_line(rows[-1]))
         release(base.model)
     names = [one.name for one in models]
     return sorted(rows, key=lambda row: names.index(row.model))
@@ -236,19 +245,6 @@ def _scores(found: Evaluation) -> dict[str, str]:
     scores = {name: str(found.estimate(name) or "none") for name in found.rewards}
     # pass@1 is the mean itself
     return scores | {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
-
-
-def _cells(row: Row) -> dict[str, str]:
-    found = row.evaluation
-    thinking = found.thinking_length
-    return {
-        "model": row.model,
-        "drawn": row.mode,
-        **_scores(found),
-        "thinking": "none" if thinking is None else f"{thinking:.1f}",
-        "tokens": f"{found.mean_length:.1f}",
-        "cut off": f"{found.cut_off or 0:.0%}",
-    }
 
 
 def _line(row: Row) -> str:

@@ -27,7 +27,7 @@ from rloo_kit.errors import (
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import choose_engine, read_held_out
 from rloo_kit.evaluation.statistics import difference
-from rloo_kit.evaluation.table import Row, compare, judge_alike
+from rloo_kit.evaluation.table import EvalTable, Row, compare, judge_alike
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import PreparedJob, held_out_judges
@@ -217,6 +217,14 @@ def test_table_is_in_the_folder(run, table):
 
 
 @pytest.mark.long
+def test_a_reward_may_have_the_name_of_a_column():
+    samples = [{"prompt": "", "completion": "", "rewards": {"thinking": 0.5}, "thought_tokens": 7}]
+    row = Row("x", Evaluation({"thinking": 0.5}, 1, 9.0, 0.0, samples), 1.0)
+    _, titles, cells = str(EvalTable("prompts", [row], [])).splitlines()
+    assert titles.split() == ["model", "drawn", "thinking", "thinking", "tokens", "cut", "off"]
+    assert cells.split() == ["x", "greedy", "0.500", "[0.500,", "0.500]", "7.0", "9.0", "0%"]
+
+
 def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
     spoiled = save_adapter(tmp_path / "spoiled", std=0.2)
