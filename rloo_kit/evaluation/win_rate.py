@@ -115,19 +115,21 @@ def judge_models(  # noqa: PLR0913
         held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size, say)
         folder = results_folder(output, mine.run)
         # One judge serves all tokenizers with the same vocabulary and chat template
-        judges = {}
+        made = {}
+        judges = []  # that of each base
 
         def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
             read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())
-            if read not in judges:
-                judges[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
-            return [] if _compares(judges[read]) else [judges[read]]
+            if read not in made:
+                made[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
+            judges.append(made[read])
+            return [] if _compares(made[read]) else [made[read]]
 
         how = {} if sampled else {"temperature": 0.0}
-        rows = score_models(held_out, [mine, other], [how], rewards_for, say)
-        judge = next(iter(judges.values()))
+        rows = score_models(held_out, [mine, other], [how], rewards_for)
+        judge = judges[0]
         first, second = (row.evaluation for row in rows)
-        won = verdicts(judge, first, second)
+        won = verdicts(judge, first, second, judges[-1])
         result = _win_rate(rows, held_out, won, _describe(spec, judge))
     if folder is not None:
         samples = [
@@ -146,7 +148,12 @@ def judge_models(  # noqa: PLR0913
 # --- the verdicts --------------------------------------------------------------------------------
 
 
-def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
+def verdicts(
+    judge: LoadedReward,
+    mine: Evaluation,
+    other: Evaluation,
+    of_other: LoadedReward | None = None,
+) -> list[float | None]:
     """Return the verdict on each prompt: 1 for a win, 0.5 for a tie, 0 for a loss.
 
     A verdict is None if the judge did not decide.
@@ -156,9 +163,10 @@ def verdicts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[f
             ``pairwise``, which is called here.
         mine: The model's evaluation, with one completion of each prompt.
         other: The evaluation of the other model, on the same prompts.
+        of_other: The judge, loaded for the tokenizer of the other model. None: ``judge`` itself.
     """
     if _compares(judge):
-        return _compare_texts(judge, mine, other)
+        return _compare_texts(judge, mine, other, of_other or judge)
     sign = -1 if judge.weight_at(1.0) < 0 else 1  # with a negative weight the lower score wins
     return [
         None if a is None or b is None else 0.5 + sign * ((a > b) - (a < b)) / 2
@@ -171,31 +179,34 @@ def _compares(judge: LoadedReward) -> bool:
     return getattr(judge.func.reward, "mode", None) == "pairwise"
 
 
-def _compare_texts(judge: LoadedReward, mine: Evaluation, other: Evaluation) -> list[float | None]:
+def _compare_texts(
+    judge: LoadedReward, mine: Evaluation, other: Evaluation, of_other: LoadedReward
+) -> list[float | None]:
     """Return the verdicts of a judge that reads both completions of a prompt.
 
     If one of the answers is empty, the other one wins and the judge is not asked. Two empty answers
     tie.
     """
-    inner = judge.func.reward
     prompts = [one["prompt"] for one in mine.samples]
-    # The judge reads only the text after the thought
+    # The judge reads only the text after the thought, which the template of a model may open
     ours, theirs = (
-        [inner.answer_text(one["prompt"], one["completion"]) for one in side.samples]
-        for side in (mine, other)
+        [reads.answer_text(one["prompt"], one["completion"]) for one in side.samples]
+        for reads, side in ((judge.func.reward, mine), (of_other.func.reward, other))
     )
-    answered = [(bool(a.strip()), bool(b.strip())) for a, b in zip(ours, theirs, strict=True)]
+    # The judge skips a row whose reference is None
+    references = [
+        text if own.strip() and text.strip() else None
+        for own, text in zip(ours, theirs, strict=True)
+    ]
     columns = {
         "prompts": prompts,
         "completions": as_completions(prompts, [one["completion"] for one in mine.samples]),
-        # The judge skips a row whose reference is None
-        inner.column: [
-            text if all(both) else None for text, both in zip(theirs, answered, strict=True)
-        ],
+        judge.func.reward.column: references,
     }
+    rows = zip(call_reward(judge.func, columns), ours, theirs, references, strict=True)
     return [
-        score if all(both) else 0.5 + (both[0] - both[1]) / 2
-        for score, both in zip(call_reward(judge.func, columns), answered, strict=True)
+        0.5 + (bool(own.strip()) - bool(text.strip())) / 2 if reference is None else score
+        for score, own, text, reference in rows
     ]
 
 

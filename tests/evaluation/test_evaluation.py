@@ -592,6 +592,36 @@ def test_answer_beats_a_thought_that_was_cut_off(base):
         tokenizer=base.tokenizer,
     )
     cut, whole = "1+1", "1+1=2 </think> 2"
+PAIRS = """
+class Pairs:
+    mode = "pairwise"
+    model = rubric = "test"
+    column = "reference"
+
+    def __init__(self, template=""):
+        self.template = template
+
+    def bind(self, tokenizer):
+        return Pairs(tokenizer.chat_template)
+
+    def answer_text(self, prompt, completion):
+        return "another" if "{# another #}" in self.template else "the same"
+
+    def __call__(self, completions, reference, **_):
+        return [float(text == "another") for text in reference]
+"""
+
+
+def test_the_answers_of_a_model_are_read_by_its_own_template(run, tmp_path):
+    (tmp_path / "taste.py").write_text(PAIRS)
+    other = shutil.copytree(TINY_THINKER, tmp_path / "other")
+    with (other / "chat_template.jinja").open("a") as template:
+        template.write("{# another #}")
+    how = {"num_prompts": 2, "output": tmp_path, "say": str}
+    found = rk.judge_models(run, against=other, by={"name": f"{tmp_path}/taste.py:Pairs"}, **how)
+    assert found.wins == 2
+
+
     sides = answered(cut, whole, cut), answered(whole, cut, cut)
     assert verdicts(judge, *sides) == [0.0, 1.0, 0.5]
 
