@@ -85,7 +85,7 @@ def main() -> None:
 
     def here(name: str, one: object, of: object) -> None:
         judge = exam.rewards(one.tokenizer)[:1]
-        with exam.settings(one, [of], print) as settings, one.using(of) as model:
+        with exam.settings(one, [of]) as settings, one.using(of) as model:
             how = settings | {"temperature": 0.0}
             samples = rk.evaluate(model, one.tokenizer, exam.prompts, judge, **how).samples
         scores = [sample["rewards"][judge[0].name] for sample in samples]

@@ -1,7 +1,6 @@
 """Held-out prompts on which several models are sampled and scored in the same way."""
 
 import contextlib
-import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
 from rloo_kit.config.trainer_settings import known_trainer_fields
+from rloo_kit.data.files import local_path
 from rloo_kit.data.hub_tasks import hub_task
-from rloo_kit.data.lengths import drop_long_prompts, tokenize_prompts
+from rloo_kit.data.images import has_images
+from rloo_kit.data.lengths import drop_long_prompts, quantile_of_lengths
 from rloo_kit.data.prompts import MAX_HELD_OUT, is_task, load_prompts
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import settings_of
 from rloo_kit.evaluation.trained import LoadedBase, TrainedModel, why_not_by_vllm
-from rloo_kit.job import PreparedJob, held_out_judges, read_prompts, system_message
-from rloo_kit.machine.cleanup import add_to_session, session
+from rloo_kit.job import PreparedJob, held_out_judges, system_message
+from rloo_kit.machine.cleanup import session
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.choice import check_engine, start_engine
 from rloo_kit.sampling.engine import choose
@@ -37,9 +38,9 @@ BATCH_TOKENS = 1 << 16
 # Settings of the trainer that an evaluation reads, besides those of vLLM
 OF_EVALUATION = {
     "chat_template_kwargs", "generation", "generation_kwargs", "max_completion_length",
-    "max_tool_calling_iterations", "min_p", "on_tool_error", "per_device_train_batch_size",
-    "repetition_penalty", "temperature", "thinking_budget", "tool_timeout_seconds", "top_k",
-    "top_p", "use_vllm",
+    "max_tool_calling_iterations", "min_p", "on_reward_error", "on_tool_error",
+    "per_device_train_batch_size", "repetition_penalty", "reward_timeout_seconds", "temperature",
+    "thinking_budget", "tool_timeout_seconds", "top_k", "top_p", "use_vllm",
 }  # fmt: skip
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
@@ -58,31 +59,32 @@ class HeldOut:
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return the rewards that score the prompts.
+        """Return the rewards that score the prompts, with the run's time limit and error rule.
 
         Args:
             tokenizer: Tokenizer of the models.
             specs: Rewards, written as in a run file. None uses the rewards with which the run
                 scores its held-out prompts.
         """
-        template = self.job.args.chat_template_kwargs
+        job = self.job
+        args = job.args
         load = functools.partial(
-            load_rewards, tokenizer=tokenizer, chat_template_kwargs=template, say=self.job.say
+            load_rewards,
+            tokenizer=tokenizer,
+            chat_template_kwargs=args.chat_template_kwargs,
+            say=job.say,
         )
         if specs is None:
-            config = self.job.config
-            data = replace(config.data, prompts=self.source)
-            specs = [*config.rewards, *self.job.of_environments]
-            found = held_out_judges(load(specs), self.prompts, load, data)
+            data = replace(job.config.data, prompts=self.source)
+            own = load([*job.config.rewards, *job.of_environments])
+            found = held_out_judges(own, self.prompts, load, data)
         else:
             found = load(specs)
-        for reward in found:
-            add_to_session(reward.func)
-        return found
+        return [job.guarded(reward, args.on_reward_error) for reward in found]
 
     @contextlib.contextmanager
     def settings(
-        self, base: LoadedBase, models: Sequence[TrainedModel], say: Say
+        self, base: LoadedBase, models: Sequence[TrainedModel]
     ) -> Iterator[dict[str, Any]]:
         """Start the engine for a base with the adapters of the models, for a ``with`` block.
 
@@ -93,16 +95,15 @@ class HeldOut:
             DataError: The longest prompt and its completion exceed the model's context length.
             GenerationError: vLLM was requested by name but cannot sample here, or does not start.
         """
-        args = copy.copy(self.job.args)
-        config = self.job.config
-        prompts = self.prompts["prompt"][:]
-        ids = tokenize_prompts(base.tokenizer, prompts, args.chat_template_kwargs)
-        length = max(map(len, ids)) + args.max_completion_length
+        job = self.job
+        args = job.args
+        longest = quantile_of_lengths(self.prompts, base.tokenizer, 1, args.chat_template_kwargs)
+        length = longest + args.max_completion_length
         # tools and environments add tokens to a prompt
-        if self.job.tool_loop is not None:
-            length = max(length, config.model.max_seq_length)
-        limit = getattr(base.model.config, "max_position_embeddings", None)
-        if limit is not None and length > limit:
+        if job.tool_loop is not None:
+            length = max(length, job.config.model.max_seq_length)
+        limit = getattr(base.model.config, "max_position_embeddings", None) or length
+        if length > limit:
             raise DataError(
                 f"a prompt and its completion may have {length} tokens, but the context length of "
                 f"the model is {limit}: lower trainer.max_completion_length, or leave out long "
@@ -114,25 +115,25 @@ class HeldOut:
         # Without gradients more rows than the run's batch fit in a CPU's memory. The run has only
         # as many environments as its batch has rows.
         is_cpu = base.model.device.type == "cpu"
-        if self.batch_size is None and is_cpu and not config.environment:
-            size = max(size, BATCH_TOKENS // config.model.max_seq_length)
+        if self.batch_size is None and is_cpu and not job.config.environment:
+            size = max(size, BATCH_TOKENS // job.config.model.max_seq_length)
         # Nothing trains next to the engine, so it need not sleep, and it gets large batches
         args.vllm_max_model_length = length
         args.vllm_enable_sleep_mode = False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
         with session():
             engine, choice = start_engine(base.model, args, why_not=self.why_not, trains=False)
-            if choice.reason is not None:
-                say(f"completions by transformers, not vLLM: {choice.reason}")
+            if choice.reason:
+                job.say(f"completions by transformers, not vLLM: {choice.reason}")
             yield settings_of(args) | {"batch_size": size, "engine": engine}
 
     def tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
         """Return a loop with new environments that runs the run's tools; None without tools."""
         from rloo_kit.training.tools import make_tool_loop
 
-        args = copy.copy(self.job.args)
-        longest = self.job.config.model.max_seq_length
-        return make_tool_loop(*self.job.tools, tokenizer, args, longest)
+        job = self.job
+        longest = job.config.model.max_seq_length
+        return make_tool_loop(*job.tools, tokenizer, job.args, longest)
 
 
 # --- reading what is held out --------------------------------------------------------------------
@@ -163,23 +164,27 @@ def read_held_out(
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
-    given = read_overrides(overrides)
-    of_data = given.get("data") or {}
-    of_trainer = given.get("trainer") or {}
-    _check_given(given, of_trainer)
     first = next((one for one in models if one.config), models[0])
     config = replace(first.config or RunConfig(), model=first.model)
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
+    given = read_overrides(overrides)
+    of_data = given.get("data") or {}
+    _check_given(given)
     job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()
-    choose_engine(args, of_trainer)
+    choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
     choose(requested_engine(args), on_gpu=True, why_not=why_not)
-    found = _prompts(config, prompts, num_prompts, of_data)
+    found = _prompts(job, prompts, num_prompts, of_data)
+    if has_images(found):
+        raise DataError(
+            "the prompts have images, which only a training can sample from: name other prompts "
+            "with --prompts (evaluation.json of a run has the scores of its held-out prompts)"
+        )
     _ = job.tool_loop  # the tokens of the tools count as part of the prompts
     if job.prompt_limit is not None:
         settings = args.chat_template_kwargs
@@ -190,12 +195,8 @@ def read_held_out(
     return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
 
 
-def _check_given(given: Mapping[str, Any], of_trainer: Mapping[str, Any]) -> None:
+def _check_given(given: Mapping[str, Any]) -> None:
     """Check that the user's settings change the evaluation, and not the trained model.
-
-    Args:
-        given: All settings that the user gave.
-        of_trainer: Those under ``trainer``.
 
     Raises:
         ConfigError: A setting would change the model, or has no effect on an evaluation.
@@ -206,6 +207,7 @@ def _check_given(given: Mapping[str, Any], of_trainer: Mapping[str, Any]) -> Non
                 f"--set {section} would change a model that is already trained: leave it out, or "
                 "name another model"
             )
+    of_trainer = given.get("trainer") or {}
     for name in sorted(of_trainer.keys() & (known_trainer_fields() - OF_EVALUATION)):
         if not name.startswith("vllm_"):
             raise ConfigError(f"trainer.{name} has no effect on an evaluation: leave it out")
@@ -259,41 +261,43 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
 
 
 def _prompts(
-    config: RunConfig, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
+    job: PreparedJob, prompts: str | Path | None, most: int | None, given: Mapping[str, Any]
 ) -> Any:
     """Return the prompts to evaluate on.
 
     Args:
-        config: Settings of the run.
+        job: The run.
         prompts: A file, task or dataset. None uses the prompts that the run held out.
         most: Maximum number of prompts; None: all that there are. Of a task, which has no end, None
             means as many as the run's ``data.held_out``, or 256 if that is not set.
         given: Settings under ``data`` that the user gave for the evaluation.
     """
-    data = config.data
+    data = job.config.data
     name = str(prompts or data.prompts)
-    is_the_runs = name == data.prompts
+    is_the_runs = local_path(name).resolve() == local_path(data.prompts).resolve()
     if prompts is None or (is_the_runs and hub_task(name) and not is_task(name)):
-        _, kept_out = read_prompts(config, EXAMPLES)
+        kept_out = job.prompts[1]
         if kept_out is None:
             raise DataError(
                 "the run held out no prompts from training (data.held_out: 0): name a file, task "
                 "or dataset with --prompts"
             )
         return kept_out.select(range(len(kept_out))[:most])
+    how: dict[str, Any] = {"num_prompts": most, "system": system_message(data)}
+    keys = ()
     if is_task(name):  # its held-out split
         how = {
             "split": "held_out",
             "num_prompts": most or data.held_out or MAX_HELD_OUT,
+            "system": data.system,
         }
-        # The run's level and settings do not fit another task
-        keys = [key for key in ("level", "settings") if is_the_runs or key in given]
-        how |= {key: getattr(data, key) for key in ("system", *keys)}
-    else:
-        how = {"num_prompts": most, "system": system_message(data)}
-        if not hub_task(name):  # a file or a dataset in the run's own columns
-            how |= {key: getattr(data, key) for key in ("split", "config", "columns", "skip_empty")}
-    load = functools.partial(load_prompts, name, chat=data.chat, seed=config.seed)
+        keys = ("level", "settings")
+    elif not hub_task(name):  # a file or a dataset in the run's own columns
+        how |= {"columns": data.columns, "skip_empty": data.skip_empty}
+        keys = ("split", "config")
+    # The run's values do not fit another task or dataset
+    how |= {key: getattr(data, key) for key in keys if is_the_runs or key in given}
+    load = functools.partial(load_prompts, name, chat=data.chat, seed=job.config.seed)
     try:
         return load(**how)
     except DataError:

@@ -12,7 +12,7 @@ from rloo_kit.data.hub_tasks import HUB_TASKS, SYSTEM
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.errors import DataError
 from rloo_kit.evaluation.held_out import _prompts
-from rloo_kit.job import read_prompts, with_whole_paths
+from rloo_kit.job import PreparedJob, read_prompts, with_whole_paths
 
 INSTRUCTION = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -80,7 +80,7 @@ def test_gsm8k_in_one_file_holds_out_its_last_rows(copy):
 
 
 def asked(config, name, most=None):
-    return _prompts(config, name, most, {})["answer"]
+    return _prompts(PreparedJob(config), name, most, {})["answer"]
 
 
 def test_a_run_with_columns_is_evaluated_on_a_known_dataset(copy):
@@ -88,6 +88,13 @@ def test_a_run_with_columns_is_evaluated_on_a_known_dataset(copy):
     data = DataSection(prompts="mine.jsonl", columns={"prompt": "question"}, split="mine")
     assert asked(RunConfig(data=data), f"gsm8k:{file}") == ["1007", "1008", "1009"]
     assert asked(RunConfig(data=data), f"gsm8k:{copy}", 2) == ["1100", "1101"]
+
+
+def test_split_and_config_of_a_run_are_not_those_of_another_file(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "1 + 1?", "answer": "2"}')
+    data = DataSection(prompts="org/data", split="train[:9]", config="main")
+    assert asked(RunConfig(data=data), str(file)) == ["2"]
 
 
 def test_a_run_on_one_file_is_evaluated_on_the_rows_that_it_held_out(copy):

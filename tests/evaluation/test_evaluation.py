@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -132,16 +133,16 @@ def test_evaluate_takes_rewards_as_the_trainer_does(base):
 
 @pytest.mark.parametrize("end", [258, None])
 def test_evaluate_takes_a_model_that_the_kit_did_not_load(base, end):
-    def evaluated():
     prompts = [{"prompt": "1 + 1 = "}, {"prompt": "111 + 222 = "}]
 
+    def evaluated():
         how = {"temperature": 0, "max_completion_length": 16}
         return rk.evaluate(base.model, base.tokenizer, prompts, [], **how)
 
     samples = evaluated().samples
     base.model.generation_config.eos_token_id = end
-    assert evaluated().samples == samples
     base.tokenizer.pad_token = None
+    assert evaluated().samples == samples
 
 
 def test_several_greedy_completions_are_refused(base):
@@ -150,7 +151,6 @@ def test_several_greedy_completions_are_refused(base):
         rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], **how)
 
 
-JUDGES = {
 @pytest.mark.parametrize(
     ("how", "error", "match"),
     [
@@ -164,6 +164,7 @@ def test_what_evaluate_cannot_do_is_one_sentence(base, how, error, match):
         rk.evaluate(base.model, base.tokenizer, held_out_sums(2), **{"rewards": [], **how})
 
 
+JUDGES = {
     "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: [length]}": (
         "accuracy auto, length"
     ),
@@ -216,7 +217,6 @@ def test_table_is_in_the_folder(run, table):
     assert len(samples) == 2 * PROMPTS * 5
 
 
-@pytest.mark.long
 def test_a_reward_may_have_the_name_of_a_column():
     samples = [{"prompt": "", "completion": "", "rewards": {"thinking": 0.5}, "thought_tokens": 7}]
     row = Row("x", Evaluation({"thinking": 0.5}, 1, 9.0, 0.0, samples), 1.0)
@@ -225,6 +225,7 @@ def test_a_reward_may_have_the_name_of_a_column():
     assert cells.split() == ["x", "greedy", "0.500", "[0.500,", "0.500]", "7.0", "9.0", "0%"]
 
 
+@pytest.mark.long
 def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
     """The base, the run's adapter and another one, in any order: each gives its own answers."""
     spoiled = save_adapter(tmp_path / "spoiled", std=0.2)
@@ -251,6 +252,7 @@ WRONG = {
     "judge tiny-thinker --against x --batch-size -2": "batch-size is -2",
     "eval tiny-thinker --set model.load_in_4bit=false": "--set model would change a model",
     "eval tiny-thinker --set trainer.num_generations=8": "num_generations has no effect on an",
+    "eval tiny-thinker --set trainer=5": "trainer is 5, must be",
 }
 
 
@@ -420,6 +422,23 @@ def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_pat
         prompts()
 
 
+def test_prompts_with_images_are_refused_before_loading(run, tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "red.png")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "What colour?", "image": "red.png"}\n' * 8)
+    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
+    folder = with_settings(run, tmp_path / "run", *settings)
+    with pytest.raises(DataError, match="images, which only a training can sample from"):
+        read_held_out([find_trained(folder)])
+
+
+def test_rewards_fail_by_the_rules_of_the_run(run):
+    rules = ["trainer.on_reward_error=skip", "trainer.reward_timeout_seconds=9"]
+    found = read_held_out([find_trained(run)], rules)
+    rewards = found.rewards(found.job.tokenizer)
+    assert [(one.func.on_error, one.func.timeout) for one in rewards] == [("skip", 9.0)] * 2
+
+
 def test_prompts_may_be_longer_than_those_of_the_run(run):
     trained = find_trained(run)
     one = load_base(trained)
@@ -573,25 +592,6 @@ def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
     assert found.ties == 2  # each was scored by the first that was made
 
 
-def answered(*texts, **rewards):
-    """The evaluation of these texts, each the answer to another question."""
-    samples = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {n} + {n}?"}],
-            "completion": text,
-            "rewards": {name: values[n - 111] for name, values in rewards.items()},
-        }
-        for n, text in enumerate(texts, 111)
-    ]
-    return Evaluation({}, len(samples), 1.0, 0.0, samples)
-
-
-def test_answer_beats_a_thought_that_was_cut_off(base):
-    (judge,) = rk.load_rewards(
-        [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
-        tokenizer=base.tokenizer,
-    )
-    cut, whole = "1+1", "1+1=2 </think> 2"
 PAIRS = """
 class Pairs:
     mode = "pairwise"
@@ -622,6 +622,25 @@ def test_the_answers_of_a_model_are_read_by_its_own_template(run, tmp_path):
     assert found.wins == 2
 
 
+def answered(*texts, **rewards):
+    """The evaluation of these texts, each the answer to another question."""
+    samples = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {n} + {n}?"}],
+            "completion": text,
+            "rewards": {name: values[n - 111] for name, values in rewards.items()},
+        }
+        for n, text in enumerate(texts, 111)
+    ]
+    return Evaluation({}, len(samples), 1.0, 0.0, samples)
+
+
+def test_answer_beats_a_thought_that_was_cut_off(base):
+    (judge,) = rk.load_rewards(
+        [{"name": "judge", "model": "m", "mode": "pairwise", "base_url": "http://127.0.0.1:9/v1"}],
+        tokenizer=base.tokenizer,
+    )
+    cut, whole = "1+1", "1+1=2 </think> 2"
     sides = answered(cut, whole, cut), answered(whole, cut, cut)
     assert verdicts(judge, *sides) == [0.0, 1.0, 0.5]
 
