@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 from rloo_kit.config.settings import Rule
 from rloo_kit.config.values import check_value
 from rloo_kit.data.files import check_messages, placed_rows
-from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.errors import ConfigError, DataError, DivergedError
 from rloo_kit.machine.cleanup import add_to_session, session
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import TESTED, Hardware, installed_version
@@ -86,7 +87,7 @@ class Pair:
 class _Job:
     """Settings of one training: how to load the model, how to read texts, and TRL's settings."""
 
-    model: str
+    base: str
     load_in_4bit: bool
     r: int
     lora_alpha: int
@@ -97,7 +98,7 @@ class _Job:
 
     @property
     def place(self) -> str:
-        return str(EMBEDDED.get(self.model, self.model))
+        return str(EMBEDDED.get(self.base, self.base))
 
 
 def train_reward_model(  # noqa: PLR0913
@@ -151,6 +152,7 @@ def train_reward_model(  # noqa: PLR0913
     Raises:
         DataError: A pair is wrong, or the pairs cannot be split.
         ConfigError: A setting is wrong.
+        DivergedError: The trained model's scores are NaN or Inf.
         ModelError: The base model cannot be loaded.
         MemoryRanOutError: A training pass does not fit in memory.
     """
@@ -211,9 +213,9 @@ def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
     if isinstance(prompt, str) and (chat or not isinstance(answer, str)):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str):
-        if isinstance(prompt, list):
-            return prompt, [{"role": "assistant", "content": answer}]
-        return prompt or "", answer
+        if not isinstance(prompt, list):
+            return prompt or "", answer
+        answer = [{"role": "assistant", "content": answer}]
     # If the assistant's message is not the first, the conversation contains its own prompt
     whole = [*(prompt or []), *answer] if answer[0]["role"] == "assistant" else answer
     if len(whole) < 2 or whole[-1]["role"] != "assistant":
@@ -271,8 +273,7 @@ def _train_and_save(
 
     from rloo_kit.training.supervised import make_arguments, make_trainer, memory_errors
 
-    folder = free_folder(output_dir)
-    check_writable(folder.parent)
+    check_writable(free_folder(output_dir).parent)
     with tempfile.TemporaryDirectory() as scratch:
         # TRL need not cut the texts, because `_read` does
         fixed = {"max_length": None, "output_dir": scratch, "seed": job.seed}
@@ -281,9 +282,7 @@ def _train_and_save(
         train_ids = _read(tokenizer, train, job)
         held_ids = _read(tokenizer, held, job)
         bits = "4-bit NF4" if job.load_in_4bit else f"{32 if hardware.device == 'cpu' else 16}-bit"
-        say(
-            f"reward model on {job.model}, {bits}, LoRA r={job.r} and a score head, {hardware.name}"
-        )
+        say(f"reward model on {job.base}, {bits}, LoRA r={job.r} and a score head, {hardware.name}")
         say(f"{len(train_ids):,} pairs to train on, {len(held_ids):,} held out")
         rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in train_ids]
         trainer = make_trainer(
@@ -300,7 +299,7 @@ def _train_and_save(
             seconds = trainer.train().metrics["train_runtime"]
         after = _scores(trainer, held_ids)
     result = RewardModelResult(
-        folder=folder,
+        folder=free_folder(output_dir),  # only now, since another training may have made one
         accuracy=after["accuracy"],
         accuracy_before=before["accuracy"],
         margin=after["margin"],
@@ -324,11 +323,11 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
     from transformers import AutoTokenizer, set_seed
 
     set_seed(job.seed)
-    with quiet(), loading(f"the base {job.model!r} of a reward model", job.place):
+    with quiet(), loading(f"the base {job.base!r} of a reward model", job.place):
         model, _ = load_base(job.place, load_in_4bit=job.load_in_4bit, device=hardware.device)
         tokenizer = AutoTokenizer.from_pretrained(job.place, trust_remote_code=False)
     add_to_session(model)
-    set_up_tokenizer(model, tokenizer, job.model)
+    set_up_tokenizer(model, tokenizer, job.base)
     lora = LoraConfig(
         task_type="SEQ_CLS", r=job.r, lora_alpha=job.lora_alpha, target_modules="all-linear"
     )
@@ -367,6 +366,10 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     trainer.model.eval()
     with trainer.accelerator.autocast():
         scores = logits(trainer.model, trainer.processing_class.pad_token_id, rows, budget)
+    if not all(map(math.isfinite, scores)):
+        raise DivergedError(
+            f"{WHAT} has scores that are NaN or Inf, so nothing is saved: lower learning_rate"
+        )
     chosen = scores[0::2]
     rejected = scores[1::2]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
@@ -387,19 +390,18 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
     ``reward_model.json`` records settings, results, and where the base model is.
     """
     model = trainer.model
-    model.peft_config["default"].base_model_name_or_path = job.model
+    model.peft_config["default"].base_model_name_or_path = job.base
     facts = {
-        "base": job.model,
         **vars(job),
         **vars(result),
         "steps": trainer.state.global_step,
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
-    del facts["model"], facts["folder"]
+    del facts["folder"]
     place = Path(job.place)
     if place.is_dir():
         facts["base_fingerprint"] = fingerprint(place)
-        if job.model not in EMBEDDED:
+        if job.base not in EMBEDDED:
             with contextlib.suppress(ValueError):
                 # On Windows no relative path leads to another drive
                 relative = os.path.relpath(place.resolve(), result.folder.resolve())

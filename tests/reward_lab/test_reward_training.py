@@ -13,7 +13,7 @@ from rloo_kit.rewards import RewardModel
 
 from rloo_kit.cli import main
 from rloo_kit.data.tasks import arithmetic_prompt
-from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError, ModelError
+from rloo_kit.errors import ConfigError, DataError, DivergedError, MemoryRanOutError, ModelError
 from rloo_kit.reward_lab.reward_model import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.specs import load_rewards
 
@@ -205,6 +205,23 @@ def test_a_base_that_is_no_model_is_refused(tmp_path):
     for model in (tmp_path, write_pairs(tmp_path / "model.gguf", [])):
         with pytest.raises(ModelError, match=r"the base .* cannot be loaded"):
             train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
+
+
+def test_scores_that_are_not_finite_are_one_sentence_and_leave_nothing(tmp_path):
+    how = {**SHORT, "learning_rate": 1e36, "max_grad_norm": 1e9}
+    with pytest.raises(DivergedError, match="scores that are NaN or Inf, so nothing is saved"):
+        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=lambda line: None, **how)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_keeps_its_result_if_another_one_takes_its_folder(tmp_path):
+    def say(line):
+        if "to train on" in line:
+            (tmp_path / "taste" / "theirs").mkdir(parents=True)
+
+    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
+    assert result.folder == tmp_path / "taste-2"
+    assert (result.folder / "reward_model.json").is_file()
 
 
 @pytest.mark.long
