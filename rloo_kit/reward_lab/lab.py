@@ -8,6 +8,7 @@ completions come from a file instead, only the run's tokenizer is loaded.
 import contextlib
 import json
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -21,7 +22,7 @@ from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation.evaluator import sample_and_score
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.cleanup import add_to_session, session
-from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.output_folder import check_writable, free_folder, make_run_folder, write_json
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
@@ -34,7 +35,7 @@ from rloo_kit.reward_lab.score_statistics import (
 )
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import make_sampling, thought_limit
-from rloo_kit.scoring.contract import CheckedReward, keywords_of, reward_columns
+from rloo_kit.scoring.contract import CheckedReward, columns_read, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
@@ -101,9 +102,8 @@ def check_rewards(  # noqa: PLR0913
     if source is None and (completions is None or rewards is None):
         raise ConfigError("there is nothing to check: give a run file, or completions and rewards")
     _check_counts(completions, num_prompts=num_prompts, num_generations=num_generations)
-    folder = None if output_dir is None else free_folder(output_dir)
-    if folder is not None:
-        check_writable(folder.parent)
+    if output_dir is not None:
+        check_writable(free_folder(output_dir).parent)
     config, base = read_config(RunConfig() if source is None else source, overrides)
     job = PreparedJob(config, base, say)
     _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
@@ -124,8 +124,8 @@ def check_rewards(  # noqa: PLR0913
         notes = [NO_TOKENIZER] if tokenizer is None else []
         check = _examined(rows, _load(job, rewards, tokenizer), config, limit, notes)
     say(f"\n{check}")
-    if folder is not None:
-        _write(folder, check, rows, say)
+    if output_dir is not None:
+        _write(make_run_folder(output_dir), check, rows, say)
     if completions is None:
         say(f"\n{opened.released}")
     return check
@@ -293,7 +293,7 @@ def _examined(
     for reward in rewards:
         if not isinstance(reward.func, CheckedReward):
             notes.append(f"note: {reward.name} is a model object, which was not checked")
-        elif "environments" in keywords_of(reward.func.reward)[2]:
+        elif "environments" in columns_read(reward.func.reward):
             notes.append(f"note: {reward.name} reads the environments, so it was not checked")
         else:
             add_to_session(reward.func)
@@ -329,7 +329,6 @@ def _examined(
 
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
-    folder.mkdir(parents=True)
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
     with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
         for row in rows:
@@ -338,5 +337,5 @@ def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
             lines.write(f"{json.dumps(shown, default=str)}\n")
     say(
         f"\nwritten to {folder}; to check again without the model, add "
-        f"--completions {folder}/completions.jsonl"
+        f"--completions {shlex.quote(str(folder / 'completions.jsonl'))}"
     )

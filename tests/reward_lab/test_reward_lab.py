@@ -287,6 +287,20 @@ def test_a_column_keeps_its_values_under_any_name(tmp_path):
 
 
 def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
+def test_a_check_is_written_if_another_one_takes_its_folder(tmp_path):
+    folder = tmp_path / "my checks"
+
+    def taking(completions, **_):
+        folder.mkdir(exist_ok=True)
+        return [0.0 for _ in completions]
+
+    said = []
+    how = {"completions": FEW, "output_dir": folder, "say": said.append}
+    check_rewards(rewards=[taking], **how)
+    assert (tmp_path / "my checks-2" / "rewards_check.json").is_file()
+    assert said[-1].endswith(f"--completions '{folder}-2/completions.jsonl'")
+
+
     prompts = rk.load_prompts("arithmetic", num_prompts=2)["prompt"]
     answers = rk.load_prompts("arithmetic", num_prompts=2)["answer"]
     rows = [
@@ -465,6 +479,14 @@ def test_a_check_plays_environments_before_the_run(tmp_path):
         "trainer: {per_device_train_batch_size: 16, num_generations: 8,\n"
         "  max_completion_length: 96}\n"
     )
+def test_rewards_that_read_environments_are_not_called(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    calls = f"{tmp_path}/game.py:calls"
+    found = check([calls, {"name": calls, "scaled_by": 0.5}, "accuracy"], FEW)
+    assert [note.split()[1] for note in found.notes[1:]] == ["calls", "calls_2"]
+    assert kinds(found) == []
+
+
     found = check_rewards(
         tmp_path / "run.yaml", num_prompts=8, output_dir=tmp_path / "check", say=lambda line: None
     )
