@@ -15,6 +15,7 @@ from rloo_kit.scoring.contract import (
     OverdueError,
     call_reward,
     columns_read,
+    guarded,
     take_rows,
 )
 from rloo_kit.scoring.specs import LoadedReward
@@ -46,7 +47,7 @@ def probe(
         The scores of all calls. If the first call fails, every score is None and ``fault`` says
         why.
     """
-    func: CheckedReward = replace(reward.func, timeout=timeout)
+    func: CheckedReward = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)
     weight = reward.weight_at(0.0)
     started = time.perf_counter()
@@ -58,16 +59,17 @@ def probe(
     seconds = (time.perf_counter() - started) / count
     num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
     rows = [row * count // num for row in range(num)]
-    first = Probed(reward.name, weight, scores, seconds, rows=rows)
-    return _with_probes(first, func, columns, batch)
+    same = {"first": [scores[row] for row in rows]}
+    first = Probed(reward.name, weight, scores, seconds, probes=same)
+    return _with_probes(first, func, take_rows(columns, rows), batch)
 
 
-def _with_probes(
-    probed: Probed, func: CheckedReward, columns: dict[str, Any], batch: Batch
-) -> Probed:
-    """Make the further calls, and return ``probed`` with their scores and errors added."""
-    own = take_rows(columns, probed.rows)
-    count = len(probed.rows)
+def _with_probes(probed: Probed, func: CheckedReward, own: dict[str, Any], batch: Batch) -> Probed:
+    """Make the further calls, and return ``probed`` with their scores and errors added.
+
+    ``own`` are the columns of the completions that are probed.
+    """
+    count = len(probed.first)
     order = random.Random(0).sample(range(count), count)
     calls = {"first": own} if count < len(probed.scores) else {}
     calls |= {"again": own, "permuted": take_rows(own, order)}
@@ -82,11 +84,11 @@ def _with_probes(
         # The prompt opens the thought
         calls["opened"] = _altered("opened", own)
     limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-    scores = {}
+    scores = {**probed.probes}
     errors = {}
     seconds = probed.seconds
     for name, given in calls.items():
-        asked = replace(func, timeout=limit) if name == "repeated" else func
+        asked = guarded(func, limit, "stop") if name == "repeated" else func
         started = time.perf_counter()
         try:
             scores[name] = call_reward(asked, given)
@@ -111,7 +113,7 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: KitError) -> Seen:
         kind = "timeout"
     elif exc.__cause__ is None and " returned " in str(exc):
         kind = "wrong_output"
-    return Seen(printable(str(exc)), reward=func.name, kind=kind)
+    return Seen(printable(str(exc)), kind=kind)
 
 
 # --- altered completions -------------------------------------------------------------------------

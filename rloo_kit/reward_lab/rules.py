@@ -63,7 +63,7 @@ for _kind, _texts in _STOPPING.items():
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
-    """Return the findings about one reward, without those that another finding explains.
+    """Return the findings about one reward, without its name and those that another one explains.
 
     Args:
         probed: The reward's scores for the completions and in the probes.
@@ -91,7 +91,7 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
 )
 def _never_applies(probed: Probed) -> Iterator[Seen]:
     if not known(probed.scores):
-        yield Seen(f"it returned None for all {len(probed.scores)} completions", reward=probed.name)
+        yield Seen(f"it returned None for all {len(probed.scores)} completions")
 
 
 @RULES.rule(
@@ -129,8 +129,7 @@ def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     if rises >= max(1, 4 * falls, least * len(opened)):
         yield Seen(
             f"with '<think>' put before them, {rises} of {len(opened)} completions score higher "
-            f"(mean {fmean(known(now)):.3g} -> {fmean(known(opened)):.3g})",
-            reward=probed.name,
+            f"(mean {fmean(known(now)):.3g} -> {fmean(known(opened)):.3g})"
         )
 
 
@@ -148,7 +147,6 @@ def _noisy(probed: Probed) -> Iterator[Seen]:
             f"called twice with the same input, {changed} of {len(first)} scores differ "
             f"(correlation of the two calls {found:.2f})",
             "error" if found < 0.5 else "warning",
-            probed.name,
         )
 
 
@@ -161,7 +159,7 @@ def _moved(probed: Probed) -> Iterator[Seen]:
     first = probed.first
     if changed := _num_changed(first, probed.probes.get("permuted", [])):
         seen = "called with the same rows in another order"
-        yield Seen(f"{seen}, {changed} of {len(first)} scores differ", reward=probed.name)
+        yield Seen(f"{seen}, {changed} of {len(first)} scores differ")
 
 
 def _num_changed(first: list[Score], other: list[Score]) -> int:
@@ -191,7 +189,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     failed = [name for name in tried if name in probed.probe_errors]
     if failed:
         evidence = f"for {tried[failed[0]]}: {probed.probe_errors[failed[0]]}"
-        yield Seen(evidence, "warning", probed.name)
+        yield Seen(evidence, "warning")
 
 
 @RULES.rule(
@@ -211,7 +209,6 @@ def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
             f"rank correlation with the length {found:+.2f}; with every letter replaced by x, "
             f"{same} of {len(masked)} scores stay the same",
             "warning",
-            probed.name,
         )
 
 
@@ -226,7 +223,6 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     tried = ("empty", "unclosed", "repeated")
     other = [s for name in tried for s in known(probed.probes.get(name, []))]
     values = known(probed.scores)
-    name = probed.name
     value = values[0]
     best = max([value, *other])
     worst = min([value, *other])
@@ -235,15 +231,15 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     if is_same(best, worst):
         kind = "constant" if value else "all_zero"
         also = ", and so did altered ones" if other else ""
-        yield Seen(f"{seen}{also}", "error", name, kind=kind)
+        yield Seen(f"{seen}{also}", kind=kind)
     elif value == 0:
         if best > 0:
             # Otherwise it is a penalty that no completion has earned
-            yield Seen(f"{higher}, so it is not always 0", "warning", name, kind="all_zero")
+            yield Seen(f"{higher}, so it is not always 0", "warning", kind="all_zero")
     elif is_same(best, value):
-        yield Seen(f"{seen}; altered ones only {worst:g}", "warning", name, kind="saturated")
+        yield Seen(f"{seen}; altered ones only {worst:g}", "warning", kind="saturated")
     else:
-        yield Seen(higher, "warning", name)
+        yield Seen(higher, "warning")
 
 
 RULES.rule(
@@ -305,7 +301,11 @@ def find_all(
     dull = any(r.weight and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
-    found = [f for r in rewards for f in find_in_reward(r, batch, excused=excused)]
+    found = [
+        replace(f, reward=r.name)
+        for r in rewards
+        for f in find_in_reward(r, batch, excused=excused)
+    ]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}
     live = [r for r in rewards if r.weight and r.name not in dead and not is_constant(r.scores)]
     if not live:
@@ -315,7 +315,7 @@ def find_all(
     found += fault
     if calls is not None:
         found += [RULES.finding(seen.kind, seen) for seen in seen_in_calls(calls)]
-    if not excused and (any(known(r.scores) for r in live) or not dead):
+    if not excused and (live or not dead):
         found += _no_signal(signal)
     return RULES.ordered(found)
 

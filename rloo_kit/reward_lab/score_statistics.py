@@ -44,17 +44,18 @@ class Probed:
     seconds: float = 0.0  # time of a call, divided by the number of completions
     # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
     fault: Seen | None = None
-    rows: list[int] = field(default_factory=list)  # indices of the completions that were probed
-    probes: dict[str, list[Score]] = field(default_factory=dict)  # probe -> scores of `rows`
+    # Probe -> scores of the completions that were probed
+    probes: dict[str, list[Score]] = field(default_factory=dict)
     probe_errors: dict[str, str] = field(default_factory=dict)  # probe -> error of the reward
 
     @property
     def first(self) -> list[Score]:
         """Scores of the completions that are probed, before they are altered.
 
-        They come from a separate call if only some of the completions are probed.
+        They come from a separate call if only some of the completions are probed, unless that call
+        failed.
         """
-        return self.probes.get("first") or [self.scores[row] for row in self.rows]
+        return self.probes.get("first", [])
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def batch(num_prompts, size, **known):
     return Batch(["text"] * count, groups, **{"lengths": list(range(count)), **known})
 
 
-def probed(scores, weight=1.0, name="mine", **fields):
-    return Probed(name, weight, list(scores), rows=list(range(len(scores))), **fields)
+def probed(scores, weight=1.0, name="mine", **probes):
+    return Probed(name, weight, list(scores), probes={"first": list(scores), **probes})
 
 
 def signal(scores, size):
@@ -115,7 +115,7 @@ RIGHT = probed([0, 1] * 8, name="right")
     [
         probed([0, 0.3] * 8, 0.1, "small weight"),
         probed([0.5] * 16, 0.0, "logged only"),
-        probed([0.0] * 16, name="penalty", probes={"repeated": [-1.0] * 16}),
+        probed([0.0] * 16, name="penalty", repeated=[-1.0] * 16),
     ],
 )
 def test_beside_a_good_reward_this_is_no_fault(other):
@@ -125,7 +125,7 @@ def test_beside_a_good_reward_this_is_no_fault(other):
 
 
 def test_saturation_is_an_error_only_where_nothing_else_is_learned():
-    full = probed([1.0] * 16, probes={"empty": [0.0] * 16}, name="full")
+    full = probed([1.0] * 16, empty=[0.0] * 16, name="full")
     for rewards, level, says in (
         ([full], "error", "cannot learn"),
         ([full, RIGHT], "warning", "will learn"),
@@ -144,7 +144,7 @@ def test_too_hard_and_too_easy_have_remedies_of_their_own(usual):
 def test_cut_off_completions_excuse_dull_rewards_only_where_nothing_is_learned():
     known = {"truncated": [True] * 16, "max_completion_length": 48, "max_seq_length": 64}
     cut = batch(4, 4, **known)
-    zero = probed([0.0] * 16, probes={"empty": [1.0] * 16})
+    zero = probed([0.0] * 16, empty=[1.0] * 16)
     (finding,), text = find([zero], cut)
     assert (finding.kind, finding.level) == ("truncated", "error")
     assert finding.setting == "trainer.max_completion_length=192, model.max_seq_length=208"

@@ -141,6 +141,11 @@ def hangs(completions, **_):
     time.sleep(5)
 
 
+def slow(completions, **_):
+    time.sleep(0.2)
+    return right(completions, **_)
+
+
 def lacks_its_model(completions, **_):
     raise ModelError("the reward model is not a folder")
 
@@ -220,6 +225,12 @@ def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, more):
     assert kind in str(found)
 
 
+def test_the_time_limit_counts_for_each_part_of_a_reward():
+    limit = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.3"]}
+    found = check([{"name": slow, "only_if": slow}], FEW, **limit)
+    assert kinds(found) == []
+
+
 def test_several_faults_are_listed_the_worst_first():
     found = check([closed, half, dice, splits], FEW)
     assert kinds(found) == ["raises", "non_deterministic", "constant", "saturated"]
@@ -276,17 +287,6 @@ def test_a_check_is_printed_as_a_table_and_written_to_be_checked_again(tmp_path)
     assert (tmp_path / "out-2").is_dir()
 
 
-def test_a_column_keeps_its_values_under_any_name(tmp_path):
-    rows = [{**row, "answer_key": f"the answer {row['answer']}", "note": "hf_" + "a1" * 20}
-            for row in FEW]  # fmt: skip
-    check([half], rows, output_dir=tmp_path / "out")
-    lines = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
-    written = list(map(json.loads, lines))
-    assert [row["answer_key"] for row in written] == [row["answer_key"] for row in rows]
-    assert {row["note"] for row in written} == {"[hidden]"}
-
-
-def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
 def test_a_check_is_written_if_another_one_takes_its_folder(tmp_path):
     folder = tmp_path / "my checks"
 
@@ -301,6 +301,17 @@ def test_a_check_is_written_if_another_one_takes_its_folder(tmp_path):
     assert said[-1].endswith(f"--completions '{folder}-2/completions.jsonl'")
 
 
+def test_a_column_keeps_its_values_under_any_name(tmp_path):
+    rows = [{**row, "answer_key": f"the answer {row['answer']}", "note": "hf_" + "a1" * 20}
+            for row in FEW]  # fmt: skip
+    check([half], rows, output_dir=tmp_path / "out")
+    lines = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
+    written = list(map(json.loads, lines))
+    assert [row["answer_key"] for row in written] == [row["answer_key"] for row in rows]
+    assert {row["note"] for row in written} == {"[hidden]"}
+
+
+def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
     prompts = rk.load_prompts("arithmetic", num_prompts=2)["prompt"]
     answers = rk.load_prompts("arithmetic", num_prompts=2)["answer"]
     rows = [
@@ -468,6 +479,14 @@ def calls(environments, **_):
 """
 
 
+def test_rewards_that_read_environments_are_not_called(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    calls = f"{tmp_path}/game.py:calls"
+    found = check([calls, {"name": calls, "scaled_by": 0.5}, "accuracy"], FEW)
+    assert [note.split()[1] for note in found.notes[1:]] == ["calls", "calls_2"]
+    assert kinds(found) == []
+
+
 @pytest.mark.long
 def test_a_check_plays_environments_before_the_run(tmp_path):
     (tmp_path / "game.py").write_text(GAME)
@@ -479,14 +498,6 @@ def test_a_check_plays_environments_before_the_run(tmp_path):
         "trainer: {per_device_train_batch_size: 16, num_generations: 8,\n"
         "  max_completion_length: 96}\n"
     )
-def test_rewards_that_read_environments_are_not_called(tmp_path):
-    (tmp_path / "game.py").write_text(GAME)
-    calls = f"{tmp_path}/game.py:calls"
-    found = check([calls, {"name": calls, "scaled_by": 0.5}, "accuracy"], FEW)
-    assert [note.split()[1] for note in found.notes[1:]] == ["calls", "calls_2"]
-    assert kinds(found) == []
-
-
     found = check_rewards(
         tmp_path / "run.yaml", num_prompts=8, output_dir=tmp_path / "check", say=lambda line: None
     )
