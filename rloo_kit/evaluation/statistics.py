@@ -13,6 +13,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+SEED = 0  # of the bootstrap and of random signs
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -61,7 +62,7 @@ class Difference(Estimate):
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], {self.verdict}"
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per prompt, with its 95% bootstrap interval.
 
     The interval is that of percentiles (Efron 1979; Efron and Tibshirani 1993, chapter 13). If all
@@ -71,10 +72,11 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     Raises:
         ValueError: There is no value.
     """
-    mean, low, high = _bootstrap(values, seed)
+    mean, low, high = _bootstrap(values)
     if low == high and set(values) <= {0.0, 1.0}:
-        low = max(0.0, low - _room(len(values)))
-        high = min(1.0, high + _room(len(values)))
+        room = _room(len(values))
+        low = max(0.0, low - room)
+        high = min(1.0, high + room)
     return Estimate(mean, low, high, len(values))
 
 
@@ -86,7 +88,7 @@ def _room(num: int) -> float:
     return 1 - (1 - CONFIDENCE) ** (1 / num)
 
 
-def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Difference:
+def difference(before: Sequence[float], after: Sequence[float]) -> Difference:
     """Return the mean of ``after`` - ``before`` over the prompts, with its interval and p-value.
 
     The 95% interval comes from a bootstrap over prompts. The p-value comes from Fisher's
@@ -97,33 +99,32 @@ def difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -
     Args:
         before: One value per prompt.
         after: One value per prompt, in the same order.
-        seed: Seed of the bootstrap and of the random signs.
 
     Raises:
         ValueError: There is no value, or the numbers of values differ.
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
-    mean, low, high = _bootstrap(moved, seed)
+    mean, low, high = _bootstrap(moved)
     if low == high:  # all prompts moved alike; widen the interval, since others may move otherwise
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
         low = low - room
         high = high + room
-    p_value = _sign_flip(moved, seed)
+    p_value = _sign_flip(moved)
     is_real = p_value < 1 - CONFIDENCE and not low <= 0 <= high
     return Difference(mean, low, high, len(moved), p_value, is_real)
 
 
-def _bootstrap(values: Sequence[float], seed: int) -> tuple[float, float, float]:
+def _bootstrap(values: Sequence[float]) -> tuple[float, float, float]:
     if not len(values):
         raise ValueError("an interval needs at least one value")
     array = np.asarray(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)))
+    drawn = np.random.default_rng(SEED).integers(0, len(array), (RESAMPLES, len(array)))
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(array[drawn].mean(axis=1), [tail, 100 - tail])
     return float(array.mean()), float(low), float(high)
 
 
-def _sign_flip(moved: Sequence[float], seed: int) -> float:
+def _sign_flip(moved: Sequence[float]) -> float:
     array = np.asarray([value for value in moved if value], dtype=np.float64)
     num = len(array)
     if not num:
@@ -132,7 +133,7 @@ def _sign_flip(moved: Sequence[float], seed: int) -> float:
     if 2**num <= RESAMPLES:
         signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))  # (2 ** n, n)
         return float((abs(signs @ array) >= seen).mean())
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(SEED)
     # In ten parts, so that the signs need no more memory than the bootstrap's resamples
     sums = [draw.choice((-1.0, 1.0), (RESAMPLES, num)) @ array for _ in range(10)]
     far = np.count_nonzero(np.abs(sums) >= seen)
