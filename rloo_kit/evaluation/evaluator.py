@@ -237,14 +237,12 @@ def evaluate(
     )
     for _, prompt, completion, turns, ended, scores in sampled:
         text = text_of(completion)
-        thought = find_thoughts(marks, turns, text)
         samples.append(
             {
                 "prompt": prompt,
                 "completion": text,
                 "rewards": scores,
-                "tokens": thought["tokens"],
-                "thought_tokens": thought["thought_tokens"],
+                **find_thoughts(marks, turns, text),
                 "cut_off": not ended,
             }
         )
@@ -262,12 +260,16 @@ def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:
     Args:
         args: The run's settings of the trainer.
     """
-    names = ("top_p", "top_k", "min_p", "repetition_penalty")
     return {
         "max_completion_length": args.max_completion_length,
         "temperature": args.temperature,
-        "sampling": {n: value for n in names if (value := getattr(args, n)) is not None}
-        | {"others": args.generation_kwargs or {}},
+        "sampling": {
+            "top_p": args.top_p,
+            "top_k": args.top_k or 0,
+            "min_p": args.min_p or 0.0,
+            "repetition_penalty": args.repetition_penalty,
+            "others": args.generation_kwargs or {},
+        },
         "chat_template_kwargs": args.chat_template_kwargs,
         "batch_size": args.per_device_train_batch_size,
         "seed": args.seed,

@@ -53,8 +53,8 @@ class HeldOut:
     job: PreparedJob  # the run's settings, tokenizer and rewards; its model is not loaded
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # file, task or dataset of the prompts
-    batch_size: int | None = None  # completions at a time; None: as many as are known to fit
-    why_not: str | None = None  # why vLLM cannot sample for all of the models; None if it can
+    batch_size: int | None  # completions at a time; None: as many as are known to fit
+    why_not: str | None  # why vLLM cannot sample for all of the models; None if it can
 
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
@@ -227,7 +227,7 @@ def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
         DataError: The data or ``data.held_out`` has changed, so the run may have trained on some.
     """
     scores = read_json(run / "evaluation.json") or {}
-    samples = next((one["samples"] for k in ("before", "after") if (one := scores.get(k))), [])
+    samples = (scores.get("before") or scores.get("after") or {}).get("samples")
     if not samples or {"system", "chat", "columns"} & set(given):
         return
     held_out = {json.dumps(sample["prompt"]) for sample in samples}
@@ -251,11 +251,10 @@ def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
         args: Settings of the run, changed in place.
         given: Trainer settings that the user gave for the evaluation.
     """
-    if {"generation", "use_vllm"} & set(given):
-        args.use_vllm = bool(given.get("use_vllm"))
-    elif args.use_vllm or requested_engine(args) != "transformers":
+    is_given = {"generation", "use_vllm"} & given.keys()
+    if not is_given and (args.use_vllm or args.generation != "transformers"):
         args.generation = "auto"
-        args.use_vllm = False
+    args.use_vllm = bool(given.get("use_vllm"))
     if "vllm_gpu_memory_utilization" not in given:  # it was for an engine next to the trainer
         args.memory_share_given = False
 

@@ -141,8 +141,9 @@ def evaluate_models(  # noqa: PLR0913
     if not models:
         raise ConfigError("there is no model to evaluate: give the folder of a run")
     if num_samples < 0 or not (num_samples or greedy):
-        more = "0 or more" if greedy else "1 or more, or enable greedy"
-        raise ConfigError(f"num_samples is {num_samples}: set it to {more}")
+        raise ConfigError(
+            f"num_samples is {num_samples}: set it to 1 or more, or to 0 with greedy completions"
+        )
     found = [find_trained(model) for model in models]
     if base and all(one.adapter for one in found):  # otherwise a base is already among them
         found = [found[0].without_adapter(), *found]
@@ -195,7 +196,9 @@ def score_models(
                 with base.using(trained) as model:
                     scored = evaluate(model, tokenizer, held_out.prompts, rewards, **settings | own)
                 rows.append(Row(trained.name, scored, time.monotonic() - began, sampler))
-                held_out.job.say(_line(rows[-1]))
+                scores = [f"{name} {score}" for name, score in _scores(scored).items()]
+                facts = ", ".join([*scores, f"{rows[-1].seconds:.0f} s"])
+                held_out.job.say(f"{trained.name}, {rows[-1].mode}: {facts}")
         release(base.model)
     names = [one.name for one in models]
     return sorted(rows, key=lambda row: names.index(row.model))
@@ -245,11 +248,6 @@ def _scores(found: Evaluation) -> dict[str, str]:
     scores = {name: str(found.estimate(name) or "none") for name in found.rewards}
     # pass@1 is the mean itself
     return scores | {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
-
-
-def _line(row: Row) -> str:
-    scores = [f"{name} {score}" for name, score in _scores(row.evaluation).items()]
-    return f"{row.model}, {row.mode}: {', '.join([*scores, f'{row.seconds:.0f} s'])}"
 
 
 # --- result files: results are added to eval.json and judge.json, samples are replaced -----------

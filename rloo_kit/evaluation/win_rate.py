@@ -115,21 +115,19 @@ def judge_models(  # noqa: PLR0913
         held_out = read_held_out([mine, other], overrides, prompts, num_prompts, batch_size, say)
         folder = results_folder(output, mine.run)
         # One judge serves all tokenizers with the same vocabulary and chat template
-        made = {}
-        judges = []  # that of each base
+        judges = {}
 
         def rewards_for(tokenizer: Tokenizer) -> list[LoadedReward]:
             read = str(tokenizer.chat_template), frozenset(tokenizer.get_vocab().items())
-            if read not in made:
-                made[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
-            judges.append(made[read])
-            return [] if _compares(made[read]) else [made[read]]
+            if read not in judges:
+                judges[read] = held_out.rewards(tokenizer, None if spec is None else [spec])[0]
+            return [] if _compares(judges[read]) else [judges[read]]
 
         how = {} if sampled else {"temperature": 0.0}
         rows = score_models(held_out, [mine, other], [how], rewards_for)
-        judge = judges[0]
+        judge, *of_other = judges.values()
         first, second = (row.evaluation for row in rows)
-        won = verdicts(judge, first, second, judges[-1])
+        won = verdicts(judge, first, second, *of_other)
         result = _win_rate(rows, held_out, won, _describe(spec, judge))
     if folder is not None:
         samples = [

@@ -245,7 +245,7 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
 WRONG = {
     "eval ./nowhere/run": "./nowhere/run",
     "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0: set it to 1 or more, or",
-    "eval tiny-thinker --samples -1": "num_samples is -1: set it to 0 or more",
+    "eval tiny-thinker --samples -1": "num_samples is -1: set it to 1 or more, or to 0",
     "eval tiny-thinker --prompts nowhere.jsonl": "nowhere.jsonl",
     "judge tiny-thinker": "--against",
     "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
