@@ -45,14 +45,6 @@ REMEDY = (
     "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
     "max_length"
 )
-# Arguments that must be above 0, and that no library checks before the model is loaded
-ABOVE_0 = {
-    "r": int,
-    "lora_alpha": int,
-    "max_length": int,
-    "learning_rate": float,
-    "held_out": float,
-}
 
 
 @dataclass(frozen=True)
@@ -163,13 +155,16 @@ def train_reward_model(  # noqa: PLR0913
         os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,
         {"num_train_epochs": 1.0, "learning_rate": learning_rate, **settings},
     )  # fmt: skip
-    given = {**vars(job), "learning_rate": learning_rate, "held_out": held_out}
-    errors = [
-        error
-        for name, kind in ABOVE_0.items()
-        for error in check_value(name, given[name], kind, Rule(above=0))
-    ]
-    errors += check_value("seed", seed, int, Rule(minimum=0))
+    # No library checks these before the model is loaded
+    errors = check_value("seed", seed, int, Rule(minimum=0))
+    for name, value, kind in (
+        ("r", r, int),
+        ("lora_alpha", lora_alpha, int),
+        ("max_length", max_length, int),
+        ("learning_rate", learning_rate, float),
+        ("held_out", held_out, float),
+    ):
+        errors += check_value(name, value, kind, Rule(above=0))
     if errors:
         raise ConfigError("; ".join(errors))
     train, held = split_pairs(read, held_out, seed)
@@ -190,19 +185,18 @@ def read_pairs(source: str | Path | Iterable[Row], *, chat: bool = True) -> list
     Raises:
         DataError: The file cannot be read, or a pair is wrong.
     """
-    rows = placed_rows(source, ("chosen", "rejected"))
-    return [_pair(row, place, chat=chat) for place, row in rows]
-
-
-def _pair(row: Row, place: str, *, chat: bool) -> Pair:
-    prompt = row.get("prompt")
-    if not isinstance(prompt, str | None):
-        check_messages(prompt, "prompt", place)
-    chosen, rejected = (
-        _text(prompt, row[name], f"{place}: {name}", chat=chat) for name in ("chosen", "rejected")
-    )
-    group = json.dumps(chosen[0], sort_keys=True, default=str) if chosen[0] else place
-    return Pair(chosen, rejected, group)
+    pairs = []
+    for place, row in placed_rows(source, ("chosen", "rejected")):
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str | None):
+            check_messages(prompt, "prompt", place)
+        chosen, rejected = (
+            _text(prompt, row[name], f"{place}: {name}", chat=chat)
+            for name in ("chosen", "rejected")
+        )
+        group = json.dumps(chosen[0], sort_keys=True, default=str) if chosen[0] else place
+        pairs.append(Pair(chosen, rejected, group))
+    return pairs
 
 
 def _text(prompt: Any, answer: Any, place: str, *, chat: bool) -> Text:
@@ -294,23 +288,23 @@ def _train_and_save(
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
-        before = _scores(trainer, held_ids)
+        accuracy_before, _, _ = _scores(trainer, held_ids)
         with memory_errors(WHAT, REMEDY):
             seconds = trainer.train().metrics["train_runtime"]
-        after = _scores(trainer, held_ids)
+        accuracy, margin, calibration = _scores(trainer, held_ids)
     result = RewardModelResult(
         folder=free_folder(output_dir),  # only now, since another training may have made one
-        accuracy=after["accuracy"],
-        accuracy_before=before["accuracy"],
-        margin=after["margin"],
+        accuracy=accuracy,
+        accuracy_before=accuracy_before,
+        margin=margin,
         num_pairs=len(train_ids),
         num_held_out=len(held_ids),
         seconds=round(seconds, 1),
     )
-    _save(job, trainer, result, after)
+    _save(job, trainer, result, calibration)
     say(
-        f"held-out pairs: accuracy {result.accuracy:.3f} (before {result.accuracy_before:.3f}), "
-        f"margin {result.margin:.2f}; scores {after['mean']:.2f} ± {after['std']:.2f}"
+        f"held-out pairs: accuracy {accuracy:.3f} (before {accuracy_before:.3f}), "
+        f"margin {margin:.2f}; scores {calibration['mean']:.2f} ± {calibration['std']:.2f}"
     )
     say(f"{result.seconds:.0f} s; reward model in {result.folder}")
     say(f"next: in a run file, rewards: [{{name: reward_model, model: {result.folder}}}]")
@@ -353,11 +347,11 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     return different
 
 
-def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
+def _scores(trainer: Any, ids: Sequence[Ids]) -> tuple[float, float, dict[str, float]]:
     """Score held-out pairs with the current model.
 
     Returns:
-        ``accuracy`` (share of pairs whose chosen text scores higher), ``margin`` (mean score of the
+        The accuracy (share of pairs whose chosen text scores higher), the margin (mean score of the
         chosen texts minus that of the rejected ones), and ``mean`` and ``std`` of all scores.
     """
     rows = [side for pair in ids for side in pair]
@@ -373,18 +367,17 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> dict[str, float]:
     chosen = scores[0::2]
     rejected = scores[1::2]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
-    return {
-        "accuracy": right / len(chosen),
-        "margin": statistics.fmean(chosen) - statistics.fmean(rejected),
-        "mean": statistics.fmean(scores),
-        "std": statistics.pstdev(scores),
-    }
+    margin = statistics.fmean(chosen) - statistics.fmean(rejected)
+    calibration = {"mean": statistics.fmean(scores), "std": statistics.pstdev(scores)}
+    return right / len(chosen), margin, calibration
 
 
 # --- the folder ----------------------------------------------------------------------------------
 
 
-def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, float]) -> None:
+def _save(
+    job: _Job, trainer: Any, result: RewardModelResult, calibration: dict[str, float]
+) -> None:
     """Write the folder under a temporary name, then rename it, so that it is never incomplete.
 
     ``reward_model.json`` records settings, results, and where the base model is.
@@ -393,6 +386,8 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
     model.peft_config["default"].base_model_name_or_path = job.base
     facts = {
         **vars(job),
+        # JSON has no numbers of numpy, nor dtypes
+        "settings": json.loads(json.dumps(job.settings, default=str)),
         **vars(result),
         "steps": trainer.state.global_step,
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
@@ -412,7 +407,6 @@ def _save(job: _Job, trainer: Any, result: RewardModelResult, scores: dict[str, 
         trainer.processing_class.save_pretrained(str(part))
         # PEFT's card holds only placeholders
         (part / "README.md").unlink(missing_ok=True)
-        if scores["std"] > 0:
-            calibration = {name: scores[name] for name in ("mean", "std")}
+        if calibration["std"] > 0:
             write_json(part / "calibration.json", calibration, indent=2)
         write_json(part / "reward_model.json", redact_tree(facts), indent=2)

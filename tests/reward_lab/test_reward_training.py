@@ -7,6 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from rloo_kit.rewards import RewardModel
@@ -219,9 +220,11 @@ def test_a_training_keeps_its_result_if_another_one_takes_its_folder(tmp_path):
         if "to train on" in line:
             (tmp_path / "taste" / "theirs").mkdir(parents=True)
 
-    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **SHORT)
+    how = {**SHORT, "logging_steps": np.int64(1)}  # JSON has no such number
+    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **how)
     assert result.folder == tmp_path / "taste-2"
-    assert (result.folder / "reward_model.json").is_file()
+    facts = json.loads((result.folder / "reward_model.json").read_text())
+    assert facts["settings"]["logging_steps"] == "1"
 
 
 @pytest.mark.long
