@@ -45,18 +45,17 @@ class RewardCheck:
 
     def __str__(self) -> str:
         rows = [*self.table, *([self.total] if len(self.table) > 1 else [])]
-        head = f"{'reward':<24}" + "".join(f" {title:>8}" for title in COLUMNS)
+        table = [f"{'reward':<24}" + "".join(f" {title:>8}" for title in COLUMNS)]
+        for row in rows:
+            cells = "".join(f" {_short(getattr(row, name)):>8}" for name in COLUMNS.values())
+            note = "  faulty, see below" if row.fault else ""
+            table.append(f"{printable(row.name)[:24]:<24}{cells}{note}")
         parts = [
-            "\n".join([head, *map(_row_text, rows)]),
+            "\n".join(table),
             textwrap.fill(self.verdict, 100),
             findings_text(self.findings) or "no fault found in the rewards",
         ]
         return "\n\n".join([*parts, _samples_text(self.samples), *self.notes])
-
-
-def _row_text(row: RewardStats) -> str:
-    cells = "".join(f" {_short(getattr(row, name)):>8}" for name in COLUMNS.values())
-    return f"{printable(row.name)[:24]:<24}{cells}" + ("  faulty, see below" if row.fault else "")
 
 
 def _short(value: float | None) -> str:

@@ -40,7 +40,7 @@ from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import call_numbers
-from rloo_kit.types import Row, Say, Tokenizer
+from rloo_kit.types import Row, Say
 
 # Column of a sampled row with the rewards that its environment returned
 OF_ENVIRONMENTS = "environment_rewards"
@@ -106,7 +106,7 @@ def check_rewards(  # noqa: PLR0913
         check_writable(free_folder(output_dir).parent)
     config, base = read_config(RunConfig() if source is None else source, overrides)
     job = PreparedJob(config, base, say)
-    _load(job, rewards, say=say)  # a wrong name costs a second here, and not a model load
+    loaded = _load(job, rewards)  # a wrong name costs a second here, and not a model load
     with session() as opened:
         if completions is None:
             asked = (config, base, num_prompts or NUM_PROMPTS, num_generations)
@@ -122,7 +122,8 @@ def check_rewards(  # noqa: PLR0913
             with contextlib.suppress(KitError, OSError, ValueError):
                 tokenizer = job.tokenizer
         notes = [NO_TOKENIZER] if tokenizer is None else []
-        check = _examined(rows, _load(job, rewards, tokenizer), config, limit, notes)
+        bound = load_rewards(loaded, tokenizer, None, template_settings(config))
+        check = _examined(rows, bound, config, limit, notes)
     say(f"\n{check}")
     if output_dir is not None:
         _write(make_run_folder(output_dir), check, rows, say)
@@ -223,21 +224,15 @@ def _sampled(
     return found
 
 
-def _load(
-    job: PreparedJob,
-    specs: Sequence[RewardSpec] | None,
-    tokenizer: Tokenizer | None = None,
-    say: Say | None = None,
-) -> list[LoadedReward]:
-    """Load the rewards to check.
+def _load(job: PreparedJob, specs: Sequence[RewardSpec] | None) -> list[LoadedReward]:
+    """Load the rewards to check, without a tokenizer.
 
     These are the rewards in ``specs``, with the weights in ``specs``. If ``specs`` is None, they
     are those of the run file, with the weights that the run gives them.
     """
-    template = template_settings(job.config)
     if specs is not None:
-        return load_rewards(specs, tokenizer, None, template, say)
-    found = load_rewards(job.config.rewards, tokenizer, job.rewards_base, template, say)
+        return load_rewards(specs, say=job.say)
+    found = load_rewards(job.config.rewards, base_dir=job.rewards_base, say=job.say)
     return with_weights(found, job.config.trainer.get("reward_weights"))
 
 
@@ -261,7 +256,7 @@ def _batch_of(
     return Batch(
         texts=texts,
         groups=list(groups.values()),
-        lengths=[len(one) for one in ids or texts],
+        lengths=list(map(len, ids or texts)),
         truncated=truncated,
         max_completion_length=limit,
         max_seq_length=max_seq_length,

@@ -30,7 +30,7 @@ REPEATED_SECONDS = 5.0
 
 
 def probe(
-    reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None = None
+    reward: LoadedReward, columns: dict[str, Any], batch: Batch, timeout: float | None
 ) -> Probed:
     """Score completions with a reward, first unchanged and then altered.
 

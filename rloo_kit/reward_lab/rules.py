@@ -24,7 +24,6 @@ from rloo_kit.reward_lab.score_statistics import (
     known,
     rank_correlation,
 )
-from rloo_kit.types import Score
 
 # A score follows the length if their rank correlation is at least this, in absolute value
 LENGTH_CORRELATION = 0.8
@@ -139,12 +138,10 @@ def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     "derive the random seed from the completion's text, or sample a judge at temperature 0",
 )
 def _noisy(probed: Probed) -> Iterator[Seen]:
-    first = probed.first
-    again = probed.probes.get("again", [])
-    if changed := _num_changed(first, again):
-        found = rank_correlation(first, again) or 0.0
+    if changed := _num_changed(probed, "again"):
+        found = rank_correlation(probed.first, probed.probes["again"]) or 0.0
         yield Seen(
-            f"called twice with the same input, {changed} of {len(first)} scores differ "
+            f"called twice with the same input, {changed} of {len(probed.first)} scores differ "
             f"(correlation of the two calls {found:.2f})",
             "error" if found < 0.5 else "warning",
         )
@@ -156,21 +153,21 @@ def _noisy(probed: Probed) -> Iterator[Seen]:
     "compute each score from its own row alone, and keep no state between rows",
 )
 def _moved(probed: Probed) -> Iterator[Seen]:
-    first = probed.first
-    if changed := _num_changed(first, probed.probes.get("permuted", [])):
+    if changed := _num_changed(probed, "permuted"):
         seen = "called with the same rows in another order"
-        yield Seen(f"{seen}, {changed} of {len(first)} scores differ")
+        yield Seen(f"{seen}, {changed} of {len(probed.first)} scores differ")
 
 
-def _num_changed(first: list[Score], other: list[Score]) -> int:
-    """Return how many scores differ between two calls by more than rounding.
+def _num_changed(probed: Probed, probe: str) -> int:
+    """Return how many scores differ between the first call and another one by more than rounding.
 
-    The tolerance is 1% of the range of ``first``, since a model rounds differently in another
-    batch. ``other`` is empty if the second call failed; the result is then 0.
+    The tolerance is 1% of the range of the first scores, since a model rounds differently in
+    another batch. If the other call failed, the result is 0.
     """
-    values = known(first)
+    values = known(probed.first)
     slack = 0.01 * (max(values) - min(values)) + 1e-6 if values else 0.0
-    return sum(not is_same(a, b, slack) for a, b in zip(first, other, strict=False))
+    pairs = zip(probed.first, probed.probes.get(probe, []), strict=False)
+    return sum(not is_same(a, b, slack) for a, b in pairs)
 
 
 @RULES.rule(
@@ -226,20 +223,16 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     value = values[0]
     best = max([value, *other])
     worst = min([value, *other])
-    seen = f"all {len(values)} completions earned {value:g}"
-    higher = f"{seen}; altered completions earned up to {best:g}"
-    if is_same(best, worst):
-        kind = "constant" if value else "all_zero"
-        also = ", and so did altered ones" if other else ""
-        yield Seen(f"{seen}{also}", kind=kind)
-    elif value == 0:
-        if best > 0:
-            # Otherwise it is a penalty that no completion has earned
-            yield Seen(f"{higher}, so it is not always 0", "warning", kind="all_zero")
-    elif is_same(best, value):
-        yield Seen(f"{seen}; altered ones only {worst:g}", "warning", kind="saturated")
-    else:
-        yield Seen(higher, "warning")
+    level = "error" if is_same(best, worst) else "warning"
+    if level == "warning" and value == 0 >= best:
+        return  # a penalty that no completion has earned
+    kind = "constant"
+    if value == 0:
+        kind = "all_zero"
+    elif level == "warning" and is_same(best, value):
+        kind = "saturated"
+    also = f", altered ones {min(other):g} to {max(other):g}" if other else ""
+    yield Seen(f"all {len(values)} completions earned {value:g}{also}", level, kind=kind)
 
 
 RULES.rule(
