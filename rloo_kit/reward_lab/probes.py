@@ -3,7 +3,6 @@
 import random
 import re
 import time
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,7 @@ from rloo_kit.scoring.contract import (
 )
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import printable, text_of
-from rloo_kit.types import Completion
+from rloo_kit.types import Completion, Score
 
 # A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
@@ -59,49 +58,51 @@ def probe(
     seconds = (time.perf_counter() - started) / count
     num = min(count, max(FEWEST_ROWS, int(PROBE_SECONDS / max(seconds, 1e-9))))
     rows = [row * count // num for row in range(num)]
-    same = {"first": [scores[row] for row in rows]}
-    first = Probed(reward.name, weight, scores, seconds, probes=same)
-    return _with_probes(first, func, take_rows(columns, rows), batch)
-
-
-def _with_probes(probed: Probed, func: CheckedReward, own: dict[str, Any], batch: Batch) -> Probed:
-    """Make the further calls, and return ``probed`` with their scores and errors added.
-
-    ``own`` are the columns of the completions that are probed.
-    """
-    count = len(probed.first)
-    order = random.Random(0).sample(range(count), count)
-    calls = {"first": own} if count < len(probed.scores) else {}
-    calls |= {"again": own, "permuted": take_rows(own, order)}
-    calls |= {name: _altered(name, own) for name in ("empty", "unclosed")}
-    if is_constant(probed.scores):
-        # A very long text: only one row
-        calls["repeated"] = _altered("repeated", take_rows(own, [0]))
-    else:
-        calls["masked"] = _altered("masked", own)
-    closed = [text for text in batch.texts if "</think>" in text]
-    if sum("<think>" not in text for text in closed) > len(closed) / 2:
-        # The prompt opens the thought
-        calls["opened"] = _altered("opened", own)
-    limit = min(func.timeout or REPEATED_SECONDS, REPEATED_SECONDS)
-    scores = {**probed.probes}
+    order = random.Random(0).sample(range(num), num)
+    limit = min(timeout or REPEATED_SECONDS, REPEATED_SECONDS)
+    probes = {"first": [scores[row] for row in rows]}
     errors = {}
-    seconds = probed.seconds
-    for name, given in calls.items():
+    for name, given in _calls(take_rows(columns, rows), order, scores, batch.texts).items():
         asked = guarded(func, limit, "stop") if name == "repeated" else func
         started = time.perf_counter()
         try:
-            scores[name] = call_reward(asked, given)
+            probes[name] = call_reward(asked, given)
         except KitError as exc:
             cause = exc.__cause__
             errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
         if name == "again":
             # The first call also had to import modules
-            seconds = min(seconds, (time.perf_counter() - started) / count)
-    if "permuted" in scores:
-        in_place = sorted(zip(order, scores["permuted"], strict=True))
-        scores["permuted"] = [score for _, score in in_place]
-    return replace(probed, probes=scores, probe_errors=errors, seconds=seconds)
+            seconds = min(seconds, (time.perf_counter() - started) / num)
+    if "permuted" in probes:
+        in_place = sorted(zip(order, probes["permuted"], strict=True))
+        probes["permuted"] = [score for _, score in in_place]
+    return Probed(reward.name, weight, scores, seconds, probes=probes, probe_errors=errors)
+
+
+def _calls(
+    own: dict[str, Any], order: list[int], scores: list[Score], texts: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the further calls, as probe -> keyword arguments of the reward.
+
+    Args:
+        own: Keyword arguments for the completions that are probed.
+        order: Another order of these completions.
+        scores: Scores of all completions in the first call.
+        texts: Texts of all completions.
+    """
+    calls = {"first": own} if len(order) < len(scores) else {}
+    calls |= {"again": own, "permuted": take_rows(own, order)}
+    names = ["empty", "unclosed"]
+    if is_constant(scores):
+        # A very long text: only one row
+        calls["repeated"] = _altered("repeated", take_rows(own, [0]))
+    else:
+        names.append("masked")
+    closed = [text for text in texts if "</think>" in text]
+    if sum("<think>" not in text for text in closed) > len(closed) / 2:
+        # The prompt opens the thought
+        names.append("opened")
+    return calls | {name: _altered(name, own) for name in names}
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: KitError) -> Seen:
