@@ -10,10 +10,18 @@ from rloo_kit.types import Score
 from ._text import check_choices, check_least, expected_text
 from .thinking import AnswerReward, TextReward
 
-# A sign, digits (whole, or in groups of three), a decimal part, an exponent, a full stop.
+# A number: any sign but a hyphen between two characters of a word, digits (whole, or in groups of
+# three), a decimal part, an exponent; ".5" too.
 _NUMBER = re.compile(
-    r"(?P<number>[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\.?"
+    r"(?:(?<![\w.)])[+-])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3})?"
 )
+# What LaTeX writes between thousands: 72{,}000 and 72\,000 and 72,\!000
+_LATEX_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ )(?=[0-9]{3}(?![0-9]))")
+_DIGITS = "0123456789"
+_OF_A_NUMBER = _DIGITS + "+-.,eE"
+_MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
 
 
 def parse_number(text: str) -> Decimal | None:
@@ -25,21 +33,8 @@ def parse_number(text: str) -> Decimal | None:
     >>> parse_number("1,234.50."), parse_number("$5"), parse_number("12,34")
     (Decimal('1234.50'), None, None)
     """
-    match = _NUMBER.fullmatch(text.strip())
-    return Decimal(match["number"].replace(",", "")) if match else None
-
-
-# A number inside running text: any sign but a hyphen between two characters of a word, ".5" too.
-_NUMBER_INSIDE = re.compile(
-    r"(?:(?<![\w.)])[+-])?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
-    r"(?:[eE][+-]?[0-9]{1,3})?"
-)
-# What LaTeX writes between thousands: 72{,}000 and 72\,000 and 72,\!000
-_LATEX_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ )(?=[0-9]{3}(?![0-9]))")
-_DIGITS = "0123456789"
-_OF_A_NUMBER = _DIGITS + "+-.,eE"
-_MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
+    match = _NUMBER.fullmatch(text.strip().removesuffix("."))
+    return Decimal(match[0].replace(",", "")) if match else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -62,7 +57,7 @@ def last_number(text: str) -> Decimal | None:
     # Search only the last run of characters that a number may have: a search from the left is slow.
     before = text[:end].translate(_MINUS)
     start = len(before.rstrip(_OF_A_NUMBER))
-    (*_, last) = _NUMBER_INSIDE.finditer(before, start)
+    (*_, last) = _NUMBER.finditer(before, start)
     return Decimal(last[0].replace(",", ""))
 
 
