@@ -138,6 +138,8 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     for place, row in placed:
         try:
             converted = task.convert(row)
+            if not converted["prompt"].strip():
+                raise ValueError("the question is empty")
         except Exception as exc:  # rows of any other dataset fail in their own way
             raise DataError(
                 f"{place} is not a row of {short}, whose rows have {task.needs} "
