@@ -265,6 +265,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
     where = printable(str(path))
+    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too few for some tests
     with path.open(encoding="utf-8-sig", newline="") as lines:
         header = lines.readline()
         lines.seek(0)

@@ -118,6 +118,12 @@ def test_text_files_keep_every_column(tmp_path, name, text):
     assert list(found) == json.loads(READ[name, text])
 
 
+def test_a_field_of_a_csv_file_may_be_long(tmp_path):
+    answer = "4" * 200_000
+    (row,) = load_prompts(write(tmp_path, "p.csv", f"prompt,answer\nWhy?,{answer}\n"))
+    assert row["answer"] == answer
+
+
 def test_parquet_keeps_every_column_of_text_and_of_messages(tmp_path):
     rows = [{"prompt": [USER], "answer": 1.5}, {"prompt": [USER, USER], "answer": None}]
     assert list(load_prompts(table(tmp_path, rows))) == rows
