@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -96,19 +96,6 @@ class TemplateAware(Bound):
         """Names of the dataset's columns that the reward reads."""
         column = getattr(self, "column", None)
         return () if column is None else (column,)
-
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the columns that the reward reads.
-
-        Args:
-            names: Names of the dataset's columns.
-
-        Raises:
-            RewardContractError: A column is missing.
-        """
-        columns = dict.fromkeys(names)
-        for name in self.reads:
-            column_of(columns, name, self.__name__)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt ends with an opening ``<think>``."""

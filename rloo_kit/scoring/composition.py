@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import (
     AsyncCheckedReward,
     CheckedReward,
@@ -21,7 +20,7 @@ from rloo_kit.scoring.contract import (
     guarded,
     take_rows,
 )
-from rloo_kit.text.wording import format_name, format_value
+from rloo_kit.text.wording import format_value
 from rloo_kit.types import Score, Tokenizer
 
 
@@ -181,15 +180,6 @@ class Composed:
         """Names of the arguments that the parts cannot do without."""
         return tuple(name for part in self.parts for name in columns_read(part.reward))
 
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the columns that the reward reads.
-
-        Raises:
-            RewardContractError: A column is missing.
-        """
-        for part in self.parts:
-            part.check_columns(names)
-
     def release(self) -> None:
         """Release the memory of the parts."""
         for part in self.parts:
@@ -241,26 +231,8 @@ class _Routed(Composed):
         """Names of the arguments that the part and ``only_for`` cannot do without."""
         return (*super().reads, *self.only_for)
 
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Check that a dataset has the columns that the part and ``only_for`` read.
-
-        Raises:
-            RewardContractError: A column is missing.
-        """
-        super().check_columns(names)
-        self._check_only_for(names)
-
-    def _check_only_for(self, names: Iterable[str]) -> None:
-        for column in self.only_for.keys() - set(names):
-            raise RewardContractError(
-                f"reward {self.__name__!r} is only for some values of {format_name(column)}, but "
-                f"the dataset has no column {format_value(column)}; add the column, or drop "
-                "only_for"
-            )
-
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the reward for the chosen rows; the others get None."""
-        self._check_only_for(columns)
         rows = [
             row
             for row in range(len(columns["completions"]))

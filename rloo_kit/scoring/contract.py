@@ -121,8 +121,6 @@ class CheckedReward:
         Raises:
             RewardContractError: A column is missing.
         """
-        if hasattr(self.reward, "check_columns"):
-            self.reward.check_columns(names)
         self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
 
     def release(self) -> None:
@@ -140,14 +138,13 @@ class CheckedReward:
         return replace(self, reward=self.reward.bind(tokenizer))
 
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
-        accepted, takes_any, required = keywords_of(self.reward)
-        missing = [name for name in required if name not in columns]
-        if missing:
+        if missing := columns_read(self.reward) - columns.keys():
             raise RewardContractError(
-                f"reward {self.name!r} asks for {', '.join(map(repr, missing))}, which the "
-                "dataset lacks; add the column, or give the parameter a default "
-                f"(available arguments: {', '.join(sorted(columns))})"
+                f"reward {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which the "
+                "dataset lacks; add the column, name another one in data.columns, or give the "
+                f"parameter a default (available arguments: {', '.join(sorted(columns))})"
             )
+        accepted, takes_any, _ = keywords_of(self.reward)
         chosen = {
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }

@@ -43,7 +43,7 @@ SETTINGS = {
         "held_out_samples need held-out prompts: set data.held_out above 0"
     ),
     "data.skip_empty=true": "skip_empty has no effect on the prompts 'arithmetic': drop it",
-    "rewards=[rouge]": "needs the dataset column 'reference'",
+    "rewards=[rouge]": "asks for 'reference', which the dataset lacks; add",
     "rewards=['mine.py:asks']": "add the column",
     "rewards=[{name: length, only_if: 'mine.py:asks'}]": "asks for 'gold'",
     "trainer.deepspeed=ds.json": "examples/accelerate/zero3.yaml -m rloo_kit train RUN.yaml",
