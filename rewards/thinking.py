@@ -185,20 +185,22 @@ class ThoughtTokens(Bound):
     def marks(self) -> ThoughtMarks:
         """Marks that open and close a thought.
 
-        They are the model's own marks, unless ``end_token_id`` names another token. Then they are
-        ``start_token_id`` and ``end_token_id``. A reward that is not bound knows no own marks.
+        They are the tokens ``start_token_id`` and ``end_token_id``. In place of one that is None,
+        it is the model's own mark or, if the reward is not bound, Qwen3's.
         """
-        own = thought_marks(self._tokenizer)
         start = self.start_token_id
         end = self.end_token_id
-        if own is not None:
-            if end in (None, own.end.token):
-                return own
-            start = own.start.token if start is None else start
-        end = QWEN3_THINK_CLOSE_ID if end is None else end
-        if start is None and end == QWEN3_THINK_CLOSE_ID:
-            start = QWEN3_THINK_OPEN_ID
-        return ThoughtMarks(Mark(THINK_OPEN, token=start), Mark(THINK_CLOSE, token=end))
+        own = thought_marks(self._tokenizer)
+        if own is None:
+            is_qwen3 = end in (None, QWEN3_THINK_CLOSE_ID)
+            own = ThoughtMarks(
+                Mark(THINK_OPEN, token=QWEN3_THINK_OPEN_ID if is_qwen3 else None),
+                Mark(THINK_CLOSE, token=QWEN3_THINK_CLOSE_ID),
+            )
+        return ThoughtMarks(
+            own.start if start is None else Mark(THINK_OPEN, token=start),
+            own.end if end is None else Mark(THINK_CLOSE, token=end),
+        )
 
 
 class TokenReward:

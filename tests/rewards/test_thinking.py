@@ -53,6 +53,13 @@ def test_bind_takes_both_ids_and_leaves_the_original_alone(other_tokenizer):
     assert score(bound, "hm", [2, CLOSE]) == -1.0
 
 
+def test_bind_keeps_an_id_that_is_set(other_tokenizer):
+    marks = Thinking(start_token_id=1).bind(other_tokenizer).marks
+    assert (marks.start.token, marks.end.token) == (1, 6)
+    marks = Thinking(end_token_id=1).bind(other_tokenizer).marks
+    assert (marks.start.token, marks.end.token) == (5, 1)
+
+
 # --- closed once ----------------------------------------------------------------------------------
 
 
