@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
 # Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read
@@ -38,7 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows sends Ctrl-C to this process too
     seconds = float(sys.argv[1])
     memory_mib = int(sys.argv[2])
-    replies = os.fdopen(os.dup(1), "wb")
+    replies = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)  # what a library prints must not get between the replies
     try:
@@ -49,9 +49,9 @@ def main() -> None:
         logging.disable()
         _limit_memory(memory_mib)
     except Exception as exc:
-        _send(replies, {"error": f"{type(exc).__name__}: {exc}"})
+        print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), file=replies, flush=True)
         return
-    _send(replies, {"ready": True})
+    print(json.dumps({"ready": True}), file=replies, flush=True)
 
     parse: Any = math_verify.parse  # its annotation lacks the None that means "no limit"
 
@@ -71,7 +71,7 @@ def main() -> None:
         except BaseException:  # memory that ran out, recursion
             reply = None
         _end_after(0)
-        _send(replies, {"reply": reply})
+        print(json.dumps({"reply": reply}), file=replies, flush=True)
 
 
 def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
@@ -107,11 +107,6 @@ def _is_prose(line: str) -> bool:
         if word in _UNITS or not is_product:
             return True
     return False
-
-
-def _send(replies: BinaryIO, reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply).encode() + b"\n")
-    replies.flush()
 
 
 def _limit_memory(mib: int) -> None:

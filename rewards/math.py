@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ from .thinking import AnswerReward
 _START_SECONDS = 120.0
 # Only this many characters at the end of an answer are read: math-verify is slow in long texts
 _MAX_CHARACTERS = 4000
+_BOXED = r"\\boxed(\{(?:[^{}]++|(?1))*+\})"
 
 
 class _Worker:
@@ -32,7 +32,7 @@ class _Worker:
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,10 +59,8 @@ class _Worker:
                 process = self._process
                 if process is None or process.poll() is not None:
                     process = self._start(timeout_seconds, memory_mib)
-                assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(json.dumps(request).encode() + b"\n")
-                    process.stdin.flush()
+                    print(json.dumps(request), file=process.stdin, flush=True)
                 reply = _reply(process, timeout_seconds)
             finally:  # after Ctrl-C too: a late reply must not count for the next request
                 if reply is None:
@@ -78,19 +76,12 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):
                 process.communicate()  # closes its pipes
 
-    def _start(self, timeout_seconds: float, memory_mib: int) -> "subprocess.Popen[bytes]":
-        if importlib.util.find_spec("math_verify") is None:
-            raise RewardLoadError("the reward 'math' needs math-verify; pip install math-verify")
+    def _start(self, timeout_seconds: float, memory_mib: int) -> "subprocess.Popen[str]":
         self.end()
+        command = [sys.executable, "-P", "-m", f"{__package__}._math_worker"]
         self._process = process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                f"{__package__}._math_worker",
-                str(timeout_seconds),
-                str(memory_mib),
-            ],
+            [*command, str(timeout_seconds), str(memory_mib)],
+            text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -104,14 +95,13 @@ class _Worker:
         first = _reply(process, _START_SECONDS) or {"error": "it ended or took too long"}
         if "error" in first:
             raise RewardLoadError(
-                "the process of the reward 'math' did not start: "
-                f"{first['error']}; "
-                "run `pip install math-verify`, or raise memory_mib"
+                f"the process of the reward 'math' did not start: {first['error']}; run "
+                "`pip install math-verify`, or raise memory_mib"
             )
         return process
 
 
-def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
+def _reply(process: "subprocess.Popen[str]", seconds: float) -> dict[str, Any] | None:
     """Read a line of JSON from a process and return it as a dict.
 
     Return None if the process ends or takes longer than ``seconds``; it is killed then.
@@ -119,7 +109,7 @@ def _reply(process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]
     assert process.stdout is not None
     with time_limit(seconds, process.kill) as was_in_time:
         line = process.stdout.readline()
-    return json.loads(line) if was_in_time() and line.endswith(b"\n") else None
+    return json.loads(line) if was_in_time() and line.endswith("\n") else None
 
 
 @dataclass(frozen=True)
@@ -177,18 +167,18 @@ class Math(AnswerReward):
             RewardContractError: The dataset has no column of expected answers.
             RewardLoadError: math-verify is missing, or its process does not start.
         """
-        golds = [*map(expected_text, column_of(columns, self.column, self.__name__))]
         ask = functools.cache(self._ask)  # identical rows are compared only once
-        unread = sum(gold is not None and not ask(gold=gold) for gold in golds)
+        given = [*map(expected_text, column_of(columns, self.column, self.__name__))]
+        golds = [gold if gold and ask(gold=gold) else None for gold in given]
+        unread = golds.count(None) - given.count(None)
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
         scores: Scores = []
         for text, opened, gold in self.rows(completions, prompts, golds):
             answer = (self.answer(text, opened) or "").strip()
             answer = last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
-            is_known = gold is not None and ask(gold=gold)
-            is_right = is_known and answer and ask(gold=gold, answer=answer)
-            scores.append(float(bool(is_right)) if is_known else None)
+            is_right = gold and answer and ask(gold=gold, answer=answer)
+            scores.append(float(bool(is_right)) if gold else None)
         return scores
 
     def release(self) -> None:
@@ -207,13 +197,10 @@ def last_boxed(text: str) -> str:
     >>> last_boxed(r"\boxed{1}, or \boxed{\frac{1}{2}}. Done.")
     '\\boxed{\\frac{1}{2}}'
     """
-    _, boxed, rest = text.rpartition("\\boxed{")
-    depth = 1 if boxed else 0
-    for end, character in enumerate(rest[:_MAX_CHARACTERS]):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if boxed and depth == 0:
-            return boxed + rest[: end + 1]
-    return ""
+    import regex  # re has no pattern for nested braces
+
+    found = regex.match(_BOXED, text[text.rfind("\\boxed{") :][:_MAX_CHARACTERS])
+    return found[0] if found else ""
 
 
 # The reward with its defaults

@@ -143,11 +143,12 @@ def is_running(pid):
         return False
 
 
-def test_a_missing_column_and_a_missing_library_are_named(monkeypatch):
+def test_a_missing_column_and_a_missing_library_are_named(monkeypatch, tmp_path):
     with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another one"):
         Math(column="gold")(completions=["1"], answer=["1"])
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(RewardLoadError, match="pip install math-verify"):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardLoadError, match="ImportError: not here; run `pip install math-ver"):
         Math()(completions=["1"], answer=["1"])
 
 
