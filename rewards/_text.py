@@ -150,9 +150,7 @@ def check_least(reward: object, name: str, least: float, below: float = math.inf
     """
     value = getattr(reward, name)
     if not least <= value < below:
-        limit = f", below {below}" if below < math.inf else ", and finite"
-        most = "" if value < least else limit
-        raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")
+        raise ValueError(f"{name} is {value!r}; set it to {least} or more, below {below}")
 
 
 def check_order(reward: object, *names: str) -> None:

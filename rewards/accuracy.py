@@ -186,11 +186,8 @@ class Accuracy(TextReward, AnswerReward):
     def _is_right(self, given: str, expected: str | Decimal) -> bool:
         if isinstance(expected, Decimal):
             number = last_number(given)
-            # A difference is rounded to 28 digits, a comparison is exact.
-            return number is not None and (
-                number == expected
-                or (self.tolerance > 0 and abs(number - expected) <= Decimal(str(self.tolerance)))
-            )
+            # A difference is rounded to 28 digits, which never makes it 0
+            return number is not None and abs(number - expected) <= Decimal(str(self.tolerance))
         if self.match == "choice":
             return chosen_letter(given) == expected
         if given == expected or self.match == "exact":

@@ -357,11 +357,7 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
 
     def __post_init__(self) -> None:
         """Check that the budget is not negative and the limit is greater than the budget."""
-        if not 0 <= self.budget < self.limit:
-            raise ValueError(
-                f"budget {self.budget!r} and limit {self.limit!r} are not in order; "
-                "set 0 <= budget < limit (tokens)"
-            )
+        check_least(self, "budget", 0, self.limit)
 
     def _score(self, text: str, turns: list[list[int]]) -> float:
         thought = self.marks.thought_of(turns)

@@ -208,7 +208,7 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
 REMEDIES = {
     "{name: accuracy, match: fuzzy}": "give one of: auto, exact, number, choice",
     "{name: accuracy, match: number, tolerance: -1}": "tolerance is -1; set it to 0 or more",
-    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, and finite",
+    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, below inf",
     "{name: accuracy, tolerance: 0.1}": "set match to 'number', or remove tolerance",
     "{name: code, memory_mib: 1}": "memory_mib is 1; set it to 64 or more",
     "{name: code, timeout_seconds: .nan}": "timeout_seconds is nan; set it to",
@@ -231,7 +231,7 @@ REMEDIES = {
     "{name: rouge, measure: f2}": "give one of",
     "{name: soft_overlong, max_completion_length: 1, soft_punish_cache: 2}": "set 0 <= soft_punis",
     "{name: thinking, short: 99}": "set 0 <= short <= long",
-    "{name: thinking_budget, budget: 9, limit: 9}": "set 0 <= budget < limit",
+    "{name: thinking_budget, budget: 9, limit: 9}": "budget is 9; set it to 0 or more, below 9",
     "{name: thinking_questions, most: 0}": "set it to 1 or more",
 }
 
