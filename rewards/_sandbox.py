@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from rloo_kit.errors import BackendError
@@ -29,17 +28,28 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one program in the sandbox."""
+    """Limits of one program in the sandbox, and whether it may run without full protection."""
 
     timeout_seconds: float = 5.0  # wall time of the program; its CPU time may be a little more
     memory_mib: int = 512  # address space of the process; Python itself needs about 40 MiB
     disk_mib: int = 16  # size of all files if the folder is a tmpfs, else the size of each file
     output_kib: int = 1024  # standard output; a program that prints more is ended
+    allow_weak: bool = False  # run it even if this machine cannot protect files and the network
 
     def __post_init__(self) -> None:
-        """Check that the limits are large enough for a Python process."""
+        """Check that the limits are large enough, and that the system can run the sandbox.
+
+        The system must be Linux or, if ``allow_weak`` is set, any POSIX system.
+
+        Raises:
+            BackendError: The system cannot run it.
+        """
         check_least(self, "timeout_seconds", 0.1, 2**31)
         check_least(self, "memory_mib", 64, 2**31)
+        if sys.platform != "linux" and not (self.allow_weak and os.name == "posix"):
+            raise BackendError(
+                f"the code sandbox needs Linux, and this is {sys.platform}; use WSL or a container"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,9 +62,7 @@ class Outcome:
     layers: tuple[str, ...]  # protections that were active
 
 
-def run_python(
-    source: str, *, stdin: str = "", limits: Limits | None = None, allow_weak: bool = False
-) -> Outcome:
+def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) -> Outcome:
     """Run a program in a new, confined process, and return its outcome.
 
     The program has only the standard library, an empty environment and an empty folder. It cannot
@@ -64,16 +72,13 @@ def run_python(
         source: Source code of the program, which runs as ``__main__``.
         stdin: Text of the program's standard input.
         limits: Limits of the program; None: the defaults.
-        allow_weak: Run the program even if this machine cannot protect files and the network.
 
     Raises:
         BackendError: This machine lacks a required protection, or the process did not start.
     """
-    limits = limits or Limits()
-    check_system(allow_weak=allow_weak)
     program = source.encode("utf-8", "surrogatepass")  # Python refuses lone surrogates
     given = program + stdin.encode("utf-8", "surrogatepass")
-    run = functools.partial(_run, given, len(program), limits, allow_weak=allow_weak)
+    run = functools.partial(_run, given, len(program), limits or Limits())
     code, header, output, reason = run()
     # A batch system's SIGTERM and a terminal's Ctrl-C may reach the child too, while the parent
     # finishes its step. The program is not to blame then.
@@ -96,38 +101,20 @@ def run_python(
     return Outcome(not reason, reason, output.decode("utf-8", "replace"), tuple(rest))
 
 
-def check_system(*, allow_weak: bool) -> None:
-    """Check that the operating system can run the sandbox.
-
-    It must be Linux or, if ``allow_weak`` is set, any POSIX system.
-
-    Raises:
-        BackendError: The operating system cannot run it.
-    """
-    if sys.platform != "linux" and not (allow_weak and os.name == "posix"):
-        raise BackendError(
-            f"the code sandbox needs Linux, and this is {sys.platform}; use WSL or a container"
-        )
-
-
-def _run(
-    given: bytes, size: int, limits: Limits, *, allow_weak: bool
-) -> tuple[int, bytes, bytes, str]:
+def _run(given: bytes, size: int, limits: Limits) -> tuple[int, bytes, bytes, str]:
     """Run a program in a child process, and return (exit code, *results of ``_watch``).
 
     Args:
         given: The program, followed by its standard input.
         size: Number of bytes of the program in ``given``.
         limits: Limits of the program.
-        allow_weak: See ``run_python``.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rloo-kit-code-"))
+    folder = tempfile.mkdtemp(prefix="rloo-kit-code-")
     try:
-        place = folder / "input"
-        place.write_bytes(given)
-        with place.open("r+b") as file:  # the program may erase what it has read
-            place.unlink()
-            process = _start(file, folder, size, limits, allow_weak=allow_weak)
+        with tempfile.TemporaryFile() as file:  # the program may erase what it has read
+            file.write(given)
+            file.seek(0)
+            process = _start(file, folder, size, limits)
 
         def end() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -151,22 +138,20 @@ def protections() -> dict[str, bool]:
     >>> sorted(protections())
     ['landlock', 'namespaces', 'other_user', 'rlimits', 'seccomp', 'tmpfs']
     """
-    held = run_python("", allow_weak=True).layers if os.name == "posix" else ()
+    held = run_python("", limits=Limits(allow_weak=True)).layers if os.name == "posix" else ()
     return {name: name in held for name in _confinement.LAYERS}
 
 
-def _start(
-    stdin: IO[bytes], folder: Path, size: int, limits: Limits, *, allow_weak: bool
-) -> subprocess.Popen:
+def _start(stdin: IO[bytes], folder: str, size: int, limits: Limits) -> subprocess.Popen:
     numbers = (
-        os.getpid(), size, int(allow_weak), math.ceil(limits.timeout_seconds) + 1,
+        os.getpid(), size, int(limits.allow_weak), math.ceil(limits.timeout_seconds) + 1,
         limits.memory_mib, limits.disk_mib,
     )  # fmt: skip
     # Isolated, without site-packages, writing no bytecode
     command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_confinement.__file__)]
     try:
         return subprocess.Popen(
-            [*command, str(folder), *map(str, numbers)],
+            [*command, folder, *map(str, numbers)],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from rloo_kit.errors import RewardContractError
 from rloo_kit.types import Completions, Score, Scores
 
 from . import _code_harness
-from ._sandbox import Limits, check_system, run_python
+from ._sandbox import Limits, run_python
 from ._text import check_least, column_of, is_missing
 from .thinking import AnswerReward
 
@@ -107,14 +107,13 @@ class Code(AnswerReward):
 
     def __post_init__(self) -> None:
         """Check that the system can run the sandbox, and that the limits are large enough."""
-        check_system(allow_weak=self.allow_weak)
         _ = self._limits
         if self.max_workers is not None:
             check_least(self, "max_workers", 1)
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.timeout_seconds, self.memory_mib)
+        return Limits(self.timeout_seconds, self.memory_mib, allow_weak=self.allow_weak)
 
     def __call__(
         self,
@@ -133,12 +132,11 @@ class Code(AnswerReward):
         tests = [_read_tests(value, self.column) for value in column]
         rows = self.rows(completions, prompts, tests)
         stopped = threading.Event()
-        pool = ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code")
-        try:
-            return list(pool.map(lambda row: self._score(*row, stopped=stopped), rows))
-        finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+        with ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code") as pool:
+            try:
+                return list(pool.map(lambda row: self._score(*row, stopped=stopped), rows))
+            finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
+                stopped.set()
 
     def _score(
         self, text: str, opened: bool, tests: list[_Test], stopped: threading.Event
@@ -160,9 +158,7 @@ class Code(AnswerReward):
         for test in tests:
             if stopped.is_set():
                 break
-            outcome = run_python(
-                program, stdin=test["input"], limits=self._limits, allow_weak=self.allow_weak
-            )
+            outcome = run_python(program, stdin=test["input"], limits=self._limits)
             right = outcome.ok and _lines(outcome.stdout) == _lines(test["output"])
             passed += right
             if outcome.reason == "timeout" or (self.all_or_nothing and not right):
@@ -176,7 +172,7 @@ class Code(AnswerReward):
         secret = secrets.token_hex(_code_harness.SECRET_BYTES // 2)
         harness = inspect.getsource(_code_harness)
         stdin = f"{len(text):{_code_harness.HEADER_BYTES}}{text}{secret}"
-        outcome = run_python(harness, stdin=stdin, limits=self._limits, allow_weak=self.allow_weak)
+        outcome = run_python(harness, stdin=stdin, limits=self._limits)
         first, *lines = outcome.stdout.split("\n")
         if not lines:  # the tests themselves took too long
             return 0
@@ -204,11 +200,11 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
             value = [value] if value.strip() else None
     if is_missing(value):
         return []
-    if isinstance(value, dict) and "fn_name" not in value:
-        # {"inputs": [...], "outputs": [...]}; the keys may also be singular
-        given = value.get("inputs", value.get("input"))
-        wanted = value.get("outputs", value.get("output"))
-        if isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted):
+    match value:
+        case {"inputs": list(given), "outputs": list(wanted)} | {
+            "input": list(given),
+            "output": list(wanted),
+        } if "fn_name" not in value and len(given) == len(wanted):
             pairs = zip(given, wanted, strict=True)
             value = [{"input": one, "output": other} for one, other in pairs]
     if isinstance(value, list | tuple):

@@ -169,7 +169,7 @@ def test_sigterm_that_is_ignored_stays_ignored():
 
 WITH_CHILDREN = """
 import time
-from rloo_kit.rewards._sandbox import run_python
+from rloo_kit.rewards._sandbox import Limits, run_python
 from rloo_kit.rewards.math import Math
 from rloo_kit.checkpoints.stopping import *
 
@@ -179,7 +179,8 @@ worker = reward._worker._process
 for _ in range(2):
     with stop_signals() as stop:
         print("begun", flush=True)
-        outcome = run_python("import time; time.sleep(0.4); print(42)", allow_weak=True)
+        limits = Limits(allow_weak=True)
+        outcome = run_python("import time; time.sleep(0.4); print(42)", limits=limits)
         while not stop.received:
             time.sleep(0.01)
         scores = reward(completions=["0.5", "2"], answer=["1/2", "3"])
