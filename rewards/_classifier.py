@@ -4,7 +4,6 @@ A reward model is a whole model, or a PEFT adapter on a base model.
 """
 
 import contextlib
-import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -71,25 +70,26 @@ def find_source(name: str) -> Source:
 
 
 def find_base(source: Source, base: str | None) -> str:
-    """Return the folder or hub name of the base model of an adapter.
+    """Return the folder or hub name of the base model, which for a whole model is the model itself.
 
-    The adapter's folder records the name of the base model, and the path from the adapter to the
-    base model's folder. If ``base`` is given, it is used instead of both. Otherwise the recorded
-    path is used if that folder exists, and else the recorded name.
+    The folder of an adapter records the name of the base model, and the path from the adapter to
+    the base model's folder. If ``base`` is given, it is used instead of both. Otherwise the
+    recorded path is used if that folder exists, and else the recorded name.
 
     Raises:
         ModelError: The base model is missing, or its weights differ from the weights on which the
             adapter was trained.
     """
+    if not source.is_adapter:
+        return source.place
     config = read_json(source.folder / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
     relative = None if base else source.facts.get("base_folder")
+    found = Path(given).expanduser()
     if given == EMBEDDED:
         found = Path(str(files("rloo_kit"))) / "assets" / EMBEDDED
     elif relative and (source.folder / relative).is_dir():
         found = (source.folder / relative).resolve()
-    else:
-        found = Path(given).expanduser()
     if found.is_dir():
         noted = source.facts.get("base_fingerprint")
         if noted and noted != fingerprint(found):
@@ -141,57 +141,32 @@ def _looks_like_path(name: str) -> bool:
 # --- loading -------------------------------------------------------------------------------------
 
 
-def load_classifier(
-    source: Source,
-    *,
-    load_in_4bit: bool,
-    device: str,
-    base: str | None,
-    tokenizer: Any,
-) -> tuple[Any, Any]:
-    """Load a reward model, and return the model (in evaluation mode) and its tokenizer.
-
-    The tokenizer is set up for padding and truncation (see ``set_up_tokenizer``).
+def load_classifier(source: Source, base: str, *, load_in_4bit: bool, device: str) -> Any:
+    """Load a reward model, in evaluation mode.
 
     Args:
         source: Location of the model, from ``find_source``.
+        base: Location of its base model, from ``find_base``.
         load_in_4bit: Quantise the weights to NF4 with bitsandbytes, except the head.
         device: Device of 4-bit weights. Other weights are loaded to main memory.
-        base: Base model to use for an adapter, instead of the recorded one; None: the recorded one.
-        tokenizer: Tokenizer (which is copied), or its folder or hub name. None: the model's own, or
-            else that of its base.
 
     Raises:
-        ModelError: The model cannot be loaded, has no trained score weights, has no safetensors
-            file, or needs code of its own.
+        ModelError: The model has no trained score weights.
     """
-    with loading(f"reward model {source.name!r}", source.place):
-        saved = _adapter_keys(source) if source.is_adapter else set()
-        place = find_base(source, base) if source.is_adapter else source.place
-        model: Any
-        model, missing = load_base(place, load_in_4bit=load_in_4bit, device=device)
-        if missing := missing - saved:
-            raise ModelError(
-                f"reward model {source.name!r} has no trained weights for "
-                f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
-            )
-        if source.is_adapter:
-            from peft import PeftModel
+    saved = _adapter_keys(source) if source.is_adapter else set()
+    model: Any
+    model, missing = load_base(base, load_in_4bit=load_in_4bit, device=device)
+    if missing := missing - saved:
+        raise ModelError(
+            f"reward model {source.name!r} has no trained weights for "
+            f"{', '.join(sorted(missing))}; give a sequence classifier with one output"
+        )
+    if source.is_adapter:
+        from peft import PeftModel
 
-            target = device if load_in_4bit else "cpu"
-            model = PeftModel.from_pretrained(model, source.place, torch_device=target)
-        if tokenizer is None or isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            has_own = (source.folder / "tokenizer_config.json").is_file()
-            tokenizer = AutoTokenizer.from_pretrained(
-                tokenizer or (source.place if has_own else place), trust_remote_code=False
-            )
-        else:
-            tokenizer = copy.deepcopy(tokenizer)
-    set_up_tokenizer(model, tokenizer, source.name)
-    model.eval()
-    return model, tokenizer
+        target = device if load_in_4bit else "cpu"
+        model = PeftModel.from_pretrained(model, source.place, torch_device=target)
+    return model.eval()
 
 
 @contextlib.contextmanager

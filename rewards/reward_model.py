@@ -1,5 +1,6 @@
 """Reward from a reward model: a trained sequence classifier with one output."""
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from rloo_kit.types import Completions, Scores
 from ._classifier import (
     CALIBRATION,
     Source,
+    find_base,
     find_source,
     load_classifier,
+    loading,
     logits,
     read_json,
+    set_up_tokenizer,
     token_ids,
 )
 from ._text import check_least, is_unclosed
@@ -149,6 +153,7 @@ class RewardModel(TemplateAware):
         training has recorded is used.
         """
         import torch
+        from transformers import AutoTokenizer
 
         source = find_source(self.model)
         mean, std = _mean_and_std(source) if self.calibrated else (0.0, 1.0)
@@ -158,13 +163,16 @@ class RewardModel(TemplateAware):
             return source.facts.get(name) if value is None else value
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load_classifier(
-            source,
-            load_in_4bit=bool(chosen("load_in_4bit")),
-            device=device,
-            base=self.base,
-            tokenizer=self.tokenizer,
-        )
+        in_4bit = bool(chosen("load_in_4bit"))
+        with loading(f"reward model {self.model!r}", source.place):
+            base = find_base(source, self.base)
+            model = load_classifier(source, base, load_in_4bit=in_4bit, device=device)
+            tokenizer = copy.deepcopy(self.tokenizer)
+            if tokenizer is None or isinstance(tokenizer, str):
+                has_own = (source.folder / "tokenizer_config.json").is_file()
+                place = tokenizer or (source.place if has_own else base)
+                tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        set_up_tokenizer(model, tokenizer, self.model)
         # On one GPU the policy needs the memory between scorings.
         offload = device != "cpu" and self.offload is not False
         keep = bool(chosen("keep_thought"))
