@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import regex  # re has no time limit; transformers needs this package too
 from rloo_kit.errors import RewardLoadError
 
 from ._text import THINK_OPEN, check_choices
@@ -51,8 +52,6 @@ class RegexFormat(TextReward):
 
     def __post_init__(self) -> None:
         """Check that the pattern is a regular expression and that ``part`` is known."""
-        import regex
-
         try:
             regex.compile(self.pattern)
         except (TypeError, regex.error) as exc:
@@ -95,14 +94,11 @@ class TagFormat(TextReward):
     def __post_init__(self) -> None:
         """Convert a list or a single name to a tuple, and check the names."""
         names = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
-        for name in names:
-            if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} in tags is not the name of a tag; write it without brackets, such "
-                    "as 'answer'"
-                )
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"tags is {self.tags!r}; give one or more names, each once")
+        if not all(map(_TAG_NAME.fullmatch, names)) or not 0 < len(names) == len(set(names)):
+            raise ValueError(
+                f"tags is {self.tags!r}; give one or more names of tags, each once and without "
+                "brackets, such as 'answer'"
+            )
         check_choices(self)
         object.__setattr__(self, "tags", names)
 
@@ -207,8 +203,6 @@ def _matches(pattern: str, text: str, *, full: bool) -> bool:
 
     It must match the whole text if ``full`` is set, else any part of it.
     """
-    import regex  # re has no time limit; transformers needs this package too
-
     compiled = regex.compile(pattern, regex.DOTALL)
     try:
         match = compiled.fullmatch if full else compiled.search

@@ -141,8 +141,9 @@ class LengthBand(ThoughtTokens, TemplateAware):
             return self.marks.thought_of(turns)
         ids = turns[-1]
         closed = self.marks.end.places(ids)
-        answer = ids[closed[-1][1] :] if closed else ids
-        return None if self.marks.start.places(answer) or (opened and not closed) else answer
+        if self.marks.is_open(ids) or (opened and not closed):
+            return None
+        return ids[closed[-1][1] :] if closed else ids
 
     def _score(self, text: str, opened: bool, turns: list[list[int]] | None = None) -> float:
         part: Sequence[object] | None = part_text(text, self.part, opened=opened)
@@ -153,9 +154,7 @@ class LengthBand(ThoughtTokens, TemplateAware):
         if part is None:
             return 0.0
         outside = max(self.low - len(part), len(part) - self.high, 0)
-        if not outside:
-            return 1.0
-        return 1.0 - outside / self.falloff if outside < self.falloff else 0.0
+        return max(1.0 - outside / self.falloff, 0.0) if self.falloff else float(not outside)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex  # re has no pattern for nested braces
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completions, Scores
 
@@ -81,7 +82,7 @@ class _Worker:
         command = [sys.executable, "-P", "-m", f"{__package__}._math_worker"]
         self._process = process = subprocess.Popen(
             [*command, str(timeout_seconds), str(memory_mib)],
-            text=True,
+            encoding="utf-8",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -197,8 +198,6 @@ def last_boxed(text: str) -> str:
     >>> last_boxed(r"\boxed{1}, or \boxed{\frac{1}{2}}. Done.")
     '\\boxed{\\frac{1}{2}}'
     """
-    import regex  # re has no pattern for nested braces
-
     found = regex.match(_BOXED, text[text.rfind("\\boxed{") :][:_MAX_CHARACTERS])
     return found[0] if found else ""
 
