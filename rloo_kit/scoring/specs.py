@@ -146,22 +146,20 @@ def load_reward(
     say: Say | None = None,
 ) -> LoadedReward:
     """Return the loaded reward of one spec; see ``load_rewards`` for arguments and errors."""
-    if isinstance(spec, LoadedReward):
-        return spec.bound_to(tokenizer)
-    if hasattr(spec, "forward") and hasattr(spec, "state_dict"):
-        # A torch module, which TRL calls itself
-        name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
-        return LoadedReward(spec, Path(name).name)
-    func: Any = spec
-    weight = 1.0
+    loaded: Any = spec
     if isinstance(spec, str | Mapping):
         table = {"name": spec} if isinstance(spec, str) else spec
-        func, weight = _reward_and_weight(table, Path(base_dir or ""), say)
-    elif hasattr(spec, "get_rewards"):
+        loaded = _from_table(table, Path(base_dir or ""), say)
+    elif hasattr(spec, "forward") and hasattr(spec, "state_dict"):
+        # A torch module, which TRL calls itself
+        name = getattr(getattr(spec, "config", None), "name_or_path", "") or "reward_model"
+        loaded = LoadedReward(spec, Path(name).name)
+    elif not isinstance(spec, LoadedReward):
         # An object with a method get_rewards(prompts, completions), as in older notebooks
-        func = checked(func.get_rewards, type(spec).__name__)
-    reward = checked(func)
-    return LoadedReward(reward, reward.name, weight).bound_to(tokenizer)
+        is_old = hasattr(spec, "get_rewards")
+        func = checked(loaded.get_rewards, type(spec).__name__) if is_old else checked(spec)
+        loaded = LoadedReward(func, func.name)
+    return loaded.bound_to(tokenizer)
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
@@ -202,8 +200,8 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
 # --- a spec in parts ---------------------------------------------------------------------------
 
 
-def _reward_and_weight(table: Mapping[str, Any], base: Path, say: Say | None) -> tuple[Any, Weight]:
-    """Return the reward that a table describes, and its weight."""
+def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> LoadedReward:
+    """Return the reward that a table describes, with its weight."""
     parameters = dict(table)
     name = parameters.pop("name", None)
     if name is None:
@@ -225,8 +223,9 @@ def _reward_and_weight(table: Mapping[str, Any], base: Path, say: Say | None) ->
             parameters["model"] = str(path) if path.is_dir() else model
         target = _target(target_name, base, say)
     reward = _with_parameters(target, parameters, target_name)
-    reward = _composed(reward, composing, target_name, base, say)
-    return reward, _checked_weight(weight if given is None else given, target_name)
+    reward = checked(_composed(reward, composing, target_name, base, say))
+    weight = _checked_weight(weight if given is None else given, target_name)
+    return LoadedReward(reward, reward.name, weight)
 
 
 def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: Say | None) -> Any:
