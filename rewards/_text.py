@@ -91,15 +91,15 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
 
 
 def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[list[int]]:
-    """Return ``completion_ids`` unchanged; a reward that counts tokens cannot do without them.
+    """Return ``completion_ids`` unchanged; a reward that reads tokens cannot do without them.
 
     Raises:
         RewardContractError: ``completion_ids`` is None.
     """
     if completion_ids is None:
         raise RewardContractError(
-            f"reward {reward!r} counts tokens, and completion_ids is missing; pass it, or set unit "
-            "to 'words'"
+            f"reward {reward!r} reads token ids, and completion_ids is missing; pass it or, if the "
+            "reward has a unit, set unit to 'words'"
         )
     return completion_ids
 

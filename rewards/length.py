@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, Self
 
-from rloo_kit.types import Completions, Scores, Tokenizer, Turns
+from rloo_kit.types import Tokenizer
 
-from ._text import check_choices, check_least, check_order, completion_text, ids_to_count
-from .thinking import Part, TemplateAware, ThoughtTokens, TokenReward, part_text
+from ._text import check_choices, check_least, check_order
+from .thinking import Part, RowReward, TemplateAware, ThoughtTokens, TokenReward, part_text
 
 
 @dataclass(frozen=True)
-class Length:
+class Length(RowReward):
     """Reward a medium number of words, and a full stop at the end.
 
     With the defaults, 10 to 50 words score 1.0, fewer words -0.5, and more words 0.0. A full stop
@@ -45,11 +45,7 @@ class Length:
         """Check that ``min_words`` is not greater than ``max_words``."""
         check_order(self, "min_words", "max_words")
 
-    def __call__(self, completions: Completions, **_: object) -> Scores:
-        """Return one score per completion."""
-        return [self._score(completion_text(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
+    def _score(self, text: str, opened: bool) -> float:
         num_words = len(text.split())
         score = 0.0
         if num_words < self.min_words:
@@ -60,7 +56,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class LengthBand(ThoughtTokens, TemplateAware):
+class LengthBand(ThoughtTokens, TokenReward, TemplateAware):
     """Reward a length inside a band: 1.0 from ``low`` to ``high``, falling to 0.0 outside.
 
     Range: [0.0, 1.0], higher is better. Outside the band the score falls linearly, and it is 0.0 at
@@ -115,24 +111,10 @@ class LengthBand(ThoughtTokens, TemplateAware):
             return super().bind(tokenizer)
         return super(ThoughtTokens, self).bind(tokenizer)  # words need no token ids
 
-    def __call__(
-        self,
-        completions: Completions,
-        completion_ids: list[list[int]] | None = None,
-        prompts: Completions | None = None,
-        completion_turns: Turns | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion.
-
-        Raises:
-            RewardContractError: ``unit`` is ``tokens``, but ``completion_ids`` is None.
-        """
-        read: list[Turns] = []
-        if self.unit == "tokens":
-            whole = ids_to_count(completion_ids, self.__name__)
-            read = [completion_turns or [[ids] for ids in whole]]
-        return [self._score(*row) for row in self.rows(completions, prompts, *read)]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the reward cannot do without."""
+        return super().reads if self.unit == "tokens" else ()
 
     def _tokens(self, turns: list[list[int]], opened: bool) -> Sequence[int] | None:
         if self.part == "completion":
@@ -184,7 +166,7 @@ class SoftOverlong(TokenReward):
         """Check that ``soft_punish_cache`` is not greater than ``max_completion_length``."""
         check_order(self, "soft_punish_cache", "max_completion_length")
 
-    def _score(self, text: str, turns: list[list[int]]) -> float:
+    def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
         num_tokens = sum(map(len, turns))
         if num_tokens > self.max_completion_length:
             return -1.0

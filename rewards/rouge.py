@@ -95,10 +95,8 @@ class Coverage(TemplateAware):
         sources = list(map(text_of, prompts))
         if self.column is not None:
             sources = column_of(columns, self.column, self.__name__)
-        reward = Rouge(
-            "1", "precision", thought_opened=self.thought_opened, _tokenizer=self._tokenizer
-        )
-        return reward(completions, prompts, reference=sources)
+        rouge = Rouge("1", "precision")
+        return [rouge._score(*row) for row in self.rows(completions, prompts, sources)]
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.text.thoughts import Mark, ThoughtMarks, opens_thought, thought_marks, token_id
-from rloo_kit.types import Completion, Completions, Score, Scores, Tokenizer, Turns
+from rloo_kit.types import Completion, Completions, Score, Scores, Tokenizer
 
 from ._text import (
     THINK_CLOSE,
@@ -17,6 +17,7 @@ from ._text import (
     check_order,
     column_of,
     completion_text,
+    ids_to_count,
     is_unclosed,
     template_opens_thought,
     text_after_thought,
@@ -57,6 +58,32 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
     return None if is_unclosed(text, opened=opened) else text_after_thought(text)
 
 
+class Rows:
+    """Base class of rewards that read the values of a batch row by row."""
+
+    __name__: ClassVar[str]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the dataset's columns that the reward reads."""
+        column = getattr(self, "column", None)
+        return () if column is None else (column,)
+
+    def is_opened(self, prompt: Completion) -> bool:
+        """Return whether a prompt opens the thought; False if the reward does not ask for it."""
+        return False
+
+    def rows(
+        self, completions: Completions, prompts: Completions | None, *columns: list[Any]
+    ) -> list[tuple[Any, ...]]:
+        """Return one tuple for each completion: (text, whether the prompt opens the thought, ...).
+
+        Any further items are the row's values in ``columns``.
+        """
+        opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
+        return list(zip(map(completion_text, completions), opened, *columns, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """Base class of rewards that can use the policy's tokenizer, which ``bind`` sets."""
@@ -70,7 +97,7 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateAware(Bound):
+class TemplateAware(Bound, Rows):
     """Base class of rewards that must know whether the prompt opens the thought.
 
     Without this knowledge, an unfinished thought would look like an answer.
@@ -91,33 +118,18 @@ class TemplateAware(Bound):
             opened = template_opens_thought(tokenizer)
         return replace(super().bind(tokenizer), thought_opened=opened)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the dataset's columns that the reward reads."""
-        column = getattr(self, "column", None)
-        return () if column is None else (column,)
-
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt ends with an opening ``<think>``."""
         if not isinstance(prompt, str):
             return bool(self.thought_opened)
         return opens_thought(self._tokenizer, prompt)
 
-    def rows(
-        self, completions: Completions, prompts: Completions | None, *columns: list[Any]
-    ) -> list[tuple[Any, ...]]:
-        """Return one tuple for each completion: (text, whether the prompt opens the thought, ...).
 
-        Any further items are the row's values in ``columns``.
-        """
-        opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
-        return list(zip(map(completion_text, completions), opened, *columns, strict=True))
+class RowReward(Rows):
+    """Base class of rewards that score each row by itself.
 
-
-class TextReward(TemplateAware):
-    """Base class of rewards that score each row from its text and its values in dataset columns.
-
-    A subclass defines ``_score``, and ``column`` if it reads a column, or ``reads`` for several.
+    A subclass defines ``_score``, which gets a row (see ``rows``) with the values of the columns in
+    ``reads``.
     """
 
     _score: Callable[..., Score]
@@ -129,8 +141,15 @@ class TextReward(TemplateAware):
         **columns: Any,
     ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
-        read = [column_of(columns, name, self.__name__) for name in self.reads]
+        read = [self._column(name, columns) for name in self.reads]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
+
+    def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
+        return column_of(columns, name, self.__name__)
+
+
+class TextReward(RowReward, TemplateAware):
+    """Base class of rewards that score each row from its text and its values in columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,32 +222,21 @@ class ThoughtTokens(Bound):
         )
 
 
-class TokenReward:
-    """Base class of rewards that score a completion from its text and its token ids.
+class TokenReward(RowReward):
+    """Base class of rewards that score a completion from its token ids.
 
-    A subclass defines ``_score``.
+    The last item of a row are the token ids of each turn of the model. Without tools, a completion
+    is a single turn.
     """
 
-    _score: Callable[[str, list[list[int]]], float]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the reward cannot do without."""
+        return ("completion_ids",)
 
-    def __call__(
-        self,
-        completions: Completions,
-        completion_ids: list[list[int]],
-        completion_turns: Turns | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion.
-
-        Args:
-            completions: The completions, as texts or conversations.
-            completion_ids: Token ids of each completion.
-            completion_turns: With tools, the token ids of each turn of each completion. None: each
-                completion is a single turn.
-        """
-        texts = map(completion_text, completions)
-        turns = completion_turns or [[ids] for ids in completion_ids]
-        return [self._score(*row) for row in zip(texts, turns, strict=True)]
+    def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
+        ids = ids_to_count(columns.get(name), self.__name__)
+        return columns.get("completion_turns") or [[own] for own in ids]
 
 
 @dataclass(frozen=True)
@@ -278,7 +286,7 @@ class Thinking(ThoughtTokens, TokenReward):
         """Check that ``short`` is not greater than ``long``."""
         check_order(self, "short", "long")
 
-    def _score(self, text: str, turns: list[list[int]]) -> float:
+    def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
         thought = self.marks.thought_of(turns)
         if thought is None:
             return self.unclosed_score
@@ -289,7 +297,7 @@ class Thinking(ThoughtTokens, TokenReward):
 
 
 @dataclass(frozen=True)
-class ClosedOnce(ThoughtTokens, TemplateAware):
+class ClosedOnce(ThoughtTokens, TokenReward, TemplateAware):
     """Reward a thought that is closed exactly once: 1.0 if it is, 0.0 if not.
 
     Only token ids are read, not the decoded text. ``</think>`` must occur once in the completion.
@@ -308,18 +316,8 @@ class ClosedOnce(ThoughtTokens, TemplateAware):
 
     __name__ = "thinking_closed_once"
 
-    def __call__(
-        self,
-        completions: Completions,
-        completion_ids: list[list[int]],
-        prompts: Completions | None = None,
-        completion_turns: Turns | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion, 1.0 or 0.0."""
-        turns = completion_turns or [[ids] for ids in completion_ids]
-        rows = self.rows(completions, prompts, turns)
-        return [float(all(self._is_once(opened, ids) for ids in own)) for _, opened, own in rows]
+    def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
+        return float(all(self._is_once(opened, ids) for ids in turns))
 
     def _is_once(self, opened: bool, ids: Sequence[int]) -> bool:
         closes = self.marks.end.places(ids)
@@ -359,7 +357,7 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
         """Check that the budget is not negative and the limit is greater than the budget."""
         check_least(self, "budget", 0, self.limit)
 
-    def _score(self, text: str, turns: list[list[int]]) -> float:
+    def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
         thought = self.marks.thought_of(turns)
         if thought is None:
             return self.unclosed_score
@@ -401,7 +399,7 @@ class SelfQuestions(ThoughtTokens, TokenReward):
         """Check that ``most`` is at least 1."""
         check_least(self, "most", 1)
 
-    def _score(self, text: str, turns: list[list[int]]) -> float:
+    def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
         if self.marks.thought_of(turns) is None:
             return 0.0
         return min(len(_questions(thought_text(text) or "")), self.most) / self.most
