@@ -50,7 +50,7 @@ def read_verdict(text: str, key: str = "score") -> float | None:
         value = found.get(key)
         return _number(value) if isinstance(value, str) else finite_number(value)
     for line in reversed(tail.splitlines()):
-        if match := re.fullmatch(_VERDICT_LINE.format(key=re.escape(key)), line):
+        if match := re.fullmatch(_VERDICT_LINE.format(key=key), line):
             return _number(match[1])
     return None
 

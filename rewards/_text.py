@@ -72,7 +72,7 @@ def is_unclosed(text: str, *, opened: bool) -> bool:
 
 
 def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
-    """Return the values of the dataset column that a reward reads.
+    """Return the values of the column that a reward reads.
 
     Args:
         columns: All columns, by name.
@@ -82,26 +82,12 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
     Raises:
         RewardContractError: The column is missing.
     """
-    if name not in columns:
+    if columns.get(name) is None:
         raise RewardContractError(
-            f"reward {reward!r} needs the dataset column {name!r}, which is missing; add it, or "
-            "name another one in data.columns"
+            f"reward {reward!r} needs the argument {name!r}, which is missing; if it is a column "
+            "of the dataset, add it, or name another one in data.columns"
         )
     return columns[name]
-
-
-def ids_to_count(completion_ids: list[list[int]] | None, reward: str) -> list[list[int]]:
-    """Return ``completion_ids`` unchanged; a reward that reads tokens cannot do without them.
-
-    Raises:
-        RewardContractError: ``completion_ids`` is None.
-    """
-    if completion_ids is None:
-        raise RewardContractError(
-            f"reward {reward!r} reads token ids, and completion_ids is missing; pass it or, if the "
-            "reward has a unit, set unit to 'words'"
-        )
-    return completion_ids
 
 
 def tagged_answer(text: str) -> str:

@@ -165,35 +165,21 @@ class Accuracy(TextReward, AnswerReward):
             )
 
     def _score(self, text: str, opened: bool, answer: object) -> Score:
-        expected = self._expected(answer)
-        if expected is None:
-            return None
-        return float(self._is_right((self.answer(text, opened) or "").strip(), expected))
-
-    def _expected(self, answer: object) -> str | Decimal | None:
-        """Return the expected answer as text, number or letter, as ``match`` requires.
-
-        Return None if it is missing or does not have the required kind.
-        """
-        text = expected_text(answer)
-        if text and self.match == "number":
-            return parse_number(text)
-        if text and self.match == "choice":
-            letter = _WHOLE.fullmatch(text)
-            return letter[1].upper() if letter else None
-        return text
-
-    def _is_right(self, given: str, expected: str | Decimal) -> bool:
-        if isinstance(expected, Decimal):
-            number = last_number(given)
-            # A difference is rounded to 28 digits, which never makes it 0
-            return number is not None and abs(number - expected) <= Decimal(str(self.tolerance))
+        expected = expected_text(answer) or ""
+        given = (self.answer(text, opened) or "").strip()
         if self.match == "choice":
-            return chosen_letter(given) == expected
-        if given == expected or self.match == "exact":
-            return given == expected
-        number = parse_number(expected)
-        return number is not None and parse_number(given) == number
+            letter = _WHOLE.fullmatch(expected)
+            return float(chosen_letter(given) == letter[1].upper()) if letter else None
+        number = None if self.match == "exact" else parse_number(expected)
+        if self.match == "number":
+            if number is None:
+                return None
+            found = last_number(given)
+            # A difference is rounded to 28 digits, which never makes it 0
+            return float(found is not None and abs(found - number) <= Decimal(str(self.tolerance)))
+        if not expected:
+            return None
+        return float(given == expected or (number is not None and parse_number(given) == number))
 
 
 # The reward with its defaults

@@ -115,12 +115,7 @@ class Code(AnswerReward):
     def _limits(self) -> Limits:
         return Limits(self.timeout_seconds, self.memory_mib, allow_weak=self.allow_weak)
 
-    def __call__(
-        self,
-        completions: Completions,
-        prompts: Completions | None = None,
-        **columns: Any,
-    ) -> Scores:
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
         """Return one score per completion; None for a row without tests.
 
         Raises:
@@ -130,7 +125,7 @@ class Code(AnswerReward):
         """
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
-        rows = self.rows(completions, prompts, tests)
+        rows = self.rows(completions, columns.get("prompts"), tests)
         stopped = threading.Event()
         with ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code") as pool:
             try:

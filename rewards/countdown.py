@@ -43,28 +43,27 @@ def evaluate_expression(text: str) -> tuple[Fraction, list[int]] | None:
     text = text.translate(_SIGNS)
     if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
         return None
-    used: list[int] = []
     try:
         # On one line, so that a line break is like any other white space
-        return _value(parsed_expression(" ".join(text.split())), used), used
+        value = _value(parsed_expression(" ".join(text.split())))
     except (ValueError, ZeroDivisionError):
         return None
+    return value, list(map(int, re.findall("[0-9]+", text)))
 
 
-def _value(node: ast.expr | None, used: list[int]) -> Fraction:
-    """Return the value of an expression's syntax tree, and append its numbers to ``used``.
+def _value(node: ast.expr | None) -> Fraction:
+    """Return the value of an expression's syntax tree.
 
     Raises:
         ValueError: The tree has a node that is not arithmetic.
     """
     match node:
         case ast.Constant(int(number)):
-            used.append(number)
             return Fraction(number)
         case ast.UnaryOp(ast.USub(), operand):
-            return -_value(operand, used)
+            return -_value(operand)
         case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
-            return _OPERATIONS[type(operation)](_value(left, used), _value(right, used))
+            return _OPERATIONS[type(operation)](_value(left), _value(right))
     raise ValueError(type(node).__name__)
 
 

@@ -61,8 +61,7 @@ class ReasoningGym(AnswerReward, TextReward):
                 return 0.0
             answer = tagged_answer(answer)
             # Some verifiers run an answer by eval.
-            guard = _GUARDS.get(task)
-            if len(answer) > MAX_CHARACTERS or (guard is not None and not guard(answer)):
+            if len(answer) > MAX_CHARACTERS or (task in _GUARDS and not _GUARDS[task](answer)):
                 answer = ""
             try:
                 score = float(verify(answer, content))

@@ -231,9 +231,9 @@ class Judge(TemplateAware):
         )
 
     def _score(self, questions: tuple[str, ...], answers: Mapping[str, float]) -> Score:
-        numbers = tuple(answers[text] for text in questions if text in answers)
-        if not questions or len(numbers) < len(questions):
+        if not questions or not answers.keys() >= {*questions}:
             return None
+        numbers = tuple(answers[text] for text in questions)
         if self.mode == "pairwise":
             # 1 means that the first answer is better, 2 the second; the orders are swapped
             return 1.0 if numbers == (1, 2) else 0.0 if numbers == (2, 1) else 0.5
@@ -333,8 +333,7 @@ def _check_parameters(judge: Judge) -> None:
         )
     check_least(judge, "max_concurrency", 1)
     check_least(judge, "max_retries", 0)
-    if not 0 < judge.timeout_seconds < math.inf:
-        raise ValueError(f"timeout_seconds is {judge.timeout_seconds!r}; set it above 0")
+    check_least(judge, "timeout_seconds", 0.001)
 
 
 def _key(name: str | None) -> str | None:

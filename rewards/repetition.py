@@ -1,17 +1,15 @@
 """Penalty for repeated n-grams."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rloo_kit.types import Completions, Scores
-
-from ._text import check_choices, check_least, completion_text, ids_to_count, n_grams
+from ._text import check_choices, check_least, n_grams
+from .thinking import RowReward
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(RowReward):
     """Penalise n-grams that are repeated in a completion, including its thought.
 
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
@@ -46,23 +44,13 @@ class Repetition:
             )
         check_choices(self)
 
-    def __call__(
-        self,
-        completions: Completions,
-        completion_ids: list[list[int]] | None = None,
-        **_: object,
-    ) -> Scores:
-        """Return one score per completion.
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the reward cannot do without."""
+        return ("completion_ids",) if self.unit == "tokens" else ()
 
-        Raises:
-            RewardContractError: ``unit`` is ``tokens``, but ``completion_ids`` is None.
-        """
-        if self.unit == "words":
-            return [self._score(completion_text(one).lower().split()) for one in completions]
-        return list(map(self._score, ids_to_count(completion_ids, self.__name__)))
-
-    def _score(self, units: Sequence[object]) -> float:
-        found = n_grams(units, self.ngram_size)
+    def _score(self, text: str, opened: bool, ids: list[int] | None = None) -> float:
+        found = n_grams(text.lower().split() if ids is None else ids, self.ngram_size)
         repeated = len(found) - len(set(found))
         return self.max_penalty * repeated / len(found) if repeated else 0.0
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rloo_kit.text.wording import text_of
-from rloo_kit.types import Completions, Score, Scores
+from rloo_kit.types import Score
 
-from ._text import check_choices, column_of, n_grams
-from .thinking import TemplateAware, TextReward, part_text
+from ._text import check_choices, n_grams
+from .thinking import TextReward, part_text
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rouge(TextReward):
 
 
 @dataclass(frozen=True)
-class Coverage(TemplateAware):
+class Coverage(TextReward):
     """Reward the share of the answer's words that are also in the source text.
 
     Range: [0.0, 1.0], higher is better. A word counts at most as often as it is in the source, so
@@ -90,13 +90,13 @@ class Coverage(TemplateAware):
     """Dataset column of the source texts; None: the source is the prompt, or its last chat
     message."""
 
-    def __call__(self, completions: Completions, prompts: Completions, **columns: object) -> Scores:
-        """Return one score per completion."""
-        sources = list(map(text_of, prompts))
-        if self.column is not None:
-            sources = column_of(columns, self.column, self.__name__)
-        rouge = Rouge("1", "precision")
-        return [rouge._score(*row) for row in self.rows(completions, prompts, sources)]
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Name of the argument that has the source texts."""
+        return (self.column or "prompts",)
+
+    def _score(self, text: str, opened: bool, source: object) -> Score:
+        return Rouge("1", "precision")._score(text, opened, text_of(source))
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:

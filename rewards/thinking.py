@@ -17,7 +17,6 @@ from ._text import (
     check_order,
     column_of,
     completion_text,
-    ids_to_count,
     is_unclosed,
     template_opens_thought,
     text_after_thought,
@@ -134,15 +133,11 @@ class RowReward(Rows):
 
     _score: Callable[..., Score]
 
-    def __call__(
-        self,
-        completions: Completions,
-        prompts: Completions | None = None,
-        **columns: Any,
-    ) -> Scores:
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
         read = [self._column(name, columns) for name in self.reads]
-        return [self._score(*row) for row in self.rows(completions, prompts, *read)]
+        rows = self.rows(completions, columns.get("prompts"), *read)
+        return [self._score(*row) for row in rows]
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
         return column_of(columns, name, self.__name__)
@@ -235,7 +230,7 @@ class TokenReward(RowReward):
         return ("completion_ids",)
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
-        ids = ids_to_count(columns.get(name), self.__name__)
+        ids = super()._column(name, columns)
         return columns.get("completion_turns") or [[own] for own in ids]
 
 

@@ -367,7 +367,7 @@ REMEDIES = {
     "template: 'Grade: {answer}'": "template lacks {completion}",
     "extra_body: {stream: true}": "extra_body sets 'stream'",
     "max_concurrency: 0": "max_concurrency is 0; set it to 1 or more",
-    "timeout_seconds: 0": "timeout_seconds is 0; set it above 0",
+    "timeout_seconds: 0": "timeout_seconds is 0; set it to 0.001 or more",
 }
 
 

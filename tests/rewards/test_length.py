@@ -64,8 +64,8 @@ def test_band_binds_to_what_its_part_needs(plain_tokenizer):
         LengthBand(unit="tokens", part="thought").bind(plain_tokenizer)
 
 
-def test_tokens_that_are_not_there_are_named_with_the_remedy():
-    with pytest.raises(RewardContractError, match="set unit to 'words'"):
+def test_tokens_that_are_not_there_are_named():
+    with pytest.raises(RewardContractError, match="needs the argument 'completion_ids', which"):
         LengthBand(unit="tokens")(completions=["a"])
 
 
