@@ -216,12 +216,17 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
     target_name = name_of(name)
     if isinstance(name, str):
         target_name, weight = _split_weight(name)
+        if target_name not in BUILTIN and _is_model(target_name, base):
+            parameters = {"model": target_name, **parameters}
+            target_name = "reward_model"
         model = parameters.get("model")
         if target_name == "reward_model" and isinstance(model, str):
             # A folder, unless it is a hub name
             path = _path(model, base)
             parameters["model"] = str(path) if path.is_dir() else model
-        target = _target(target_name, base, say)
+        target = BUILTIN.get(target_name) or find_object(target_name, base, say, "reward")
+        if target is None:
+            raise RewardLoadError(_unknown(target_name))
     reward = _with_parameters(target, parameters, target_name)
     reward = checked(_composed(reward, composing, target_name, base, say))
     weight = _checked_weight(weight if given is None else given, target_name)
@@ -261,26 +266,16 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
     return reward
 
 
-def _target(name: str, base: Path, say: Say | None) -> Any:
-    """Return the object that a spec, after removal of its weight, refers to.
-
-    The result is the class or factory of a built-in reward, a reward model, or an object in a file
-    or package.
+def _is_model(name: str, base: Path) -> bool:
+    """Return whether a name is the folder of a reward model, or may be the name of one on the hub.
 
     Raises:
-        RewardLoadError: Nothing has that name, or its file or module cannot be loaded.
+        RewardLoadError: The name cannot be one of a file or folder.
     """
-    if name in BUILTIN:
-        return BUILTIN[name]
     path = _path(name, base)
     if name and any((path / file).is_file() for file in _MODEL_FILES):
-        return RewardModel(str(path))
-    if not name.endswith(".py") and _HUB_NAME.fullmatch(name) and not path.exists():
-        return RewardModel(name)
-    found = find_object(name, base, say, "reward")
-    if found is None:
-        raise RewardLoadError(_unknown(name))
-    return found
+        return True
+    return not name.endswith(".py") and bool(_HUB_NAME.fullmatch(name)) and not path.exists()
 
 
 def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:

@@ -111,11 +111,14 @@ def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
     (tmp_path / "taste").mkdir()
     (tmp_path / "taste" / "config.json").write_text("{}")
     table = {"name": "reward_model", "model": "taste", "max_length": 2}
-    bare, weighted, tabled = load_rewards(["taste", "taste:0.5", table], base_dir=tmp_path)
+    short = {"name": "taste", "max_length": 2}
+    specs = ["taste", "taste:0.5", table, short]
+    bare, weighted, tabled, set_up = load_rewards(specs, base_dir=tmp_path)
     assert bare.func.reward.model == str(tmp_path / "taste")
     assert weighted.weight == 0.5
     assert tabled.func.reward == RewardModel(str(tmp_path / "taste"), max_length=2)
     assert tabled.name == "reward_model_3"
+    assert set_up.func.reward == tabled.func.reward
 
 
 def test_same_names_get_a_number():
