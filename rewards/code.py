@@ -239,7 +239,10 @@ def _checks(source: str, column: str) -> list[_Test]:
     body = [node for node in body if not _does_nothing(node)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     setup = [node for node in body if not isinstance(node, ast.Assert)]
-    idle = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    idle = (
+        *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+        *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
+    )
     if not asserts and all(isinstance(node, idle) for node in body):
         raise RewardContractError(
             f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
@@ -279,9 +282,14 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``."""
+    """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``.
+
+    Code for ``__name__ == "__main__"`` has none either, since the tests run in a module.
+    """
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):
+            return True
+        case ast.If(ast.Compare(ast.Name("__name__"), [ast.Eq()])):
             return True
         case ast.Assert(ast.Constant(value)):
             return bool(value)

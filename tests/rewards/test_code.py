@@ -129,8 +129,15 @@ def test_what_is_no_test_is_named(tests):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "test",
-    ["", "import math", "def test_add():\n    assert add(1, 2) == 4", "def f(): 0\n'f'"],
-)  # fmt: skip
+    [
+        "",
+        "import math",
+        "def test_add():\n    assert add(1, 2) == 4",
+        "def f(): 0\n'f'",
+        "async def test_add():\n    assert add(1, 2) == 4",
+        "def test_add():\n    assert add(1, 2) == 4\nif __name__ == '__main__':\n    test_add()",
+    ],
+)
 def test_a_test_that_every_program_passes_is_refused(test):
     with pytest.raises(RewardContractError, match="which every program passes; add an assert"):
         Code()(completions=["x"], tests=[[test]])
