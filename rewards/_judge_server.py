@@ -151,18 +151,21 @@ class Server:
         return f"reward {judge.__name__!r}: {judge.url} {failure.what}; {failure.remedy}{skip}"
 
     async def _ask(self, client: "httpx.AsyncClient", text: str) -> float:
-        """Ask a question and return the judge's number; if the answer has none, ask once more."""
-        try:
-            return self._read(await self._request(client, self.judge.body(text)))
-        except _Unusable:
-            return self._read(await self._request(client, self.judge.body(text, again=True)))
+        """Ask a question and return the judge's number.
 
-    async def _request(self, client: "httpx.AsyncClient", body: dict[str, Any]) -> "httpx.Response":
-        """Send a request, retry up to ``max_retries`` times, and return the successful response."""
+        A request that fails is sent again up to ``max_retries`` times. If the answer has no number,
+        the question is asked once more.
+        """
         attempt = 0
+        again = False
         while True:
             try:
-                return await self._post(client, body)
+                return self._read(await self._post(client, self.judge.body(text, again=again)))
+            except _Unusable:
+                if again:
+                    raise
+                again = True
+                attempt = 0
             except Failure as failure:
                 if failure.wait > _LONGEST_WAIT:
                     failure.what += f" and asks for a pause of {failure.wait:g} s"

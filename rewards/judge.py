@@ -148,9 +148,8 @@ class Judge(TemplateAware):
         Raises:
             RewardContractError: A completion cannot be scored, and ``on_failure`` is ``stop``.
         """
-        references: list[Any] = [None] * len(completions)
-        if self.mode == "pairwise":
-            references = column_of(columns, self.column, self.__name__)
+        absent = [None] * len(completions)
+        references = column_of(columns, self.column, self.__name__) if self.reads else absent
         given = zip(prompts or [""] * len(completions), completions, references, strict=True)
         rows = [self._questions(*row) for row in given]
         server = Server(self, _key(self.api_key_env))
