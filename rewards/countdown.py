@@ -88,6 +88,7 @@ class Countdown(AnswerReward, TextReward):
     """
 
     __name__ = "countdown"
+    _reads = ("numbers", "target")
 
     use_all: bool = False
     """Require that the expression uses every number."""
@@ -97,11 +98,6 @@ class Countdown(AnswerReward, TextReward):
     def __post_init__(self) -> None:
         """Check that the score for a missed target is at least 0 and less than 1."""
         check_least(self, "valid_score", 0, 1)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the dataset's columns that the reward reads."""
-        return ("numbers", "target")
 
     def _score(self, text: str, opened: bool, numbers: object, target: Any) -> Score:
         if numbers is None or is_missing(target):

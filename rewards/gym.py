@@ -42,11 +42,7 @@ class ReasoningGym(AnswerReward, TextReward):
     """
 
     __name__ = "reasoning_gym"
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the dataset's columns that the reward reads."""
-        return ("entry",)
+    _reads = ("entry",)
 
     def _score(self, text: str, opened: bool, entry: str | None) -> Score:
         if entry is None:

@@ -85,15 +85,11 @@ class Coverage(TextReward):
     """
 
     __name__ = "coverage"
+    _reads = ("prompts",)
 
     column: str | None = None
     """Dataset column of the source texts; None: the source is the prompt, or its last chat
     message."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Name of the argument that has the source texts."""
-        return (self.column or "prompts",)
 
     def _score(self, text: str, opened: bool, source: object) -> Score:
         return Rouge("1", "precision")._score(text, opened, text_of(source))

@@ -58,15 +58,19 @@ def part_text(text: str, part: Part, *, opened: bool) -> str | None:
 
 
 class Rows:
-    """Base class of rewards that read the values of a batch row by row."""
+    """Base class of rewards that read the values of a batch row by row.
+
+    A subclass that reads a column has a parameter ``column``, or sets ``_reads``.
+    """
 
     __name__: ClassVar[str]
+    _reads: ClassVar[tuple[str, ...]] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the dataset's columns that the reward reads."""
+        """Names of the dataset's columns, or of other arguments, that the reward reads."""
         column = getattr(self, "column", None)
-        return () if column is None else (column,)
+        return self._reads if column is None else (column,)
 
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt opens the thought; False if the reward does not ask for it."""
@@ -224,10 +228,7 @@ class TokenReward(RowReward):
     is a single turn.
     """
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the reward cannot do without."""
-        return ("completion_ids",)
+    _reads = ("completion_ids",)
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
         ids = super()._column(name, columns)
