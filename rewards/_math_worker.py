@@ -7,6 +7,7 @@ writes one JSON reply to a line of standard output. A request that takes too lon
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import signal
@@ -36,18 +37,19 @@ def main() -> None:
     # process ends with its input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows sends Ctrl-C to this process too
-    seconds = float(sys.argv[1])
-    memory_mib = int(sys.argv[2])
+    seconds, mib = map(float, sys.argv[1:])
+    memory = int(mib) << 20
     replies = os.fdopen(os.dup(1), "w")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # what a library prints must not get between the replies
+    # What a library prints must not get between the replies
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        import logging
-
         import math_verify
 
         logging.disable()
-        _limit_memory(memory_mib)
+        with contextlib.suppress(ImportError, ValueError, OSError):  # Windows, macOS
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     except Exception as exc:
         print(json.dumps({"error": f"{type(exc).__name__}: {exc}"}), file=replies, flush=True)
         return
@@ -107,13 +109,6 @@ def _is_prose(line: str) -> bool:
         if word in _UNITS or not is_product:
             return True
     return False
-
-
-def _limit_memory(mib: int) -> None:
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows, macOS
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20))
 
 
 def _end_after(seconds: float) -> None:

@@ -104,26 +104,16 @@ class Countdown(AnswerReward, TextReward):
             return None
         available = _whole_numbers(numbers)
         wanted = _fraction(target)
-        found = _stated_expression(tagged_answer(self.answer(text, opened) or ""))
-        if found is None:
+        answer = tagged_answer(self.answer(text, opened) or "").removesuffix(".")
+        expression, equals, result = answer.partition("=")
+        found = evaluate_expression(expression)
+        stated = evaluate_expression(result) if equals else found
+        if found is None or stated is None or stated[0] != found[0]:
             return 0.0
         value, used = found
         if Counter(used) - available or (self.use_all and available - Counter(used)):
             return 0.0
         return 1.0 if value == wanted else self.valid_score
-
-
-def _stated_expression(answer: str) -> tuple[Fraction, list[int]] | None:
-    """Return (value, numbers) of an answer of the form ``EXPRESSION`` or ``EXPRESSION = VALUE``.
-
-    Return None if the answer has another form, or if VALUE is wrong.
-    """
-    expression, equals, result = answer.removesuffix(".").partition("=")
-    found = evaluate_expression(expression)
-    if not equals or found is None:
-        return found
-    stated = evaluate_expression(result)
-    return found if stated is not None and stated[0] == found[0] else None
 
 
 def _whole_numbers(numbers: object) -> Counter:

@@ -163,7 +163,11 @@ class Math(AnswerReward):
             RewardContractError: The dataset has no column of expected answers.
             RewardLoadError: math-verify is missing, or its process does not start.
         """
-        ask = functools.cache(self._ask)  # identical rows are compared only once
+
+        @functools.cache  # identical rows are compared only once
+        def ask(**request: str) -> bool | None:
+            return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
+
         given = [*map(expected_text, column_of(columns, self.column, self.__name__))]
         golds = [gold if gold and ask(gold=gold) else None for gold in given]
         unread = golds.count(None) - given.count(None)
@@ -180,9 +184,6 @@ class Math(AnswerReward):
     def release(self) -> None:
         """End the process that compares answers; the next call starts a new one."""
         self._worker.end()
-
-    def _ask(self, **request: str) -> bool | None:
-        return self._worker.ask(request, self.timeout_seconds, self.memory_mib)
 
 
 def last_boxed(text: str) -> str:
