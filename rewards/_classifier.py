@@ -65,8 +65,7 @@ def find_source(name: str) -> Source:
     folder = Path(name).expanduser()
     if _looks_like_path(name) and not folder.is_dir():
         raise ModelError(f"reward model {name!r} is not a folder; {WHAT_TO_GIVE}")
-    facts = folder / FACTS
-    return Source(name, folder, read_json(facts) if facts.is_file() else {})
+    return Source(name, folder, read_json(folder / FACTS))
 
 
 def find_base(source: Source, base: str | None) -> str:
@@ -123,13 +122,15 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file as a dict.
+    """Return the content of a JSON file as a dict, which is empty if there is no such file.
 
     Raises:
         ModelError: The file cannot be read, or does not hold a JSON object.
     """
     try:
         return dict(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, TypeError) as exc:
         raise ModelError(f"{str(path)!r} cannot be read ({exc}); write it again") from exc
 
