@@ -84,12 +84,12 @@ def find_base(source: Source, base: str | None) -> str:
     config = read_json(source.folder / ADAPTER_CONFIG)
     given = base or source.facts.get("base") or config.get("base_model_name_or_path") or ""
     relative = None if base else source.facts.get("base_folder")
-    found = Path(given).expanduser()
+    found = Path(given).expanduser() if given else None
     if given == EMBEDDED:
         found = Path(str(files("rloo_kit"))) / "assets" / EMBEDDED
     elif relative and (source.folder / relative).is_dir():
         found = (source.folder / relative).resolve()
-    if found.is_dir():
+    if found is not None and found.is_dir():
         noted = source.facts.get("base_fingerprint")
         if noted and noted != fingerprint(found):
             raise ModelError(

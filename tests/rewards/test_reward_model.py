@@ -180,6 +180,19 @@ def test_a_base_that_is_not_here_is_named_with_the_remedy(adapter_folder, base_f
     assert one(folder, base=str(base_folder)) == expected
 
 
+def test_an_adapter_that_records_no_base_does_not_take_the_working_folder(
+    adapter_folder, base_folder, monkeypatch
+):
+    folder, _ = adapter_folder
+    (folder / "reward_model.json").write_text("{}")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = None
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(base_folder)
+    with pytest.raises(ModelError, match="is an adapter on '', which is missing; give the folder"):
+        one(folder)
+
+
 def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, model_folder, tmp_path):
     folder, _ = adapter_folder
     shutil.copy(model_folder / "model.safetensors", tmp_path / "project" / "models" / "base")
