@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo_kit.rewards._text import column_of
 from rloo_kit.scoring.contract import (
     AsyncCheckedReward,
     CheckedReward,
@@ -233,10 +234,14 @@ class _Routed(Composed):
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the reward for the chosen rows; the others get None."""
+        wanted = [
+            (column_of(columns, column, self.__name__), values)
+            for column, values in self.only_for.items()
+        ]
         rows = [
             row
             for row in range(len(columns["completions"]))
-            if all(columns[column][row] in values for column, values in self.only_for.items())
+            if all(found[row] in values for found, values in wanted)
         ]
         return await _scores_of(self.parts[0], rows, columns, None)
 

@@ -121,7 +121,8 @@ class CheckedReward:
         Raises:
             RewardContractError: A column is missing.
         """
-        self._select(reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]]))
+        columns = reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]])
+        self._require(columns_read(self.reward), columns)
 
     def release(self) -> None:
         """Release the memory that the reward holds, such as the weights of a reward model."""
@@ -137,14 +138,17 @@ class CheckedReward:
             return self
         return replace(self, reward=self.reward.bind(tokenizer))
 
-    def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
-        if missing := columns_read(self.reward) - columns.keys():
+    def _require(self, needed: Iterable[str], columns: dict[str, Any]) -> None:
+        if missing := set(needed) - columns.keys():
             raise RewardContractError(
                 f"reward {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which the "
                 "dataset lacks; add the column, name another one in data.columns, or give the "
                 f"parameter a default (available arguments: {', '.join(sorted(columns))})"
             )
-        accepted, takes_any, _ = keywords_of(self.reward)
+
+    def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
+        accepted, takes_any, required = keywords_of(self.reward)
+        self._require(required, columns)
         chosen = {
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }

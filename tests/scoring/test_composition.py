@@ -83,10 +83,19 @@ def test_a_routed_reward_scores_its_own_rows_alone():
 
 
 def test_a_missing_routing_column_is_named():
-    with pytest.raises(RewardContractError, match=r"asks for 'kind', .* lacks; add the column"):
+    with pytest.raises(
+        RewardContractError, match="'short' needs the argument 'kind', which is missing"
+    ):
         score(routed(short, kind="sum"))
     with pytest.raises(ValueError, match="routed\\(reward, task='math'\\)"):
         routed(short)
+
+
+def test_a_column_of_rows_that_are_not_there_may_be_missing():
+    reward = checked(routed(Accuracy(column="solution"), task="proof"))
+    assert reward(**COLUMNS) == [None] * 4
+    with pytest.raises(RewardContractError, match=r"asks for 'solution', .* add the column, name"):
+        reward.check_columns(COLUMNS)
 
 
 def test_what_a_routed_reward_logs_keeps_its_rows():
