@@ -38,22 +38,24 @@ def figure_png(progress: Progress) -> bytes:
     from matplotlib.figure import Figure
 
     metrics = progress.metrics
-    rewards = ("Reward functions", metrics.reward_lines())
     charts = [(chart.title, chart.lines[:1]) for chart in FOLLOWED]
+    charts.append(("Reward functions", tuple(metrics.reward_lines())))
     picture = io.BytesIO()
     # A $ in a reward's name would start a formula
     with rc_context({"font.size": 7, "lines.linewidth": 1.2, "text.parse_math": False}):
         # 1.5 times the pixels that the page shows, for sharp screens
         figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
         axes = [*figure.subplots(2, 4).flat]
-        for axis, (title, lines) in zip(axes, [*charts, rewards], strict=True):
+        for axis, (title, lines) in zip(axes, charts, strict=True):
             axis.set_title(title, loc="left")
             for line in lines:
                 values, low, high = metrics.curve(line)
                 if len(values):
                     axis.plot(metrics.steps, values, marker=".", markersize=2, label=line.label)
                     axis.fill_between(metrics.steps, low, high, alpha=0.15, linewidth=0)
-        if rewards[1]:
-            axes[-1].legend(framealpha=0.6)
+        # Without `handles`, matplotlib leaves out a name that begins with "_", and warns if no
+        # line has a name
+        if drawn := axes[-1].lines:
+            axes[-1].legend(handles=drawn, framealpha=0.6)
         figure.savefig(picture, format="png")
     return picture.getvalue()

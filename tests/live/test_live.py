@@ -129,6 +129,16 @@ def test_broken_stream_ends_the_view_not_the_run():
         stream.close()
 
 
+@pytest.mark.parametrize("name", ["unscored", "_mine"])
+def test_every_reward_that_scored_is_in_the_legend(name):
+    progress = Progress()
+    rewards = {f"rewards/{name}/mean": None if name == "unscored" else 0.5}
+    progress.add(1, 2, {"reward": 0.5, **rewards}, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure_png(progress)
+
+
 # --- what is known --------------------------------------------------------------------------------
 
 
