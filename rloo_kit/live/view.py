@@ -34,10 +34,11 @@ class LiveView(TrainerCallback):
         self._safely(self._begin)
 
     def on_findings(self, *_: object, findings: Sequence[Finding], **__: object) -> None:
-        """Replace the findings with the current ones, and show them."""
+        """Replace the findings with the current ones.
+
+        The doctor reports them right before the same step is logged, which then shows them.
+        """
         self.progress.findings = [*findings]
-        if self.progress.metrics.rows:
-            self._safely(self._show_step)
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
