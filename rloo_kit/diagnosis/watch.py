@@ -237,7 +237,7 @@ class RunWatch(TrainerCallback):
                 f"the doctor failed and makes no more checks, but the run continues "
                 f"({type(exc).__name__}: {exc})",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,  # the caller is transformers, whose warnings the command hides
             )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -165,8 +165,9 @@ def test_a_faulty_rule_does_not_end_the_run(monkeypatch):
 
     monkeypatch.setattr(watch_module, "find_in_run", broken)
     watch, reported, stops = watching(stop_on=STOP_ON)
-    with pytest.warns(RuntimeWarning, match="TypeError: no such thing"):
+    with pytest.warns(RuntimeWarning, match="TypeError: no such thing") as warned:
         drive(watch, map(row, range(1, 3)))
+    assert warned[0].filename == watch_module.__file__  # the command prints only such a warning
     assert (reported, stops) == ([], [])
 
 
