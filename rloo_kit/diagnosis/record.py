@@ -14,7 +14,7 @@ from typing import Any
 
 from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.config.trainer_settings import batch_plan
+from rloo_kit.config.trainer_settings import batch_plan, trl_defaults
 from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.output_folder import read_json, read_object
@@ -192,6 +192,17 @@ class RunRecord:
         """
         given = self.config.trainer if self.config else {}
         return given.get(name, DEFAULTS.get(name))
+
+    @property
+    def planned_steps(self) -> int:
+        """Number of optimizer steps of the whole run; 0 if it is not known (yet)."""
+        steps = self.setting("max_steps") or 0
+        if steps > 0 or self.config is None or not self.rows:
+            return max(0, steps)
+        # The number of epochs decides, of which each logged step tells the part that is done
+        epochs = (trl_defaults() | self.config.trainer)["num_train_epochs"]
+        done = finite_number(self.rows[-1].get("epoch"))
+        return round(self.step(-1) / done * epochs) if done else 0
 
     @cached_property
     def groups_per_step(self) -> int:

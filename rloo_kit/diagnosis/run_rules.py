@@ -120,8 +120,7 @@ def _half_done(run: RunRecord) -> bool:
 
     Before that it is too early to say that a run learned nothing.
     """
-    planned = run.setting("max_steps") or 0
-    return run.num_steps >= 8 and run.step(-1) >= (planned if planned > 0 else 2 * WINDOW) / 2
+    return run.num_steps >= 8 and run.step(-1) >= (run.planned_steps or 2 * WINDOW) / 2
 
 
 def _moved(run: RunRecord) -> str:

@@ -85,12 +85,12 @@ class Progress:
 def progress_of(record: RunRecord) -> Progress:
     """Rebuild the progress of a run from its record, with the metrics of all steps."""
     rows = record.rows
-    total = record.setting("max_steps") or 0
+    total = record.planned_steps
     progress = Progress()
     if rows:
         progress.now = rows[0]["time"] - rows[0].get("step_time", 0.0)
     for row in rows:
-        progress.add(row["step"], max(total, rows[-1]["step"]), row, row["time"])
+        progress.add(row["step"], total or rows[-1]["step"], row, row["time"])
     progress.findings = find_in_run(record)
     return progress
 

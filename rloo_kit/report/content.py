@@ -90,7 +90,7 @@ def _end(record: RunRecord) -> dict[str, Any]:
         "how": str(end.get("how") or ("finished" if scored(record, "after") else "open")),
         "reason": str(end.get("reason") or ""),
         "steps": finite_number(end.get("steps")) or last_step,
-        "planned": record.setting("max_steps"),
+        "planned": record.planned_steps,
         "rows": record.num_steps,
         "seconds": finite_number(end.get("seconds")),
         "began": times[0],

@@ -410,7 +410,7 @@ class LeaveOneOutTrainer(StepTrainer):
 
 def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
     """Return the ``RunConfig`` of a run file with the same settings as a trainer's ``args``."""
-    names = {*DEFAULTS, "steps_per_generation", "max_steps"}
+    names = {*DEFAULTS, "steps_per_generation", "max_steps", "num_train_epochs"}
     path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
     longest = 4 * args.max_completion_length
     return RunConfig(

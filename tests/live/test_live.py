@@ -235,5 +235,9 @@ def test_a_recorded_run_begins_with_its_first_step():
         patch.setattr(live, "find_in_run", lambda _: [])
         progress = live.progress_of(record)
         assert list(progress._paces) == [4.0, 4.0]
-        record = RunRecord(rows, config=SimpleNamespace(trainer={"max_steps": -1}))
+        trainer = {"max_steps": -1, "num_train_epochs": 0.5}
+        record = RunRecord(rows, config=SimpleNamespace(trainer=trainer))
+        assert live.progress_of(record).total == 128  # the second step ends at epoch 1/128
+        for row in rows:
+            del row["epoch"]
         assert live.progress_of(record).total == 2
