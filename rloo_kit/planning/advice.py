@@ -1,11 +1,13 @@
 """Search for changes of a run's settings that make it fit into the memory."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from rloo_kit.config.run_file import RunConfig, read_overrides
+from rloo_kit.config.run_file import RunConfig, make_run_config
+from rloo_kit.errors import ConfigError
 from rloo_kit.planning.facts import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
 
@@ -18,7 +20,7 @@ class Change:
     """One or more settings to change in a run file, and the memory that the change saves."""
 
     settings: Option
-    saves: int  # bytes by which the peak falls, if the earlier changes are already made
+    saves: float  # bytes by which the peak falls, if the earlier changes are already made
 
     def __str__(self) -> str:
         return "set " + ", ".join(one.replace("=", " to ") for one in self.settings)
@@ -31,37 +33,42 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
         config: Settings of the run, which stay as they are.
         options: The changes. Each is a list of ``section.key=value``. A later change overrides an
             earlier one of the same setting.
+
+    Raises:
+        ConfigError: A change contradicts another setting.
     """
-    changes = read_overrides(list(chain.from_iterable(options)))
-    trainer = config.trainer | changes.pop("trainer", {})
-    sections = {name: replace(getattr(config, name), **keys) for name, keys in changes.items()}
-    return replace(config, trainer=trainer, **sections)
+    return make_run_config(config.as_dict(), [*chain.from_iterable(options)])
 
 
-def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> int:
+def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> float:
     """Return the planned peak memory of a run after the changes ``options``, in bytes.
 
-    The changes are written as for ``apply``.
+    The changes are written as for ``apply``. The result is infinite if they contradict another
+    setting.
     """
-    return plan_memory(make_job(apply(config, options), facts)).peak_bytes
+    try:
+        return plan_memory(make_job(apply(config, options), facts)).peak_bytes
+    except ConfigError:
+        return math.inf
 
 
 def find_changes(config: RunConfig, facts: Facts, room: int) -> list[Change]:
     """Return changes that make a run fit into ``room`` bytes, the least harmful first.
 
-    The list is empty if the run already fits, or if all changes together do not make it fit.
+    The list is empty if the run already fits, or if all changes together do not make it fit. A
+    change that contradicts another setting of the run is left out.
     """
     peak = partial(peak_with, config, facts)
     # Each family is tried on top of the changes so far, so that it changes no more than needed
     found = []
     for family in range(len(_families(config, facts))):
-        if peak(found) <= room:
+        now = peak(found)
+        if now <= room:
             break
         options = _families(apply(config, found), facts)[family]
-        fitting = [one for one in options if peak([*found, one]) <= room]
-        chosen = next(iter(fitting + options[-1:]), None)
-        if chosen and peak([*found, chosen]) < peak(found):
-            found.append(chosen)
+        lower = [one for one in options if peak([*found, one]) < now]
+        fitting = [one for one in lower if peak([*found, one]) <= room]
+        found += fitting[:1] or lower[-1:]
     if peak(found) > room:
         return []
     # Drop changes that are not needed, the most harmful first. The last one is always needed.

@@ -15,7 +15,7 @@ from rloo_kit.job import read_config
 from rloo_kit.machine.environment import quiet, setup
 from rloo_kit.machine.hardware import GIB, USABLE, Hardware, detect_hardware, find_card
 from rloo_kit.models.engine_memory import MIB
-from rloo_kit.planning.advice import Change, find_changes, peak_with
+from rloo_kit.planning.advice import Change, find_changes
 from rloo_kit.planning.cards import find_ways
 from rloo_kit.planning.facts import Facts, assumptions, make_job, read_facts
 from rloo_kit.planning.memory import CONTEXT, DOING, Job, MemoryPlan, plan_memory
@@ -190,7 +190,7 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
         facts = read_facts(config, base, detect_hardware(), room)
     except KitError:
         return ""
-    less = min(room, int(0.9 * peak_with(config, facts, ())))
+    less = min(room, int(0.9 * Plan(config, facts).peak_bytes))
     return ", and ".join(map(str, find_changes(config, facts, less)))
 
 

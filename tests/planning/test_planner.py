@@ -7,7 +7,7 @@ import pytest
 
 import rloo_kit
 from rloo_kit.cli import main
-from rloo_kit.config.run_file import EXAMPLES, read_run_file
+from rloo_kit.config.run_file import EXAMPLES, make_run_config, read_run_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.machine.hardware import GIB, find_card
 from rloo_kit.planning.advice import find_changes, peak_with
@@ -75,6 +75,17 @@ def test_completion_length_is_changed_last():
     assert last not in [*seen[0], *seen[1], *seen[2][:-1]]
     assert seen[2][-1] == last
     assert seen[0] != seen[2]
+
+
+@pytest.mark.parametrize(
+    "setting", ["trainer.rollout_correction=sequence", "trainer.thinking_budget=1000"]
+)
+def test_changes_are_accepted_together_with_the_other_settings(setting):
+    given = [*LARGE, "model.load_in_4bit=true", "trainer.generation=vllm", setting]
+    for gpu in ("8GB", "6GB", "5GB"):
+        made = plan_of("qwen3-4b-thinking-12gb", gpu, *given)
+        changes = [one for change in made.changes for one in change.settings]
+        make_run_config(made.config.as_dict(), changes)
 
 
 def test_change_names_its_setting_and_what_it_saves():
