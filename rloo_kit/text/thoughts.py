@@ -19,40 +19,26 @@ THOUGHT_BEGINS = "<think>"
 THOUGHT_ENDS = "</think>"
 # Name under which the tokenizer's settings keep marks that a user has set
 GIVEN = "rloo_kit_thinking"
-
-
-@dataclass(frozen=True)
-class Family:
-    """Texts with which a family of models opens and closes a thought."""
-
-    start: str
-    end: str
-    sign: str = ""  # text that identifies the family's chat templates; "": use `end`
-    start_pattern: str = ""  # regular expression for every opening mark; "": match `start` exactly
-    end_pattern: str = ""  # regular expression for every closing mark; "": match `end` exactly
-
-
+# Name of a family of models -> texts that open and close its thoughts.
 # Sources: the parsers in vLLM's `vllm.reasoning` and `vllm.parser`, and the chat templates in TRL
 FAMILIES = {
-    "Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5, OLMo 3": Family("<think>", "</think>"),
-    "Magistral": Family("[THINK]", "[/THINK]"),
-    "Seed-OSS": Family("<seed:think>", "</seed:think>"),
-    "MiniMax-M3": Family("<mm:think>", "</mm:think>"),
-    "Command A": Family("<|START_THINKING|>", "<|END_THINKING|>"),
-    "Gemma 4": Family("<|channel>thought\n", "<channel|>"),
-    "gpt-oss": Family(
+    "Qwen3, DeepSeek-R1, SmolLM3, GLM-4.5, OLMo 3": ("<think>", "</think>"),
+    "Magistral": ("[THINK]", "[/THINK]"),
+    "Seed-OSS": ("<seed:think>", "</seed:think>"),
+    "MiniMax-M3": ("<mm:think>", "</mm:think>"),
+    "Command A": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "Gemma 4": ("<|channel>thought\n", "<channel|>"),
+    "gpt-oss": (
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
-        sign="<|channel|>final<|message|>",
-        end_pattern=r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
     ),
-    "Granite 3.2": Family(
-        "Here is my thought process:",
-        "Here is my response:",
-        sign="Here is my thought process:",
-        start_pattern="Here(?:'s| is) my thought process:",
-        end_pattern="Here(?:'s| is) my response:",
-    ),
+    "Granite 3.2": ("Here is my thought process:", "Here is my response:"),
+}
+# Text of a mark that models also spell in other ways -> regular expression for every spelling
+SPELLINGS = {
+    FAMILIES["gpt-oss"][1]: r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
+    "Here is my thought process:": "Here(?:'s| is) my thought process:",
+    "Here is my response:": "Here(?:'s| is) my response:",
 }
 
 
@@ -69,9 +55,13 @@ class Mark:
     """Mark that opens or closes a thought."""
 
     text: str  # the mark in its usual spelling
-    pattern: str = ""  # regular expression for every spelling that the model may use
     token: int | None = None  # token id; None if the mark is not a single token
     tokenizer: Any = None  # the model's tokenizer; None: only `token` is searched for
+
+    @property
+    def pattern(self) -> str:
+        """Regular expression for every spelling that the model may use."""
+        return SPELLINGS.get(self.text) or re.escape(self.text)
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the token range of each occurrence of the mark, as (start, end), end exclusive.
@@ -166,19 +156,16 @@ def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
         return None
     template = str(tokenizer.chat_template or "")
 
-    def fit(family: Family) -> int:
-        in_vocabulary = token_id(tokenizer, family.end) is not None
-        return 2 * in_vocabulary + ((family.sign or family.end) in template)
+    def fit(texts: Sequence[str]) -> int:
+        end = Mark(texts[1])
+        in_vocabulary = token_id(tokenizer, end.text) is not None
+        return 2 * in_vocabulary + bool(re.search(end.pattern, template))
 
     given = tokenizer.init_kwargs.get(GIVEN)
-    found = Family(*given) if given else max(FAMILIES.values(), key=fit)
+    found = given or max(FAMILIES.values(), key=fit)
     if not given and not fit(found):
         return None
-    marks = (
-        Mark(text, pattern or re.escape(text), token_id(tokenizer, text), tokenizer)
-        for text, pattern in ((found.start, found.start_pattern), (found.end, found.end_pattern))
-    )
-    return ThoughtMarks(*marks)
+    return ThoughtMarks(*(Mark(text, token_id(tokenizer, text), tokenizer) for text in found))
 
 
 def give_marks(tokenizer: Tokenizer, start: str | None, end: str | None) -> None:

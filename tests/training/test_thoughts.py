@@ -36,7 +36,7 @@ def words(*tokens, special=(), template=None):
 
 
 THINK = ["<think>", "</think>"]
-GRANITE = "Here is my thought process:"
+GRANITE = "first 'Here is my thought process:' and then 'Here is my response:'"
 
 
 @pytest.mark.parametrize(
