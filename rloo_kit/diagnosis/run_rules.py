@@ -27,7 +27,7 @@ from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
 from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import EMBEDDED, base_name
-from rloo_kit.text.numbers import finite_numbers
+from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import CALL_NUMBERS
 
@@ -204,15 +204,15 @@ def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
     f"reward_hacking {_ALL_ALIKE}",
 )
 def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
-    values = run.series("kl")
     end = run.last("kl")
     # In nats per token; the limit is lower for a run that also got worse
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
     if not end > limit or run.better:
         return
-    since = next(place for place, value in enumerate(values) if value > limit)
+    values = ((row["step"], finite_number(row.get("kl"))) for row in run.rows)
+    since = next(step for step, value in values if value and value > limit)
     yield Seen(
-        f"the KL from the reference passed {limit:g} nat per token at step {run.step(since)} and "
+        f"the KL from the reference passed {limit:g} nat per token at step {since} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
         f"{run.setting('beta'):g}; {_moved(run)}",
         setting=_valid(run, f"{_calmer(run)}, trainer.max_grad_norm=0.5", _lower_rate(run)),

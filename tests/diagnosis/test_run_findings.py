@@ -311,6 +311,12 @@ def test_a_policy_that_is_gone_explains_all_that_follows():
     assert [f.kind for f in without] == ["length_explosion"]
 
 
+def test_a_step_without_a_kl_counts_as_a_step():
+    """Of a batch in which nothing can be learned no KL is computed."""
+    (finding,) = find_in_run(record({**FLAT, "kl": [None] * 3 + GONE[3:]}, held=(0.5, 0.0)))
+    assert "passed 1 nat per token at step 13 and" in finding.evidence
+
+
 def test_one_reward_of_several_that_never_paid_is_named():
     rows = {"rewards/format/mean": line(0), "rewards/format/std": line(0)}
     (finding,) = find_in_run(record(rows))
