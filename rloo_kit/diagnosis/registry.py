@@ -54,7 +54,6 @@ class Kind:
 
     why: str
     remedy: str
-    stops: bool  # True if a run with this fault of a reward stops at its first step
     about_signal: bool  # True if the fault is, or is the cause, that scores of a group are equal
     explains: frozenset[str]  # other kinds that this one causes; an error hides their findings
 
@@ -75,7 +74,6 @@ class Rules:
         why: str,
         remedy: str,
         *,
-        stops: bool = False,
         about_signal: bool = False,
         explains: str = "",
     ) -> Callable[[Callable[P, Iterator[Seen]]], Callable[P, list[Finding]]]:
@@ -88,13 +86,12 @@ class Rules:
             kind: Name of the kind.
             why: Why a finding of this kind matters.
             remedy: What to change.
-            stops: True if a run whose reward has this fault stops at its first step.
             about_signal: True if the fault is that the scores of a group are equal, or if the fault
                 makes them equal.
             explains: Names of other kinds that this one causes, separated by spaces. A finding of
                 this kind with the level ``error`` hides the findings of those kinds.
         """
-        self.kinds[kind] = Kind(why, remedy, stops, about_signal, frozenset(explains.split()))
+        self.kinds[kind] = Kind(why, remedy, about_signal, frozenset(explains.split()))
 
         def decorate(rule: Callable[P, Iterator[Seen]]) -> Callable[P, list[Finding]]:
             def check(*args: P.args, **kwargs: P.kwargs) -> list[Finding]:

@@ -55,7 +55,7 @@ _STOPPING = {
     ),
 }
 for _kind, _texts in _STOPPING.items():
-    RULES.rule(_kind, *_texts, stops=True, about_signal=True)
+    RULES.rule(_kind, *_texts, about_signal=True)
 
 
 # --- one reward ----------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def find_all(
 
 def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
     """Return one sentence that says if RLOO will learn from these rewards."""
-    stopping = [f for f in findings if KINDS[f.kind].stops and f.level == "error"]
+    stopping = [f for f in findings if f.kind in _STOPPING and f.level == "error"]
     if stopping:
         return f"The run would stop at its first step: see {stopping[0].kind} below."
     if not signal.num_groups:
