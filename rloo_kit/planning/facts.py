@@ -3,14 +3,16 @@
 This module reads configs and prompts, never weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+from rloo_kit.config.engine_settings import requested_engine
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS
-from rloo_kit.config.trainer_settings import batch_plan
+from rloo_kit.config.trainer_settings import batch_plan, trl_defaults
 from rloo_kit.errors import KitError
 from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
@@ -69,9 +71,8 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     batch = batch_plan(trainer)
     others = config.lora.others
     layers = others.get("layers_to_transform")
-    adapted_layers = facts.shape.num_layers
-    if layers is not None:
-        adapted_layers = len(layers) if isinstance(layers, list) else 1
+    if layers is None:
+        layers = range(facts.shape.num_layers)
     shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     checkpointing = "unsloth" if facts.unsloth else "plain"
@@ -86,7 +87,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(_targets(config, facts)),
-        adapted_layers=adapted_layers,
+        adapted_layers=len(layers) if isinstance(layers, Sized) else 1,
         whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,
@@ -168,10 +169,7 @@ def _engine(config: RunConfig, facts: Facts) -> str:
 
     It is one of ``ENGINES``, or ``shared`` if vLLM uses Unsloth's copy of the weights.
     """
-    asked = config.trainer.get("generation", "auto")
-    if "server" in (asked, config.trainer.get("vllm_mode")):
-        return "server"
-    asked = "vllm" if config.trainer.get("use_vllm") else asked
+    asked = requested_engine(SimpleNamespace(**trl_defaults() | DEFAULTS | config.trainer))
     is_shared = facts.unsloth and not why_not_shared(
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )

@@ -286,7 +286,7 @@ def _by_transformers(job: Job) -> dict[str, Held]:
     shape = job.shape
     wide = job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.at_once * job.width
-    cache += cache // max(1, shape.num_layers)  # the cache of a layer is copied when it grows
+    cache += cache // shape.num_layers  # the cache of a layer is copied when it grows
     # Unsloth's decoding loop on a GPU processes the prompt again for each of its completions
     prompts = job.at_once if job.on_gpu else -(-job.at_once // job.group)
     read = prompts * min(job.prompt, job.width) * _forward_bytes(job)
@@ -318,7 +318,7 @@ def layer_bytes(job: Job) -> int:
     normed = 4 * shape.qk_norm
     heads = shape.num_heads + shape.num_kv_heads
     adapted = [linear.count for linear in _adapted(job) if not linear.is_expert]
-    adapters = sum(adapted) / max(1, shape.num_layers)
+    adapters = sum(adapted) / shape.num_layers
     return int(
         shape.hidden_size * (8 + 5 * wide)
         + shape.query_size * (normed + 3 * wide)
