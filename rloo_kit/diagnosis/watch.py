@@ -148,7 +148,7 @@ class RunWatch(TrainerCallback):
         if self.stop_on:
             self.best = BestWeights(self.parameters())
             if self.by_held_out:
-                self._see_score(0, self._score_before)
+                self.see_held_out(0, self._evaluation["before"], self._score_before)
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Add the best weights to the state of a checkpoint, ``held``."""
@@ -203,9 +203,6 @@ class RunWatch(TrainerCallback):
         else:
             self._evaluation = {"before": evaluation}
             self._score_before = score
-        self._see_score(step, score)
-
-    def _see_score(self, step: int, score: float | None) -> None:
         if self.best and score is not None:
             self.best.see(step, score)
 
