@@ -49,8 +49,7 @@ def trend(values: Sequence[float]) -> float:
     falls. The result is 0 for a flat series, and for one of fewer than 4 values.
     """
     count = len(values)
-    flat = count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values)))
-    if flat:
+    if count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values))):
         return 0.0
     r = correlation(range(count), values)
     # The slope's t statistic is a function of Pearson's r alone.

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ParamSpec
 
 from rloo_kit.text.wording import printable
@@ -113,12 +114,11 @@ class Rules:
 
         A finding is left out if one of level ``error`` explains its kind (see ``rule``).
         """
-        causes = [self.kinds[finding.kind] for finding in found if finding.level == "error"]
-        explained = {kind for cause in causes for kind in cause.explains}
         order = list(self.kinds)
+        causes = [self.kinds[one.kind].explains for one in found if one.level == "error"]
         return sorted(
-            (finding for finding in found if finding.kind not in explained),
-            key=lambda finding: (finding.level != "error", order.index(finding.kind)),
+            (one for one in found if one.kind not in chain(*causes)),
+            key=lambda one: (one.level != "error", order.index(one.kind)),
         )
 
 

@@ -215,7 +215,7 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
         f"the KL from the reference passed {limit:g} nat per token at step {since} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
         f"{run.setting('beta'):g}; {_moved(run)}",
-        setting=_valid(run, f"{_calmer(run)}, trainer.max_grad_norm=0.5", _lower_rate(run)),
+        setting=f"{_calmer(run)}, trainer.max_grad_norm=0.5",
     )
 
 
@@ -519,9 +519,9 @@ def find_in_run(record: RunRecord) -> list[Finding]:
     A setting that the run file would refuse is not suggested. The list is empty if the run has
     fewer than two steps.
     """
-    ended_by = record.ended_by if record.ended_by and record.ended_by.kind in KINDS else None
-    if ended_by:  # the last evaluation was made with the restored weights
-        record = replace(record, evaluation=None)
+    first = [one for one in [record.ended_by] if one and one.kind in KINDS]
+    if first:  # the last evaluation was made with the restored weights
+        record = replace(record, evaluation={})
     if record.num_steps < 2:
         return []
     found = [
@@ -529,10 +529,8 @@ def find_in_run(record: RunRecord) -> list[Finding]:
         for check in RULES.checks
         for finding in check(record)
     ]
-    if ended_by is None:
-        return RULES.ordered(found)
-    others = RULES.ordered([ended_by, *found])
-    return [ended_by, *(finding for finding in others if finding.kind != ended_by.kind)]
+    ended_by = [finding.kind for finding in first]
+    return first + [one for one in RULES.ordered(first + found) if one.kind not in ended_by]
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
