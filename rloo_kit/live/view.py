@@ -3,7 +3,6 @@
 An error in a view closes the view, but does not end the run.
 """
 
-import contextlib
 import sys
 import time
 import warnings
@@ -79,8 +78,6 @@ class LiveView(TrainerCallback):
             act()
         except Exception as exc:
             self._open = False
-            with contextlib.suppress(Exception):
-                self._end()
             warnings.warn(
                 f"the live view failed and was closed, but the run continues: "
                 f"{type(exc).__name__}: {exc}",
