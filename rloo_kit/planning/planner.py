@@ -91,7 +91,54 @@ class Plan:
         return f"{what}: fits{tight}, {_gib(left)} of {_gib(self.room)} stay free"
 
     def __repr__(self) -> str:
-        return "\n".join(_picture(self))
+        """Return the whole plan. Lines have at most 80 columns if the names are short."""
+        memory = self.memory
+        shape = self.facts.shape
+        parts = memory.at(memory.phase)
+        longest = max(size for _, size in parts)
+        large = [part for part in parts if part[1] >= SMALLEST_PART * memory.peak_bytes]
+        rest = memory.peak_bytes - sum(size for _, size in large)
+        phases = ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items())
+        lines = [
+            self.verdict,
+            f"{_count(shape.num_parameters)} parameters, according to {shape.source}; "
+            f"{self.job.at_once} completions at once, rows up to {self.job.width:,} tokens",
+            "",
+            f"the peak, {_gib(memory.peak_bytes)}, is reached while {DOING[memory.phase]}:",
+            *(
+                f"  {name[:NAME]:<{NAME}} {'█' * round(BAR * (size / longest)):<{BAR}} "
+                f"{_gib(size):>10}"
+                for name, size in [*large, ("all else", rest)]
+            ),
+            "",
+            f"phases: {phases}",
+            f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)",
+        ]
+        if self.vllm_share is not None:
+            lines.append(
+                f"vLLM gets {self.vllm_share:.3f} of the card (vllm_gpu_memory_utilization)"
+            )
+        lines += [f"note: {note}" for note in assumptions(self.config, self.facts, self.job)]
+        if self.changes:
+            lines += ["", "to make it fit:"]
+            lines += [
+                f"  {', '.join(change.settings)}  (saves {_gib(change.saves)})"
+                for change in self.changes
+            ]
+        elif not self.fits and self.refusal is None:
+            enough = next((cards for cards in MORE_CARDS if self.fitting_ways(cards)), None)
+            several = f", or {enough} cards (--cards {enough})" if enough else ""
+            lines += ["", f"no setting makes it fit: use a smaller model{several}"]
+        if self.cards > 1 and self.job.on_gpu:
+            lines += [
+                "",
+                f"on {self.cards} such cards (estimates of the peak on the fullest card):",
+            ]
+            for name, peak in find_ways(self.job, self.cards).items():
+                verdict = "fits" if peak <= self.room else "no"
+                lines.append(f"  {verdict:<4}  {name:<{NAME + BAR - 4}}{_gib(peak):>11}")
+            lines.append("docs/how-to/more_than_one_card.md says what each of these ways needs")
+        return "\n".join(lines)
 
 
 def plan(
@@ -192,56 +239,6 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
         return ""
     less = min(room, int(0.9 * Plan(config, facts).peak_bytes))
     return ", and ".join(map(str, find_changes(config, facts, less)))
-
-
-def _picture(made: Plan) -> list[str]:
-    """Return the lines of a plan's text. They have at most 80 columns if the names are short."""
-    memory = made.memory
-    shape = made.facts.shape
-    parts = memory.at(memory.phase)
-    longest = max(size for _, size in parts)
-    large = [part for part in parts if part[1] >= SMALLEST_PART * memory.peak_bytes]
-    rest = memory.peak_bytes - sum(size for _, size in large)
-    phases = ", ".join(f"{phase} {_gib(size)}" for phase, size in memory.phases.items())
-    lines = [
-        made.verdict,
-        f"{_count(shape.num_parameters)} parameters, according to {shape.source}; "
-        f"{made.job.at_once} completions at once, rows up to {made.job.width:,} tokens",
-        "",
-        f"the peak, {_gib(memory.peak_bytes)}, is reached while {DOING[memory.phase]}:",
-        *(
-            f"  {name[:NAME]:<{NAME}} {'█' * round(BAR * (size / longest)):<{BAR}} {_gib(size):>10}"
-            for name, size in [*large, ("all else", rest)]
-        ),
-        "",
-        f"phases: {phases}",
-        f"a pass with gradient has {memory.budget:,} positions (tokens_per_micro_batch)",
-    ]
-    if made.vllm_share is not None:
-        lines.append(f"vLLM gets {made.vllm_share:.3f} of the card (vllm_gpu_memory_utilization)")
-    lines += [f"note: {note}" for note in assumptions(made.config, made.facts, made.job)]
-    if made.changes:
-        lines += ["", "to make it fit:"]
-        lines += [
-            f"  {', '.join(change.settings)}  (saves {_gib(change.saves)})"
-            for change in made.changes
-        ]
-    elif not made.fits and made.refusal is None:
-        enough = next((cards for cards in MORE_CARDS if made.fitting_ways(cards)), None)
-        several = f", or {enough} cards (--cards {enough})" if enough else ""
-        lines += ["", f"no setting makes it fit: use a smaller model{several}"]
-    return lines + _several_cards(made)
-
-
-def _several_cards(made: Plan) -> list[str]:
-    """Return the lines about training on several GPUs; [] for one GPU or a CPU."""
-    if made.cards == 1 or not made.job.on_gpu:
-        return []
-    lines = ["", f"on {made.cards} such cards (estimates of the peak on the fullest card):"]
-    for name, peak in find_ways(made.job, made.cards).items():
-        verdict = "fits" if peak <= made.room else "no"
-        lines.append(f"  {verdict:<4}  {name:<{NAME + BAR - 4}}{_gib(peak):>11}")
-    return [*lines, "docs/how-to/more_than_one_card.md says what each of these ways needs"]
 
 
 def _count(number: int) -> str:
