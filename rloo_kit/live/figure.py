@@ -18,9 +18,7 @@ def page_of(progress: Progress) -> dict[str, str]:
     The HTML contains the figure if matplotlib is installed and the run has made a step.
     """
     line = progress.line
-    findings = [finding_line(finding) for finding in progress.findings]
-    findings = findings or ["the doctor finds nothing"] * bool(progress.metrics.rows)
-    text = "\n".join([line, *findings])
+    text = "\n".join([line, *map(finding_line, progress.findings)])
     page = f'<pre style="white-space: pre-wrap; margin: 0 0 4px">{html.escape(text)}</pre>'
     if progress.metrics.rows and find_spec("matplotlib") is not None:
         picture = base64.b64encode(figure_png(progress)).decode("ascii")

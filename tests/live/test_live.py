@@ -17,7 +17,7 @@ from rloo_kit.diagnosis.registry import Finding
 from rloo_kit.errors import ConfigError
 from rloo_kit.live import progress as live
 from rloo_kit.live import select
-from rloo_kit.live.figure import figure_png
+from rloo_kit.live.figure import figure_png, page_of
 from rloo_kit.live.progress import Progress
 from rloo_kit.live.view import LiveView, PlainLines
 
@@ -138,6 +138,12 @@ def test_every_reward_that_scored_is_in_the_legend(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure_png(progress)
+
+
+def test_without_findings_the_figure_says_nothing_of_the_doctor():
+    progress = Progress()  # which does not know if the doctor is off
+    progress.add(1, 2, ROW, 1.0)
+    assert page_of(progress)["text/plain"] == progress.line
 
 
 # --- what is known --------------------------------------------------------------------------------
