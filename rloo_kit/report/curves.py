@@ -43,7 +43,7 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
     # If the runs have only one reward, the first chart already shows it
     if len(of_rewards) == 1 and all(
         np.array_equal(
-            run.curve(of_rewards[0].lines[0])[0], run.values(("reward",)), equal_nan=True
+            run.values(of_rewards[0].lines[0].metrics), run.values(("reward",)), equal_nan=True
         )
         for run in runs
     ):
