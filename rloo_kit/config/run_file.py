@@ -257,6 +257,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder is next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
+EXAMPLE_NAMES = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
 # Errors that PyYAML raises. The last ones are raised for text such as 2026-13-01, an invalid date
 NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
@@ -301,19 +302,16 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     name = format_value(str(path))
     try:
-        text = find_run_file(path).read_text(encoding="utf-8-sig")
+        content = yaml.load(find_run_file(path).read_text(encoding="utf-8-sig"), _Loader)
     except FileNotFoundError:
-        shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
         raise ConfigError(
             f"run file {name} does not exist: give the path of a YAML file, or the name of an "
-            f"example that comes with rloo-kit ({shipped})"
+            f"example that comes with rloo-kit ({', '.join(EXAMPLE_NAMES)})"
         ) from None
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
             f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
-    try:
-        content = yaml.load(text, _Loader)
     except ConfigError:
         raise
     except NOT_YAML as exc:
