@@ -22,7 +22,7 @@ from rloo_kit.config.run_file import SECTIONS, RunConfig
 from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.output_folder import check_writable, write_atomically
@@ -92,7 +92,7 @@ def calibrate(  # noqa: PLR0913
         DataError: No level can be chosen. Nothing is written.
         KitError: Any other error that ``train`` raises before its first step. Nothing is written.
     """
-    if num_prompts < 1 or (num_generations or 2) < 2:
+    if num_prompts < 1 or (num_generations is not None and num_generations < 2):
         given = f"num_prompts is {num_prompts} and num_generations is {num_generations}"
         raise ConfigError(f"{given}: num_prompts must be at least 1, num_generations at least 2")
     say = redacting(say)
@@ -111,7 +111,7 @@ def calibrate(  # noqa: PLR0913
         config, line = _in_best_precision(config, base, chosen.with_signal, say)
         say(line)
         table += f"\n{line}"
-    made = with_whole_paths(config, base, job.rewards_base)
+    made = PreparedJob(config, base).absolute
     data, what = {"level": chosen.level}, f"data.level: {chosen.level}"
     if not count_levels(config.data.prompts):
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out

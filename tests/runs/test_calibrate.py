@@ -165,6 +165,7 @@ def test_a_reward_that_is_no_share_is_refused(scores, what):
 WRONG = {
     "--num-prompts 0": "num_prompts is 0",
     "--num-generations 1": "num_generations is 1",
+    "--num-generations 0": "num_generations is 0",
     "--output new.txt": "'new.txt'",
     "--output none/new.yaml": "'none/new.yaml'",
     "--output old.yaml": "'old.yaml'",
