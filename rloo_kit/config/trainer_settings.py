@@ -18,9 +18,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
-from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
+from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings, Rule
 from rloo_kit.config.sources import fields_of
-from rloo_kit.config.values import NO_RULE, check_value
+from rloo_kit.config.values import check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
@@ -133,7 +133,7 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
     """
     errors = []
     for name, value in values.items():
-        rule = RULES.get(name, NO_RULE)
+        rule = RULES.get(name, Rule())
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
             errors += check_value(f"trainer.{name}", value, _types().get(name, Any), rule)
@@ -222,7 +222,7 @@ def translate_trainer_arguments(
     if errors:
         raise ConfigError(format_errors(errors))
     if "total_episodes" in arguments:
-        values["max_steps"] = _steps_of(values["max_steps"], values)
+        values["max_steps"] = _steps_of(values)
     for old in filter(RENAMED.get, arguments):
         new = RENAMED[old]
         notes.append(f"{old} is {new} here: {new}={values[new]!r} is used")
@@ -268,18 +268,19 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
     return []
 
 
-def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps in which this many completions are sampled and learned.
+def _steps_of(trainer: Mapping[str, Any]) -> int:
+    """Return the number of optimizer steps in which all completions are sampled and learned.
 
     Args:
-        episodes: Number of completions over the whole training, on all processes.
-        values: Checked trainer settings.
+        trainer: Checked trainer settings, but ``max_steps`` is the number of completions over the
+            whole training, on all processes.
     """
-    batch = batch_plan(values)
+    values = {**DEFAULTS, **trainer}
+    batch = batch_plan(trainer)
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    batches = math.ceil(episodes / (batch.num_completions * processes))
-    iterations = values.get("num_iterations", DEFAULTS["num_iterations"])
-    return math.ceil(batches * iterations * batch.steps_per_generation / batch.accumulation)
+    batches = math.ceil(values["max_steps"] / (batch.num_completions * processes))
+    passes = batches * values["num_iterations"] * batch.steps_per_generation
+    return math.ceil(passes / batch.accumulation)
 
 
 # --- the batch -----------------------------------------------------------------------------------
