@@ -97,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
         """Print the message, with a suggestion if there is one, and exit with code 2."""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(found[1], re.findall(r"[\w-]+", found[2])) if found else ""
-        super().error(message + hint)
+        super().error(redact(message + hint))
 
 
 # A function that adds one argument or option to the parser of a command

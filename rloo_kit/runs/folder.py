@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,7 @@ def folder_to_resume(
     return latest_folder(config.output_dir)
 
 
-def finished_steps(folder: Path, trainer: Mapping[str, Any]) -> int:
+def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     """Return the number of steps of a run that has finished; 0 if the run must continue.
 
     A run has finished if its end was reached, its adapter was saved, and no more steps are asked
@@ -88,7 +88,7 @@ def finished_steps(folder: Path, trainer: Mapping[str, Any]) -> int:
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
         return 0
     then = trl_defaults() | read_run_file(folder / RUN_FILE).trainer
-    now = {**trl_defaults(), **trainer}
+    now = trl_defaults() | trainer
     if now["max_steps"] > 0:
         is_enough = end["steps"] >= now["max_steps"]
     else:

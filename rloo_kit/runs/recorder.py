@@ -35,8 +35,8 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Prepares the folder when training begins, because only then the trainer has
-            accepted the checkpoint of a resumed run; None if the folder is ready.
+        make_ready: Prepares the folder of a run that resumes, as soon as the trainer has accepted
+            its checkpoint; None if the folder is ready.
     """
 
     def __init__(self, folder: Path, make_ready: Callable[[], None] | None = None) -> None:
@@ -48,13 +48,6 @@ class RunRecorder(TrainerCallback):
         self._earlier = 0.0
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Prepare the folder, if that has not happened yet."""
-        if self.make_ready is not None:
-            make_ready = self.make_ready
-            self.make_ready = None
-            make_ready()
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
@@ -99,10 +92,13 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Remove everything from the record that was written after the checkpoint.
+        """Prepare the folder, and remove from its record what was written after the checkpoint.
 
         The steps after the checkpoint are trained again, and write their rows again.
         """
+        if self.make_ready is not None:
+            self.make_ready()
+            self.make_ready = None
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
@@ -179,8 +175,7 @@ class RunRecorder(TrainerCallback):
             watch: The watch of the run. If one of its findings stopped the run, the finding is
                 written too.
         """
-        end = {"how": how, "reason": reason, "steps": steps}
-        end["seconds"] = self._earlier + seconds
+        end = {"how": how, "reason": reason, "steps": steps, "seconds": self._earlier + seconds}
         if self.resumed_at:
             end["resumed_at"] = self.resumed_at
         if watch is not None and watch.stopped_on:

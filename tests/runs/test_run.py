@@ -166,6 +166,19 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
     assert (folder / "adapter").is_dir()
 
 
+@pytest.mark.long
+def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    def refuse(self, state):
+        raise ValueError("of another optimizer")
+
+    folder = Path(shutil.copytree(finished, "run"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr("accelerate.optimizer.AcceleratedOptimizer.load_state_dict", refuse)
+    assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
+    assert "does not fit (of another optimizer)" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("then", "now", "finished"),
     [
