@@ -568,4 +568,4 @@ def _check_together(config: RunConfig) -> list[str]:
         ),
     ]
     wrong = [message for is_wrong, message in rules if is_wrong]
-    return wrong + check_lora(config.lora.others, "lora.")
+    return wrong + check_lora(config.lora.as_dict(), "lora.")
