@@ -188,10 +188,11 @@ def opened_folder(
             yield recorder
         except BaseException as exc:
             if recorder.make_ready is None and (folder / "metrics.jsonl").exists():
+                how = "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
                 reason = f"{type(exc).__name__}: {exc}"
                 # an error of a full disk must not hide the first error
                 with contextlib.suppress(OSError):
-                    recorder.write_end("failed", reason, recorder.steps, time.monotonic() - started)
+                    recorder.write_end(how, reason, recorder.steps, time.monotonic() - started)
             raise
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import finished_steps, write_run_file
+from rloo_kit.runs.folder import finished_steps, opened_folder, write_run_file
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -177,6 +178,21 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monke
     assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
     assert "does not fit (of another optimizer)" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed():
+    job = PreparedJob(make_run_config({"output_dir": "run"}))
+    job.environment = Environment("transformers", None, detect_hardware())
+    job.step = "kit"
+
+    def interrupted():
+        with opened_folder(job, None, None) as recorder:
+            recorder.on_log(None, SimpleNamespace(global_step=1), logs={"reward": 1.0})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert read("run/end.json")["how"] == "interrupted"
 
 
 @pytest.mark.parametrize(
