@@ -86,10 +86,12 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 
     Private fields are left out.
     """
-    found = {}
-    for source in SOURCES:
-        found |= fields_of(*source)
-    return {name: node for name, node in found.items() if not name.startswith("_")}
+    return {
+        name: node
+        for source in SOURCES
+        for name, node in fields_of(*source).items()
+        if not name.startswith("_")
+    }
 
 
 @cache

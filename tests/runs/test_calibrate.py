@@ -18,7 +18,7 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
-from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
+from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_files
 from rloo_kit.runs.precision import job_in, mismatch
 from rloo_kit.runs.warm_up import read_examples
 
@@ -184,7 +184,7 @@ def test_wrong_options_are_refused_before_anything_loads(options, capsys):
 
 @pytest.mark.parametrize("source", ["qwen3-0.6b-8gb", "runs/v1.2"])
 def test_the_new_file_has_the_whole_name(source):
-    assert _free_file(source, None) == Path(f"{Path(source).name}-calibrated.yaml")
+    assert _free_files(source, None)[0] == Path(f"{Path(source).name}-calibrated.yaml")
 
 
 @pytest.mark.long
