@@ -8,7 +8,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,15 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Prepares the folder of a run that resumes, as soon as the trainer has accepted
-            its checkpoint; None if the folder is ready.
     """
 
-    def __init__(self, folder: Path, make_ready: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.steps = 0  # optimizer steps that were recorded
         self.resumed_at: list[int] = []  # steps after which the run was resumed
-        self.make_ready = make_ready  # None if that has happened
+        # Prepares the folder of a run that resumes, once the trainer has accepted its checkpoint;
+        # None if the folder is ready
+        self.make_ready: Callable[[], None] | None = None
         self._started = time.monotonic()
         self._earlier = 0.0
         self._evaluation: dict[str, Any] = {}
@@ -122,25 +122,31 @@ class RunRecorder(TrainerCallback):
 
     # --- files -----------------------------------------------------------------------------------
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to a .jsonl file in the folder; secrets are masked.
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Yield the path of a file in the folder, which is written in the block.
 
         Raises:
             DiskError: The disk is full, or the file cannot be written.
         """
         try:
-            rows = save_thumbnails(rows, self.folder)
-            lines = (
-                json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
-            )
-            with (self.folder / name).open("ab") as file:
-                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
-                file.write("".join(lines).encode("utf-8", "surrogatepass"))
+            yield self.folder / name
         except OSError as exc:
             raise DiskError(
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
                 f"{str(self.folder)!r} and resume with --resume"
             ) from exc
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Append rows to a .jsonl file in the folder; secrets are masked."""
+        with self.writing(name) as path:
+            rows = save_thumbnails(rows, self.folder)
+            lines = (
+                json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
+            )
+            with path.open("ab") as file:
+                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
+                file.write("".join(lines).encode("utf-8", "surrogatepass"))
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Add the scores of the held-out prompts to evaluation.json.
@@ -160,7 +166,8 @@ class RunRecorder(TrainerCallback):
 
     def _write_scores(self) -> None:
         """Write all evaluations so far to evaluation.json."""
-        write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
+        with self.writing("evaluation.json") as path:
+            write_json(path, redact_tree(self._evaluation))
 
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
@@ -181,7 +188,8 @@ class RunRecorder(TrainerCallback):
         if watch is not None and watch.stopped_on:
             end["finding"] = asdict(watch.stopped_on)
             end["kept_step"] = watch.best.step if watch.best else None
-        write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
+        with self.writing("end.json") as path:
+            write_json(path, redact_tree({**end, "time": time.time()}))
         self.write_report()
 
     def write_report(self) -> None:

@@ -16,13 +16,15 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import ModelError
+from rloo_kit.errors import DiskError, ModelError
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import finished_steps, opened_folder, write_run_file
+from rloo_kit.runs.recorder import RunRecorder
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -178,6 +180,18 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monke
     assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
     assert "does not fit (of another optimizer)" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rloo_kit.runs.recorder.write_json", full)
+    recorder = RunRecorder(Path())
+    with pytest.raises(DiskError, match=r"evaluation.json cannot be written \(No space left"):
+        recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
+    with pytest.raises(DiskError, match=r"end.json cannot be written \(No space left"):
+        recorder.write_end("finished", "", 1, 1.0)
 
 
 def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed():
