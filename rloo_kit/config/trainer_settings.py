@@ -67,6 +67,8 @@ TYPE_NAMES = {
     # a list in YAML
     "tuple[float, float]": Annotated[list[float], Field(min_length=2, max_length=2)],
 }
+# Settings for which `generate` of transformers refuses a whole number such as 2
+FLOATS = ("repetition_penalty", "temperature")
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
     "fsdp": Any,  # true, or older text
@@ -211,6 +213,8 @@ def translate_trainer_arguments(
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
+            if name in FLOATS and type(value) is int:
+                value = float(value)
             # YAML reads `no` as false
             values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -282,10 +283,12 @@ def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
     If a level has fewer prompts, all of them are returned.
     """
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
+    places = defaultdict(list)
+    for place, level in enumerate(levels):
+        places[str(level)].append(place)  # a level may be a list
     order = random.Random(seed)
     drawn = []
-    for level in sorted(set(levels), key=str):
-        own = [place for place, other in enumerate(levels) if other == level]
+    for _, own in sorted(places.items()):
         drawn += order.sample(own, min(num, len(own)))
     return drawn
 

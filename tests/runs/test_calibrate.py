@@ -18,7 +18,7 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
-from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_files
+from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _drawn, _free_files
 from rloo_kit.runs.precision import job_in, mismatch
 from rloo_kit.runs.warm_up import read_examples
 
@@ -120,6 +120,17 @@ def test_prompts_that_are_never_solved_write_nothing(capsys):
 
 def level(name, solved, signal):
     return Level(name, 10, solved, signal, [{}] * round(10 * signal))
+
+
+@pytest.mark.parametrize("levels", [[3, 20, 3, 20, 3], [["a"], ["b"], ["a"], ["b"], ["a"]]])
+def test_prompts_of_each_level_are_drawn(levels):
+    from datasets import Dataset
+
+    prompts = Dataset.from_dict({"level": levels})
+    drawn = _drawn(prompts, 2, 1)
+    found = sorted(map(str, prompts.select(drawn)["level"]))
+    assert found == sorted(map(str, levels))[:2] + sorted(map(str, levels))[-2:]
+    assert len({*drawn}) == 4
 
 
 def test_most_signal_in_range_is_chosen():

@@ -236,6 +236,7 @@ def test_a_run_is_finished_unless_more_steps_or_epochs_are_asked_for(then, now, 
         ("optim=lomo", "lomo"),
         ("report_to=wandb", "api_key|wandb"),
         ("report_to=comet_ml", "comet"),
+        ("log_level=loud", "loud"),
     ],
 )
 def test_settings_that_fail_in_set_up_are_one_sentence(setting, said, monkeypatch, capsys):
