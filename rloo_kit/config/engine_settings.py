@@ -121,16 +121,16 @@ def check_generation_kwargs(args: Any, engine: str) -> None:
     if engine == "transformers":
         _check_generate(others)
     elif others:
-        _check_vllm(others, args, installed=engine == "vllm")
+        _check_vllm(others, args, engine)
 
 
-def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> None:
+def _check_vllm(others: Mapping[str, Any], args: Any, engine: str) -> None:
     """Check ``generation_kwargs`` for vLLM.
 
     Args:
         others: The ``generation_kwargs``.
         args: A ``LeaveOneOutConfig``.
-        installed: True if vLLM runs in this process, so that its own check can be used too.
+        engine: ``vllm`` or ``server``. If vLLM runs in this process, its own check is used too.
 
     Raises:
         ConfigError: vLLM cannot use one of the parameters or its value.
@@ -147,7 +147,7 @@ def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> Non
                 f"trainer.generation_kwargs has {name!r}, which vLLM cannot combine with "
                 "trainer.thinking_budget: leave one of them out, or set generation: transformers"
             )
-    if not installed:  # the server itself reports a value that it does not accept
+    if engine == "server":  # the server itself reports a value that it does not accept
         return
     from vllm import SamplingParams
 

@@ -163,7 +163,7 @@ def opened_folder(
         with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
             folder = past or make_run_folder(job.config.output_dir)
             if past is None:
-                stack.enter_context(_removed_if_empty(folder))
+                stack.callback(_remove_if_empty, folder)
                 stack.enter_context(lock_folder(folder))
         if signals.received:
             raise interrupt_for(signals.received)
@@ -176,7 +176,7 @@ def opened_folder(
         try:
             yield recorder
         except BaseException as exc:
-            if recorder.make_ready is None and (folder / "metrics.jsonl").exists():
+            if recorder.steps:  # of this start, or of the checkpoint that it resumed from
                 how = "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
                 reason = f"{type(exc).__name__}: {exc}"
                 # an error of a full disk must not hide the first error
@@ -214,16 +214,11 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
     write_atomically(folder / RUN_FILE, text.encode())
 
 
-@contextlib.contextmanager
-def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a new folder if the body fails before the first step of the run."""
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a new folder if its run ended before the first step."""
     learned = ("metrics.jsonl", "completions.jsonl", "adapter")
-    try:
-        yield
-    except BaseException:
-        if not any((folder / name).exists() for name in learned) and not list_steps(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            # if the parent folder has other runs, this fails and the parent stays
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
-        raise
+    if not any((folder / name).exists() for name in learned) and not list_steps(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        # if the parent folder has other runs, this fails and the parent stays
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()

@@ -42,7 +42,7 @@ class RunRecorder(TrainerCallback):
         self.steps = 0  # optimizer steps that were recorded
         self.resumed_at: list[int] = []  # steps after which the run was resumed
         # Prepares the folder of a run that resumes, once the trainer has accepted its checkpoint;
-        # None if the folder is ready
+        # None for a new run, whose folder is ready
         self.make_ready: Callable[[], None] | None = None
         self._started = time.monotonic()
         self._earlier = 0.0
@@ -98,7 +98,6 @@ class RunRecorder(TrainerCallback):
         """
         if self.make_ready is not None:
             self.make_ready()
-            self.make_ready = None
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
