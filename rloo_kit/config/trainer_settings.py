@@ -140,7 +140,7 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
         rule = RULES.get(name, Rule())
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
-            errors += check_value(f"trainer.{name}", value, _types().get(name, Any), rule)
+            errors += check_value(f"trainer.{name}", value, _types()[name], rule)
     return errors or _check_together(values)
 
 
