@@ -97,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
         """Print the message, with a suggestion if there is one, and exit with code 2."""
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         hint = did_you_mean(found[1], re.findall(r"[\w-]+", found[2])) if found else ""
-        super().error(message + hint)
+        super().error(redact(message + hint))
 
 
 # A function that adds one argument or option to the parser of a command
@@ -608,11 +608,10 @@ _group("reward-model", "train a reward model")
 def _reward_model_train(overrides: list[str], **options: Any) -> None:
     from rloo_kit.config.run_file import read_overrides
 
+    options["say"] = print
     given = read_overrides(overrides)
     for name in given:
         if options.get(name) is not None:
-            raise ConfigError(f"{name} is given twice, also with --set: give it once")
-    if "say" in given:
-        raise ConfigError("--set 'say' is not a setting of a reward model: leave it out")
+            raise ConfigError(f"{name} is given twice, also with --set: leave --set {name} out")
     options |= given
     rk.train_reward_model(**{name: value for name, value in options.items() if value is not None})

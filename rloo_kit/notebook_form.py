@@ -7,6 +7,8 @@ memory.
 import base64
 import contextlib
 import html
+import json
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from typing import Any
 import yaml
 
 from rloo_kit.config.run_file import (
-    EXAMPLES,
+    EXAMPLE_NAMES,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -44,9 +46,15 @@ COMMANDS = {
     "train": ["train"],
     "resume": ["train", "--resume"],
 }
-# Exit code of a command -> the status that is shown
-ENDED = {0: "done", 130: "stopped", 143: "stopped"}
+# Exit codes of a command that was stopped; the negative ones if it was still starting
+STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 PARTS = ("status", "figure", "log", "report")
+# Style of a text. A long one is scrolled to its end, also after each new line: the page draws the
+# whole text again, and a reversed column begins at its end
+STYLE = (
+    "white-space: pre-wrap; line-height: 1.3; max-height: 24em; overflow: auto; display: flex; "
+    "flex-direction: column-reverse"
+)
 # Program that runs rloo-kit. A kernel ignores SIGINT between cells, and a process that it starts
 # inherits that, so the program restores the default first
 RLOO_KIT = """
@@ -82,10 +90,11 @@ class Form:
 
         self.path = Path(path).absolute()
         self.process: subprocess.Popen[str] | None = None
-        shipped = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
         tasks = [name for name, task in HUB_TASKS.items() if task.train]
         wide = {"layout": {"width": "36em"}, "style": {"description_width": "6em"}}
-        self.start = widgets.Dropdown(options=["", *shipped], description="begin with", **wide)
+        self.start = widgets.Dropdown(
+            options=["", *EXAMPLE_NAMES], description="begin with", **wide
+        )
         self.fields = {
             "model": widgets.Text(**wide),
             "prompts": widgets.Combobox(options=[*BUILTIN, *tasks], **wide),
@@ -133,9 +142,13 @@ class Form:
             OSError: The file cannot be written.
         """
         values = {name: field.value.strip() for name, field in self.fields.items()}
+        # in quotes, because YAML reads `my data #2.csv` and 2024 as something else
+        model, prompts = (
+            json.dumps(values[name] or None, ensure_ascii=False) for name in ("model", "prompts")
+        )
         overrides = [
-            f"model.name={values['model']}",
-            f"data.prompts={values['prompts']}",
+            f"model.name={model}",
+            f"data.prompts={prompts}",
             f"rewards=[{values['rewards']}]",
             *filter(str.strip, values["settings"].splitlines()),
         ]
@@ -213,8 +226,8 @@ class Form:
                 f'src="data:text/html;base64,{content}"></iframe>'
             )
         code = process.returncode
-        ended = ENDED.get(code, f"ended with code {code}, see the last lines of the log")
-        self._put("status", f"{name}: {ended}")
+        ended = f"ended with code {code}, see the last lines of the log" if code else "done"
+        self._put("status", f"{name}: {'stopped' if code in STOPPED else ended}")
         self._set_running(False)
 
     def _draw(self, folder: Path) -> None:
@@ -226,8 +239,7 @@ class Form:
 
     def _put(self, name: str, text: str) -> None:
         """Show a text in one of ``PARTS``; hide the part if the text is ""."""
-        style = "white-space: pre-wrap; line-height: 1.3; max-height: 24em; overflow: auto"
-        page = f'<b>{name}</b><pre style="{style}">{html.escape(text)}</pre>'
+        page = f'<b>{name}</b><pre style="{STYLE}">{html.escape(text)}</pre>'
         self.parts[name].value = page if text else ""
 
     def _set_running(self, running: bool) -> None:

@@ -32,6 +32,15 @@ def test_a_wrong_command_exits_with_2_and_names_the_nearest(words, hint, capsys)
     assert hint in capsys.readouterr().err
 
 
+def test_a_secret_in_a_wrong_command_is_masked(capsys):
+    secret = "hf_" + "a1" * 12
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "run.yaml", "--sett", f"trainer.hub_token={secret}"])
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --sett trainer.hub_token=[hidden" in error
+    assert secret not in error
+
+
 def test_no_command_shows_the_help_with_a_first_step(capsys):
     with pytest.raises(SystemExit, match="0"):
         main([])

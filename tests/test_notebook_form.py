@@ -116,6 +116,23 @@ def test_a_mistake_in_the_run_file_gives_its_sentence(form, field, text, sentenc
     assert not form.path.exists()
 
 
+@pytest.mark.parametrize("path", ["my data #2.jsonl", "2024", "a: b", "übung 🙂.csv"])
+def test_a_path_means_what_the_field_says(form, path):
+    for name in ("model", "prompts"):
+        form.fields[name].value = f" {path}"
+    form._write()
+    config = read_run_file(form.path)
+    assert (config.model.name, config.data.prompts) == (path, path)
+
+
+def test_the_newest_line_of_a_long_log_stays_in_sight(form):
+    """The page draws the whole log for each line, so a column that grows upwards holds it."""
+    form._put("log", "line\n" * 200)
+    assert "overflow: auto; display: flex; flex-direction: column-reverse" in (
+        form.parts["log"].value
+    )
+
+
 def test_a_run_file_that_cannot_be_written_is_said(form):
     form.path = form.path.parent / "gone" / "form.yaml"
     form.run("train")
@@ -167,6 +184,12 @@ def test_buttons_from_train_to_resume(form, tmp_path):
     assert steps < end["steps"] < 400
     assert f"{end['steps']}/400  reward" in form.parts["figure"].value
     assert not folder.with_name("quickstart-2").exists()
+
+
+def test_a_command_that_is_stopped_while_it_starts_was_stopped(form):
+    form.run("plan")
+    form.stop()
+    says(form, "status", "plan: stopped")
 
 
 @pytest.mark.long

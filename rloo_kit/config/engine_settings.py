@@ -16,25 +16,23 @@ ENGINES = {
     "server": "vLLM's server",
     "transformers": "transformers",
 }
-# Settings of TRL that only the engine `transformers` uses
-OF_TRANSFORMERS = (
-    "cache_implementation",
-    "transformers_continuous_batching_config",
-    "use_transformers_continuous_batching",
-    "use_transformers_paged",
-)
-# Settings that only vLLM's server uses
-OF_SERVER = (
-    "vllm_adapter_dir", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port",
-    "vllm_server_timeout",
-)  # fmt: skip
-# Settings of TRL that no engine uses
-OF_NO_ENGINE = (
-    "vllm_group_port",  # for NCCL, but the server loads adapters from files
-    "vllm_model_impl",
-    "vllm_tensor_parallel_size",
-    "vllm_structured_outputs_regex",
-)
+# Setting -> the only engine that uses it, or "" if none does
+OBEYED_BY = {
+    "cache_implementation": "transformers",
+    "transformers_continuous_batching_config": "transformers",
+    "use_transformers_continuous_batching": "transformers",
+    "use_transformers_paged": "transformers",
+    "vllm_adapter_dir": "server",
+    "vllm_mode": "server",
+    "vllm_server_base_url": "server",
+    "vllm_server_host": "server",
+    "vllm_server_port": "server",
+    "vllm_server_timeout": "server",
+    "vllm_group_port": "",  # for NCCL, but the server loads adapters from files
+    "vllm_model_impl": "",
+    "vllm_tensor_parallel_size": "",
+    "vllm_structured_outputs_regex": "",
+}
 # Parameters that `generation_kwargs` may have with vLLM. They need no tokenizer, and they do not
 # change what the kit sets: number and length of completions, stop tokens, and log-probabilities
 TOKEN_SAMPLING = {
@@ -93,15 +91,13 @@ def check_settings(args: Any, engine: str) -> None:
     """
     if engine not in ENGINES:
         return
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    obeyed_by = dict.fromkeys(OF_NO_ENGINE, "") | dict.fromkeys(OF_SERVER, "server")
-    obeyed_by |= dict.fromkeys(OF_TRANSFORMERS, "transformers")
-    for name, other in obeyed_by.items():
-        if name in defaults and other != engine and getattr(args, name) != defaults[name]:
+    for field in dataclasses.fields(args):
+        other = OBEYED_BY.get(field.name, engine)
+        if other != engine and (value := getattr(args, field.name)) != field.default:
             by_other = f", or set trainer.generation to {other}" if other else ""
             raise ConfigError(
-                f"trainer.{name} is {format_value(getattr(args, name))}, but {ENGINES[engine]} "
-                f"ignores this setting: leave it out{by_other}"
+                f"trainer.{field.name} is {format_value(value)}, but {ENGINES[engine]} ignores "
+                f"this setting: leave it out{by_other}"
             )
     check_generation_kwargs(args, engine)
 
@@ -125,16 +121,16 @@ def check_generation_kwargs(args: Any, engine: str) -> None:
     if engine == "transformers":
         _check_generate(others)
     elif others:
-        _check_vllm(others, args, installed=engine == "vllm")
+        _check_vllm(others, args, engine)
 
 
-def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> None:
+def _check_vllm(others: Mapping[str, Any], args: Any, engine: str) -> None:
     """Check ``generation_kwargs`` for vLLM.
 
     Args:
         others: The ``generation_kwargs``.
         args: A ``LeaveOneOutConfig``.
-        installed: True if vLLM runs in this process, so that its own check can be used too.
+        engine: ``vllm`` or ``server``. If vLLM runs in this process, its own check is used too.
 
     Raises:
         ConfigError: vLLM cannot use one of the parameters or its value.
@@ -151,7 +147,7 @@ def _check_vllm(others: Mapping[str, Any], args: Any, *, installed: bool) -> Non
                 f"trainer.generation_kwargs has {name!r}, which vLLM cannot combine with "
                 "trainer.thinking_budget: leave one of them out, or set generation: transformers"
             )
-    if not installed:  # the server itself reports a value that it does not accept
+    if engine == "server":  # the server itself reports a value that it does not accept
         return
     from vllm import SamplingParams
 

@@ -22,8 +22,11 @@ NEEDED = ("dataset_name", "model_name_or_path", "reward_model_path", "total_epis
 # Linear layers of GPT-NeoX, for the scripts' Pythia models
 NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 # Flag -> key of the run file, for flags that are not trainer settings
-PLACES = {name: place for name, (place, _) in MOVED.items()}
-PLACES |= {"output_dir": "output_dir", "seed": "seed"}
+PLACES = {
+    **{name: place for name, (place, _) in MOVED.items()},
+    "output_dir": "output_dir",
+    "seed": "seed",
+}
 
 
 def legacy_run_file(words: Sequence[str]) -> str:
@@ -50,8 +53,9 @@ def legacy_run_file(words: Sequence[str]) -> str:
     for name in sorted(given):  # sorted, so that sft_model_path replaces model_name_or_path
         section, _, key = PLACES.get(name, f"trainer.{name}").rpartition(".")
         (content[section] if section else content)[key] = given[name]
-    reward = {"name": "reward_model", "model": content["rewards"], "policy_tokens": True}
-    content["rewards"] = [reward]
+    content["rewards"] = [
+        {"name": "reward_model", "model": content["rewards"], "policy_tokens": True}
+    ]
     content["trainer"] = make_run_config(content).trainer
     note = "# Only an adapter is trained: it usually needs ten times the learning rate.\n"
     return note + yaml.safe_dump(content, sort_keys=False)

@@ -4,6 +4,7 @@ Every field of ``LoraConfig`` in the installed PEFT is allowed, unless sampling,
 or an export cannot support it. PEFT is not imported.
 """
 
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -52,6 +53,14 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
             f"{section}init_lora_weights is {format_value(start)}, which changes the base weights, "
             f"but sampler, reference and export use the unchanged base: choose one of {names}"
         )
+    for name in ("target_modules", "exclude_modules"):
+        try:
+            re.compile(text if isinstance(text := settings.get(name), str) else "")
+        except re.error as exc:
+            errors.append(
+                f"{section}{name} is {format_value(text)}, which is no regular expression "
+                f"({exc}): write one such as .*_proj, or a list of names"
+            )
     if settings.get("bias", "none") != "none":  # PEFT accepts it for one adapter, TRL adds `ref`
         errors.append(f"{section}bias is for biases of the base, {_OTHER_BASE}")
     return errors

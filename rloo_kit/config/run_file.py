@@ -19,7 +19,7 @@ from rloo_kit.config.engine_tables import TABLES, check_table
 from rloo_kit.config.lora import check_lora, lora_fields
 from rloo_kit.config.settings import DEFAULTS, NO_SYNC, setting
 from rloo_kit.config.trainer_settings import translate_trainer_arguments
-from rloo_kit.config.values import NO_RULE, check_value, suggest
+from rloo_kit.config.values import check_value, suggest
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.redaction import remember_settings, without_hidden
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_name, format_value
@@ -257,6 +257,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # In an editable install the folder is next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
+EXAMPLE_NAMES = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
 # Errors that PyYAML raises. The last ones are raised for text such as 2026-13-01, an invalid date
 NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
@@ -301,19 +302,16 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     name = format_value(str(path))
     try:
-        text = find_run_file(path).read_text(encoding="utf-8-sig")
+        content = yaml.load(find_run_file(path).read_text(encoding="utf-8-sig"), _Loader)
     except FileNotFoundError:
-        shipped = ", ".join(sorted(f.stem for f in EXAMPLES.glob("*.yaml")))
         raise ConfigError(
             f"run file {name} does not exist: give the path of a YAML file, or the name of an "
-            f"example that comes with rloo-kit ({shipped})"
+            f"example that comes with rloo-kit ({', '.join(EXAMPLE_NAMES)})"
         ) from None
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
             f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
-    try:
-        content = yaml.load(text, _Loader)
     except ConfigError:
         raise
     except NOT_YAML as exc:
@@ -334,9 +332,8 @@ def find_run_file(path: str | Path) -> Path:
     ``.yaml``), the path of that example is returned. In all other cases ``path`` is returned
     unchanged, even if the file does not exist.
     """
-    shipped = EXAMPLES / f"{Path(path).name}.yaml"
-    is_name = not os.path.isfile(path) and str(path) == shipped.stem
-    return shipped if is_name and shipped.exists() else Path(path)
+    is_example = str(path) in EXAMPLE_NAMES and not os.path.isfile(path)
+    return EXAMPLES / f"{path}.yaml" if is_example else Path(path)
 
 
 # --- overrides -----------------------------------------------------------------------------------
@@ -466,8 +463,12 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
         errors.append(f"{path[:-1]}: must have `key: value` lines, not {format_value(content)}")
         return kind()
     hints = typing.get_type_hints(kind)
-    known = {one.name: one.metadata.get("rule", NO_RULE) for one in dataclasses.fields(kind)}
-    others = lora_fields() if known.pop("others", None) else ()
+    known = {
+        one.name: one.metadata.get("rule")
+        for one in dataclasses.fields(kind)
+        if one.name != "others"
+    }
+    others = lora_fields() if kind is LoraSection else ()
     good = {}
     for key, value in content.items():
         if key not in known and key in others:
@@ -495,12 +496,11 @@ def _check_together(config: RunConfig) -> list[str]:
     """Return an error message for each combination of settings that contradict each other."""
     model = config.model
     data = config.data
-    stops = config.trainer.get("stop_on") or ()
-    completion = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+    trainer = {**DEFAULTS, **config.trainer}
+    completion = trainer["max_completion_length"]
     task = data.prompts.partition(":")[0]
     targets = config.lora.target_modules
-    plain = [_is_plain_accuracy(one) for one in config.rewards]
-    save = config.trainer.get("save_steps", DEFAULTS["save_steps"])
+    save = trainer["save_steps"]
     every = data.held_out_every
     rules = [
         (
@@ -526,7 +526,9 @@ def _check_together(config: RunConfig) -> list[str]:
             "rewards: is empty: give at least one reward",
         ),
         (
-            TASK_REWARDS.get(task) == _NUMBER and data.system is None and any(plain),
+            TASK_REWARDS.get(task) == _NUMBER
+            and data.system is None
+            and any(map(_is_plain_accuracy, config.rewards)),
             f"rewards: accuracy compares the whole answer, but the prompts of {task} ask for the "
             "steps of the solution too: write {name: accuracy, match: number}",
         ),
@@ -560,10 +562,10 @@ def _check_together(config: RunConfig) -> list[str]:
             f"data.held_out_every {every} rarely meet: set one to a multiple of the other",
         ),
         (
-            "reward_hacking" in stops and not data.held_out_every,
+            "reward_hacking" in (trainer["stop_on"] or ()) and not every,
             "trainer.stop_on has reward_hacking, which can be found only if held-out prompts are "
             "scored during training: set data.held_out_every, for example to 10",
         ),
     ]
     wrong = [message for is_wrong, message in rules if is_wrong]
-    return wrong + check_lora(config.lora.others, "lora.")
+    return wrong + check_lora(config.lora.as_dict(), "lora.")

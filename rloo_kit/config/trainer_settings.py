@@ -18,9 +18,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
-from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings
+from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings, Rule
 from rloo_kit.config.sources import fields_of
-from rloo_kit.config.values import NO_RULE, check_value
+from rloo_kit.config.values import check_value
 from rloo_kit.errors import ConfigError
 from rloo_kit.text.wording import did_you_mean, format_errors, format_value
 
@@ -67,6 +67,8 @@ TYPE_NAMES = {
     # a list in YAML
     "tuple[float, float]": Annotated[list[float], Field(min_length=2, max_length=2)],
 }
+# Settings for which `generate` of transformers refuses a whole number such as 2
+FLOATS = ("repetition_penalty", "temperature")
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
     "fsdp": Any,  # true, or older text
@@ -86,10 +88,12 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 
     Private fields are left out.
     """
-    found = {}
-    for source in SOURCES:
-        found |= fields_of(*source)
-    return {name: node for name, node in found.items() if not name.startswith("_")}
+    return {
+        name: node
+        for source in SOURCES
+        for name, node in fields_of(*source).items()
+        if not name.startswith("_")
+    }
 
 
 @cache
@@ -133,10 +137,10 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
     """
     errors = []
     for name, value in values.items():
-        rule = RULES.get(name, NO_RULE)
+        rule = RULES.get(name, Rule())
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
-            errors += check_value(f"trainer.{name}", value, _types().get(name, Any), rule)
+            errors += check_value(f"trainer.{name}", value, _types()[name], rule)
     return errors or _check_together(values)
 
 
@@ -209,6 +213,8 @@ def translate_trainer_arguments(
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
+            if name in FLOATS and type(value) is int:
+                value = float(value)
             # YAML reads `no` as false
             values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:
@@ -222,7 +228,7 @@ def translate_trainer_arguments(
     if errors:
         raise ConfigError(format_errors(errors))
     if "total_episodes" in arguments:
-        values["max_steps"] = _steps_of(values["max_steps"], values)
+        values["max_steps"] = _steps_of(values)
     for old in filter(RENAMED.get, arguments):
         new = RENAMED[old]
         notes.append(f"{old} is {new} here: {new}={values[new]!r} is used")
@@ -268,18 +274,19 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
     return []
 
 
-def _steps_of(episodes: int, values: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps in which this many completions are sampled and learned.
+def _steps_of(trainer: Mapping[str, Any]) -> int:
+    """Return the number of optimizer steps in which all completions are sampled and learned.
 
     Args:
-        episodes: Number of completions over the whole training, on all processes.
-        values: Checked trainer settings.
+        trainer: Checked trainer settings, but ``max_steps`` is the number of completions over the
+            whole training, on all processes.
     """
-    batch = batch_plan(values)
+    values = {**DEFAULTS, **trainer}
+    batch = batch_plan(trainer)
     processes = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    batches = math.ceil(episodes / (batch.num_completions * processes))
-    iterations = values.get("num_iterations", DEFAULTS["num_iterations"])
-    return math.ceil(batches * iterations * batch.steps_per_generation / batch.accumulation)
+    batches = math.ceil(values["max_steps"] / (batch.num_completions * processes))
+    passes = batches * values["num_iterations"] * batch.steps_per_generation
+    return math.ceil(passes / batch.accumulation)
 
 
 # --- the batch -----------------------------------------------------------------------------------

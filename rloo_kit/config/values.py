@@ -10,11 +10,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from rloo_kit.config.settings import Rule
 from rloo_kit.text.wording import did_you_mean, format_value
 
-NO_RULE = Rule()
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-def check_value(path: str, value: object, hint: Any, rule: Rule = NO_RULE) -> list[str]:
+def check_value(path: str, value: object, hint: Any, rule: Rule) -> list[str]:
     """Return a list with the error message for an invalid value, or [] if the value is valid.
 
     Args:

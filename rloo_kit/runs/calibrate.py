@@ -9,6 +9,7 @@ import math
 import os
 import random
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -22,7 +23,7 @@ from rloo_kit.config.run_file import SECTIONS, RunConfig
 from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.output_folder import check_writable, write_atomically
@@ -92,11 +93,11 @@ def calibrate(  # noqa: PLR0913
         DataError: No level can be chosen. Nothing is written.
         KitError: Any other error that ``train`` raises before its first step. Nothing is written.
     """
-    if num_prompts < 1 or (num_generations or 2) < 2:
+    if num_prompts < 1 or (num_generations is not None and num_generations < 2):
         given = f"num_prompts is {num_prompts} and num_generations is {num_generations}"
         raise ConfigError(f"{given}: num_prompts must be at least 1, num_generations at least 2")
     say = redacting(say)
-    file = _free_file(source, output)
+    file, prompts_file, completions_file = _free_files(source, output)
     config, base = read_config(source, overrides)
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
@@ -111,15 +112,15 @@ def calibrate(  # noqa: PLR0913
         config, line = _in_best_precision(config, base, chosen.with_signal, say)
         say(line)
         table += f"\n{line}"
-    made = with_whole_paths(config, base, job.rewards_base)
+    made = PreparedJob(config, base).absolute
     data, what = {"level": chosen.level}, f"data.level: {chosen.level}"
     if not count_levels(config.data.prompts):
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
         kept = [row for row in others if row.get("level") == chosen.level]
-        data = _write_prompts(file.with_suffix(".jsonl"), chosen.with_signal + kept, held_out)
+        data = _write_prompts(prompts_file, chosen.with_signal + kept, held_out)
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
-    _write_rows(_completions_of(file), sampled)
+    _write_rows(completions_file, sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
     say(f"{what}; train with rloo-kit train {shlex.quote(str(file))}")
     return file
@@ -181,20 +182,22 @@ def _in_best_precision(
     return replace(config, trainer={**others, best: True}), line
 
 
-def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Path:
-    """Return the path of the new run file.
+def _free_files(
+    source: str | Path | RunConfig, output: str | Path | None
+) -> tuple[Path, Path, Path]:
+    """Return the paths of the new files: the run file, its prompts, and the sampled completions.
 
     Raises:
-        ConfigError: The file, or one of the .jsonl files that belong to it, exists already; it is
-            not a .yaml file; or its folder does not exist.
+        ConfigError: One of the files exists already, the run file is not a .yaml file, or its
+            folder does not exist.
     """
     old = Path("run.yaml" if isinstance(source, RunConfig) else source)
     place = old.parent if old.is_file() else Path()
     name = old.stem if old.suffix in (".yaml", ".yml") else old.name  # qwen3-0.6b-8gb has no suffix
     file = place / f"{name}-calibrated.yaml" if output is None else Path(output)
-    made = (file, file.with_suffix(".jsonl"), _completions_of(file))
+    files = (file, file.with_suffix(".jsonl"), file.with_name(f"{file.stem}-completions.jsonl"))
     if (
-        any(map(os.path.lexists, made))
+        any(map(os.path.lexists, files))
         or file.suffix != ".yaml"
         or not file.absolute().parent.is_dir()
     ):
@@ -203,12 +206,7 @@ def _free_file(source: str | Path | RunConfig, output: str | Path | None) -> Pat
             "exists, and no .jsonl file of that name may exist: choose another one with --output"
         )
     check_writable(file.absolute().parent)
-    return file
-
-
-def _completions_of(file: Path) -> Path:
-    """Return the path of the file for the sampled completions, next to the new run file."""
-    return file.with_name(f"{file.stem}-completions.jsonl")
+    return files
 
 
 def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
@@ -285,10 +283,12 @@ def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
     If a level has fewer prompts, all of them are returned.
     """
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
+    places = defaultdict(list)
+    for place, level in enumerate(levels):
+        places[str(level)].append(place)  # a level may be a list
     order = random.Random(seed)
     drawn = []
-    for level in sorted(set(levels), key=str):
-        own = [place for place, other in enumerate(levels) if other == level]
+    for _, own in sorted(places.items()):
         drawn += order.sample(own, min(num, len(own)))
     return drawn
 

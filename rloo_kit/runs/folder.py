@@ -3,8 +3,9 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.config.trainer_settings import trl_defaults
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
@@ -74,7 +75,7 @@ def folder_to_resume(
     return latest_folder(config.output_dir)
 
 
-def finished_steps(folder: Path, trainer: Mapping[str, Any]) -> int:
+def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     """Return the number of steps of a run that has finished; 0 if the run must continue.
 
     A run has finished if its end was reached, its adapter was saved, and no more steps are asked
@@ -88,7 +89,7 @@ def finished_steps(folder: Path, trainer: Mapping[str, Any]) -> int:
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
         return 0
     then = trl_defaults() | read_run_file(folder / RUN_FILE).trainer
-    now = {**trl_defaults(), **trainer}
+    now = trl_defaults() | trainer
     if now["max_steps"] > 0:
         is_enough = end["steps"] >= now["max_steps"]
     else:
@@ -158,41 +159,53 @@ def opened_folder(
     """
     from rloo_kit.runs.recorder import RunRecorder
 
-    def begin() -> None:
-        """Remove what is left of an earlier start, and write the settings and the environment."""
-        for name in ("end.json",) if checkpoint else RECORD:
-            (folder / name).unlink(missing_ok=True)
-        # an old adapter, of fewer steps, would look like the result of the run
-        shutil.rmtree(folder / "adapter", ignore_errors=True)
-        write_run_file(folder, job.absolute)
-        facts = asdict(job.environment) | {
-            "step": str(job.step),
-            "processes": num_processes(),
-            "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
-        }
-        write_json(folder / "environment.json", redact_tree(facts), indent=2)
-
     with contextlib.ExitStack() as stack:
         with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
             folder = past or make_run_folder(job.config.output_dir)
             if past is None:
-                stack.enter_context(_removed_if_empty(folder))
+                stack.callback(_remove_if_empty, folder)
                 stack.enter_context(lock_folder(folder))
         if signals.received:
             raise interrupt_for(signals.received)
+        recorder = RunRecorder(folder)
         if checkpoint is None:
-            begin()
-        recorder = RunRecorder(folder, begin if checkpoint else None)
+            _begin(job, recorder, RECORD)
+        else:
+            recorder.make_ready = partial(_begin, job, recorder, ("end.json",))
         started = time.monotonic()
         try:
             yield recorder
         except BaseException as exc:
-            if recorder.make_ready is None and (folder / "metrics.jsonl").exists():
+            if recorder.steps:  # of this start, or of the checkpoint that it resumed from
+                how = "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
                 reason = f"{type(exc).__name__}: {exc}"
                 # an error of a full disk must not hide the first error
-                with contextlib.suppress(OSError):
-                    recorder.write_end("failed", reason, recorder.steps, time.monotonic() - started)
+                with contextlib.suppress(DiskError):
+                    recorder.write_end(how, reason, recorder.steps, time.monotonic() - started)
             raise
+
+
+def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -> None:
+    """Remove what is left of an earlier start, and write the settings and the environment.
+
+    Args:
+        job: The run.
+        recorder: The recorder, which knows the folder.
+        outdated: Names of the files to remove.
+    """
+    folder = recorder.folder
+    for name in outdated:
+        (folder / name).unlink(missing_ok=True)
+    # an old adapter, of fewer steps, would look like the result of the run
+    shutil.rmtree(folder / "adapter", ignore_errors=True)
+    facts = asdict(job.environment) | {
+        "step": str(job.step),
+        "processes": num_processes(),
+        "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
+    }
+    with recorder.writing(RUN_FILE):
+        write_run_file(folder, job.absolute)
+        write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:
@@ -201,16 +214,11 @@ def write_run_file(folder: Path, config: RunConfig) -> None:
     write_atomically(folder / RUN_FILE, text.encode())
 
 
-@contextlib.contextmanager
-def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a new folder if the body fails before the first step of the run."""
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a new folder if its run ended before the first step."""
     learned = ("metrics.jsonl", "completions.jsonl", "adapter")
-    try:
-        yield
-    except BaseException:
-        if not any((folder / name).exists() for name in learned) and not list_steps(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            # if the parent folder has other runs, this fails and the parent stays
-            with contextlib.suppress(OSError):
-                folder.parent.rmdir()
-        raise
+    if not any((folder / name).exists() for name in learned) and not list_steps(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        # if the parent folder has other runs, this fails and the parent stays
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()

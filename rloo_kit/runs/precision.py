@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
-# Settings that make the sampler draw each token with the policy's own probability
-WHOLE_DISTRIBUTION = {
+# Settings of a measurement. The first two lines make the sampler draw each token with the policy's
+# own probability. With the others a trainer can be made for 8 prompts and one reward
+MEASURED = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None,
-}  # fmt: skip
-# Settings with which a trainer can be made for 8 prompts and one reward, and without the canary
-ONE_GROUP = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
     "canary": False, "max_tool_calling_iterations": None, "tool_timeout_seconds": None,
@@ -46,7 +44,7 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
     Raises:
         ConfigError: Unsloth does not compute in this precision here.
     """
-    settings = {**config.trainer, **WHOLE_DISTRIBUTION, **ONE_GROUP}
+    settings = config.trainer | MEASURED
     settings |= {name: name == precision for name in PRECISIONS}
     # no longer than in the run, whose prompts leave room for its own completions only
     limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,26 +35,19 @@ class RunRecorder(TrainerCallback):
 
     Args:
         folder: Folder of the run; it exists.
-        make_ready: Prepares the folder when training begins, because only then the trainer has
-            accepted the checkpoint of a resumed run; None if the folder is ready.
     """
 
-    def __init__(self, folder: Path, make_ready: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.steps = 0  # optimizer steps that were recorded
         self.resumed_at: list[int] = []  # steps after which the run was resumed
-        self.make_ready = make_ready  # None if that has happened
+        # Prepares the folder of a run that resumes, once the trainer has accepted its checkpoint;
+        # None for a new run, whose folder is ready
+        self.make_ready: Callable[[], None] | None = None
         self._started = time.monotonic()
         self._earlier = 0.0
         self._evaluation: dict[str, Any] = {}
         self._next_report = 0.0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Prepare the folder, if that has not happened yet."""
-        if self.make_ready is not None:
-            make_ready = self.make_ready
-            self.make_ready = None
-            make_ready()
 
     def on_log(  # pyright: ignore[reportIncompatibleMethodOverride]  # transformers passes logs
         self,
@@ -99,10 +92,12 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Remove everything from the record that was written after the checkpoint.
+        """Prepare the folder, and remove from its record what was written after the checkpoint.
 
         The steps after the checkpoint are trained again, and write their rows again.
         """
+        if self.make_ready is not None:
+            self.make_ready()
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
         self.resumed_at = [*record["resumed_at"], state.global_step]
@@ -126,25 +121,31 @@ class RunRecorder(TrainerCallback):
 
     # --- files -----------------------------------------------------------------------------------
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to a .jsonl file in the folder; secrets are masked.
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Yield the path of a file in the folder, which is written in the block.
 
         Raises:
             DiskError: The disk is full, or the file cannot be written.
         """
         try:
-            rows = save_thumbnails(rows, self.folder)
-            lines = (
-                json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
-            )
-            with (self.folder / name).open("ab") as file:
-                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
-                file.write("".join(lines).encode("utf-8", "surrogatepass"))
+            yield self.folder / name
         except OSError as exc:
             raise DiskError(
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
                 f"{str(self.folder)!r} and resume with --resume"
             ) from exc
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Append rows to a .jsonl file in the folder; secrets are masked."""
+        with self.writing(name) as path:
+            rows = save_thumbnails(rows, self.folder)
+            lines = (
+                json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
+            )
+            with path.open("ab") as file:
+                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
+                file.write("".join(lines).encode("utf-8", "surrogatepass"))
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Add the scores of the held-out prompts to evaluation.json.
@@ -164,7 +165,8 @@ class RunRecorder(TrainerCallback):
 
     def _write_scores(self) -> None:
         """Write all evaluations so far to evaluation.json."""
-        write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
+        with self.writing("evaluation.json") as path:
+            write_json(path, redact_tree(self._evaluation))
 
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
@@ -179,14 +181,14 @@ class RunRecorder(TrainerCallback):
             watch: The watch of the run. If one of its findings stopped the run, the finding is
                 written too.
         """
-        end = {"how": how, "reason": reason, "steps": steps}
-        end["seconds"] = self._earlier + seconds
+        end = {"how": how, "reason": reason, "steps": steps, "seconds": self._earlier + seconds}
         if self.resumed_at:
             end["resumed_at"] = self.resumed_at
         if watch is not None and watch.stopped_on:
             end["finding"] = asdict(watch.stopped_on)
             end["kept_step"] = watch.best.step if watch.best else None
-        write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
+        with self.writing("end.json") as path:
+            write_json(path, redact_tree({**end, "time": time.time()}))
         self.write_report()
 
     def write_report(self) -> None:

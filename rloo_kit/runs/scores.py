@@ -95,8 +95,7 @@ class HeldOutScores(TrainerCallback):
         step = state.global_step
         every = self.job.config.data.held_out_every
         if every and step % every == 0 and step < state.max_steps:
-            found = self._score_at(step)
-            self._newest = {step: self._choosing_score(found) if found else None}
+            self._score_at(step)
 
     def on_state(
         self,
@@ -113,23 +112,24 @@ class HeldOutScores(TrainerCallback):
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
 
-    def _score_at(self, step: int) -> Evaluation | None:
+    def _score_at(self, step: int) -> None:
         """Score the held-out prompts after ``step`` optimizer steps, and record the result."""
         found = self.score()
         if found is None:
-            return None
+            return
         if step == 0:
             self.before = found
             self.job.say(f"before: {means(found)}")
         if self.recorder is not None:
             self.recorder.write_evaluation(found, step)
         self._see(step, found)
-        return found
 
     def _see(self, step: int, found: Evaluation) -> None:
-        """Pass scores to the watch of the run, if there is one."""
+        """Keep the choosing score, and pass all scores to the watch of the run, if it has one."""
+        score = self._choosing_score(found)
+        self._newest = {step: score}
         if self.trainer.watch is not None:
-            self.trainer.watch.see_held_out(step, found.as_dict(), self._choosing_score(found))
+            self.trainer.watch.see_held_out(step, found.as_dict(), score)
 
     def _choosing_score(self, found: Evaluation) -> float | None:
         """Return the mean of the reward that chooses checkpoints and weights.

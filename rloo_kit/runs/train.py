@@ -270,7 +270,7 @@ def _make_trainer(
             tools=job.tools[0],
             environment_factory=job.tools[1],
         )
-    except (ImportError, RuntimeError, ValueError) as exc:
+    except (ImportError, LookupError, RuntimeError, ValueError) as exc:
         if isinstance(exc, KitError) or is_out_of_memory(exc):
             raise
         raise _not_accepted(exc) from exc

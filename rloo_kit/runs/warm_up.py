@@ -81,6 +81,7 @@ def warm_up(  # noqa: PLR0913
     """
     say = redacting(say)
     settings = _settings(steps, epochs, learning_rate)
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     config, base = read_config(source, overrides)
     if config.tools or config.environment:
         raise ConfigError("a warm-up trains no calls of tools: leave tools and environment out")
@@ -175,7 +176,8 @@ def _example(place: str, row: Row) -> Row:
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
         *prompt, last = messages
-        row = {"prompt": prompt, "completion": [last]}
+        row = row | {"prompt": prompt, "completion": [last]}
+        del row["messages"]
         if not prompt or last["role"] != "assistant":
             raise DataError(
                 f"{place}: messages must have a prompt, and end with a message of the assistant"

@@ -140,6 +140,8 @@ WRONG = {
     ),
     "lora: {use_rslor: true}": "unknown key lora.use_rslor; did you mean 'use_rslora'?",
     "lora: {init_lora_weights: pissa}": "lora.init_lora_weights is 'pissa', which changes",
+    "lora: {target_modules: '*_proj'}": "is '*_proj', which is no regular expression (nothing to",
+    "lora: {exclude_modules: '[a'}": "lora.exclude_modules is '[a', which is no regular expression",
     "lora: {layer_replication: [[0, 2]]}": "lora.layer_replication is for layers that are",
     "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for biases of the base, but",
     "lora: {others: {}}": "unknown key lora.others",

@@ -174,6 +174,12 @@ def test_no_as_yaml_reads_it_is_a_strategy():
     assert translate_trainer_arguments({"save_strategy": False}) == {"save_strategy": "no"}
 
 
+def test_a_whole_number_reaches_the_sampler_as_a_float():
+    """``generate`` of transformers refuses an int here."""
+    found = translate_trainer_arguments({"temperature": 2, "repetition_penalty": 3, "top_k": 4})
+    assert str(found) == "{'temperature': 2.0, 'repetition_penalty': 3.0, 'top_k': 4}"
+
+
 # --- names of other trainers ----------------------------------------------------------------------
 
 VALUES = {"warmup_ratio": 0.1, "exp_name": "mine", "normalize_advantage": True}

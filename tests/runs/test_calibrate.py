@@ -18,7 +18,7 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.runs import calibrate
-from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _free_file
+from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _drawn, _free_files
 from rloo_kit.runs.precision import job_in, mismatch
 from rloo_kit.runs.warm_up import read_examples
 
@@ -122,6 +122,17 @@ def level(name, solved, signal):
     return Level(name, 10, solved, signal, [{}] * round(10 * signal))
 
 
+@pytest.mark.parametrize("levels", [[3, 20, 3, 20, 3], [["a"], ["b"], ["a"], ["b"], ["a"]]])
+def test_prompts_of_each_level_are_drawn(levels):
+    from datasets import Dataset
+
+    prompts = Dataset.from_dict({"level": levels})
+    drawn = _drawn(prompts, 2, 1)
+    found = sorted(map(str, prompts.select(drawn)["level"]))
+    assert found == sorted(map(str, levels))[:2] + sorted(map(str, levels))[-2:]
+    assert len({*drawn}) == 4
+
+
 def test_most_signal_in_range_is_chosen():
     levels = [level(1, 0.85, 0.9), level(2, 0.7, 0.3), level(3, 0.3, 0.6), level(4, 0.1, 0.7)]
     assert _chosen(levels).level == 3
@@ -165,6 +176,7 @@ def test_a_reward_that_is_no_share_is_refused(scores, what):
 WRONG = {
     "--num-prompts 0": "num_prompts is 0",
     "--num-generations 1": "num_generations is 1",
+    "--num-generations 0": "num_generations is 0",
     "--output new.txt": "'new.txt'",
     "--output none/new.yaml": "'none/new.yaml'",
     "--output old.yaml": "'old.yaml'",
@@ -183,7 +195,7 @@ def test_wrong_options_are_refused_before_anything_loads(options, capsys):
 
 @pytest.mark.parametrize("source", ["qwen3-0.6b-8gb", "runs/v1.2"])
 def test_the_new_file_has_the_whole_name(source):
-    assert _free_file(source, None) == Path(f"{Path(source).name}-calibrated.yaml")
+    assert _free_files(source, None)[0] == Path(f"{Path(source).name}-calibrated.yaml")
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,13 +16,15 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import ModelError
+from rloo_kit.errors import DiskError, ModelError
+from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import finished_steps, write_run_file
+from rloo_kit.runs.folder import finished_steps, opened_folder, write_run_file
+from rloo_kit.runs.recorder import RunRecorder
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -166,6 +169,46 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
     assert (folder / "adapter").is_dir()
 
 
+@pytest.mark.long
+def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    def refuse(self, state):
+        raise ValueError("of another optimizer")
+
+    folder = Path(shutil.copytree(finished, "run"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr("accelerate.optimizer.AcceleratedOptimizer.load_state_dict", refuse)
+    assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
+    assert "does not fit (of another optimizer)" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rloo_kit.runs.recorder.write_json", full)
+    recorder = RunRecorder(Path())
+    with pytest.raises(DiskError, match=r"evaluation.json cannot be written \(No space left"):
+        recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
+    with pytest.raises(DiskError, match=r"end.json cannot be written \(No space left"):
+        recorder.write_end("finished", "", 1, 1.0)
+
+
+def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed():
+    job = PreparedJob(make_run_config({"output_dir": "run"}))
+    job.environment = Environment("transformers", None, detect_hardware())
+    job.step = "kit"
+
+    def interrupted():
+        with opened_folder(job, None, None) as recorder:
+            recorder.on_log(None, SimpleNamespace(global_step=1), logs={"reward": 1.0})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert read("run/end.json")["how"] == "interrupted"
+
+
 @pytest.mark.parametrize(
     ("then", "now", "finished"),
     [
@@ -193,6 +236,7 @@ def test_a_run_is_finished_unless_more_steps_or_epochs_are_asked_for(then, now, 
         ("optim=lomo", "lomo"),
         ("report_to=wandb", "api_key|wandb"),
         ("report_to=comet_ml", "comet"),
+        ("log_level=loud", "loud"),
     ],
 )
 def test_settings_that_fail_in_set_up_are_one_sentence(setting, said, monkeypatch, capsys):

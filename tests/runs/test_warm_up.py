@@ -144,6 +144,9 @@ def test_conversations_are_examples_of_their_last_answer():
     talk = [*messages("Hi"), *messages("Yes?", "assistant"), *messages("2+2?")]
     write_rows("talk.jsonl", [{"messages": [*talk, *messages("4", "assistant")]}])
     assert read_examples("talk.jsonl") == [{"prompt": talk, "completion": "4"}]
+    answers = [{"messages": [*talk, *messages(str(n), "assistant")], "score": n} for n in (3, 4)]
+    write_rows("talk.jsonl", answers)
+    assert [row["completion"] for row in read_examples("talk.jsonl")] == ["4"]
     write_rows("talk.jsonl", [{"messages": talk}])
     with pytest.raises(DataError, match=r"line 1: messages must .* of the assistant"):
         read_examples("talk.jsonl")
@@ -252,6 +255,19 @@ def test_out_of_memory_and_ctrl_c_leave_nothing(monkeypatch):
     with pytest.raises(MemoryRanOutError, match="leave the longest examples out"):
         warm_up("run.yaml", "rows.jsonl", steps=2, say=lambda line: None)
     assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "run.yaml"]
+
+
+def test_the_next_command_repeats_a_single_override(monkeypatch):
+    def trained(job, rows, settings, folder):
+        folder.mkdir(parents=True)
+        adapter = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        return {}
+
+    monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
+    said = []
+    warm_up("run.yaml", "rows.jsonl", overrides="seed=7", say=said.append)
+    assert "rloo-kit train run.yaml --set seed=7 --set model.name=runs/sums-warm-up" in said[-1]
 
 
 # --- training -------------------------------------------------------------------------------------

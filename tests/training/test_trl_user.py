@@ -22,12 +22,7 @@ from transformers import (
 from trl import ModelConfig, RLOOConfig, ScriptArguments, TrlParser
 
 import rloo_kit as rk
-from rloo_kit.config.engine_settings import (
-    OF_NO_ENGINE,
-    OF_SERVER,
-    OF_TRANSFORMERS,
-    check_settings,
-)
+from rloo_kit.config.engine_settings import OBEYED_BY, check_settings
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
@@ -335,7 +330,7 @@ def test_every_field_of_trl_about_the_engine_is_obeyed_or_refused():
     found = {
         field.name for field in dataclasses.fields(RLOOConfig) if who_samples.match(field.name)
     }
-    obeyed = found - {*OF_TRANSFORMERS, *OF_SERVER, *OF_NO_ENGINE}
+    obeyed = found - OBEYED_BY.keys()
     assert obeyed == {
         "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length"
     }, "write down who obeys the new one"  # fmt: skip
