@@ -17,7 +17,6 @@ from rloo_kit.config.run_file import (
     TASK_REWARDS,
     DataSection,
     LoraSection,
-    ModelSection,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -331,9 +330,13 @@ def held_out_judges(
 class PreparedJob:
     """The parts of a run: each one is made and checked when it is first used."""
 
-    config: RunConfig
+    config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+
+    def __post_init__(self) -> None:
+        """Make the paths in the settings absolute."""
+        self.config = with_whole_paths(self.config, self.base, self.rewards_base)
 
     @cached_property
     def rewards_base(self) -> Path:
@@ -342,22 +345,6 @@ class PreparedJob:
         An example that comes with the kit finds the user's own rewards in the working folder.
         """
         return Path() if self.base == EXAMPLES else self.base
-
-    @cached_property
-    def absolute(self) -> RunConfig:
-        """The settings with absolute paths, as they are written to run.yaml."""
-        return with_whole_paths(self.config, self.base, self.rewards_base)
-
-    @cached_property
-    def model_section(self) -> ModelSection:
-        """The section ``model:``, whose files are looked for beside the run file too."""
-        model = self.config.model
-        template = model.chat_template
-        return replace(
-            model,
-            name=beside(model.name, self.base),
-            chat_template=template and beside(template, self.base),
-        )
 
     def prepare(self) -> None:
         """Make and check all parts that do not need the model's weights.
@@ -409,7 +396,7 @@ class PreparedJob:
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model. The weights of the model are not read for it."""
-        model = self.model_section
+        model = self.config.model
         found = load_tokenizer(
             model.name,
             trust_remote_code=model.trust_remote_code,
@@ -458,7 +445,7 @@ class PreparedJob:
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
-            check_engine(args, self.absolute)
+            check_engine(args, self.config)
         prompts, held_out = self.prompts
         tokenizer = self.tokenizer
         settings = args.chat_template_kwargs
@@ -477,7 +464,7 @@ class PreparedJob:
                 dropped += more
             if dropped:
                 self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
-        longest = self.model_section.max_seq_length
+        longest = self.config.model.max_seq_length
         check_lengths(prompts, tokenizer, args, longest)
         if held_out is not None:
             check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
@@ -539,7 +526,7 @@ class PreparedJob:
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, self.model_section.max_seq_length)
+        return make_tool_loop(*self.tools, tokenizer, self.args, self.config.model.max_seq_length)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
@@ -556,7 +543,7 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            **vars(self.model_section),
+            **vars(config.model),
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,

@@ -19,7 +19,7 @@ from rloo_kit.data.files import as_dataset
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.export.exporter import PACKED_SUFFIX
 from rloo_kit.export.verl_settings import ASSETS, Row, verl_rows
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.adapters import base_name
 from rloo_kit.models.loading import find_model
 from rloo_kit.output_folder import make_run_folder
@@ -66,7 +66,6 @@ def hand_over(
             "rloo-kit, or leave tools and environment out"
         )
     job = PreparedJob(config, base, redacting(say))
-    job.config, job.base = with_whole_paths(config, base, job.rewards_base), Path()
     job.prepare()
     train, held_out = job.splits
     if isinstance(train[0]["prompt"], str):

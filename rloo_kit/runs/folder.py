@@ -164,7 +164,7 @@ def opened_folder(
             (folder / name).unlink(missing_ok=True)
         # an old adapter, of fewer steps, would look like the result of the run
         shutil.rmtree(folder / "adapter", ignore_errors=True)
-        write_run_file(folder, job.absolute)
+        write_run_file(folder, job.config)
         facts = asdict(job.environment) | {
             "step": str(job.step),
             "processes": num_processes(),
