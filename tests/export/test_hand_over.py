@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.export.hand_over import hand_over
+from rloo_kit.export.verl_settings import ASSETS
 from rloo_kit.job import PreparedJob, read_config
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -99,6 +101,18 @@ def test_every_setting_of_the_run_file_is_in_the_table(folder, run_file):
     assert "`model.load_in_4bit: True`" in lost
     assert "`algorithm.kl_ctrl.kl_coef: 0.02`" in carried
     assert "@" not in text
+
+
+def test_the_table_knows_every_setting_of_model_data_and_thoughts():
+    table = yaml.safe_load((ASSETS / "settings.yaml").read_text())
+    known = {
+        *table["in_files"],
+        *table["lost"],
+        *(n for one in table["carried"] for n in one["run"]),
+    }
+    content = RunConfig().as_dict()
+    names = {f"{part}.{name}" for part in ("model", "data", "thinking") for name in content[part]}
+    assert names - known == set()
 
 
 def test_settings_become_those_of_verl(folder):
