@@ -142,16 +142,18 @@ def load_model(
     with errors, _progress_bars(shown=not Path(source).is_dir()), quiet():
         model, processor = load()
         tokenizer = _prepare(model, processor, chat_template)
+    processor = processor if images else tokenizer
     vars(notes_of(model)).update(
         backend=environment.backend,
         vllm=vllm or {},
         max_seq_length=max_seq_length,
         trust_remote_code=trust_remote_code,
+        processor=processor,
         hub=None if revision is None else (base, revision),
     )
     add_to_session(model)
     model = _with_adapter(model, adapter) if adapter else model
-    return model, processor if images else tokenizer
+    return model, processor
 
 
 def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:

@@ -588,6 +588,8 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
         others: Further arguments of the trainer; those that were used here are removed.
     """
     model = parts["model"]
+    if parts["processing_class"] is None and not isinstance(model, str):
+        parts["processing_class"] = notes_of(model).processor  # of `load_model`
     if parts["processing_class"] is None:  # as TRL does, but in time for the rewards
         name = model if isinstance(model, str) else model.config.name_or_path
         sides = {"padding_side": "left", "truncation_side": "left"}
