@@ -85,7 +85,7 @@ def find_trained(given: str | Path) -> TrainedModel:
         ModelError: The adapter's configuration does not name a base model.
     """
     text = str(given)
-    folder = Path(given)
+    folder = Path(os.path.expanduser(given))
     if (read_json(folder / CONFIG) or {}).get("task_type") == "SEQ_CLS":
         raise ConfigError(
             f"{format_value(text)} is a reward model, which writes no text: name it among the "

@@ -49,6 +49,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     if goal.is_dir():
         return goal
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
     auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
@@ -70,7 +71,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         )
     try:
         _write(model, tokenizer, goal)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
         raise ModelError(
             f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
             f"({first_line(exc)}); free some space there"

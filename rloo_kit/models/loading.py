@@ -25,6 +25,7 @@ from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
+    CONFIG,
     EMBEDDED,
     TO_GIVE,
     WEIGHTS,
@@ -491,23 +492,25 @@ def save_adapter(
     Raises:
         ModelError: The folder cannot be written, or contains other files than an adapter's.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"{str(folder)!r} contains files that do not belong to an adapter: give a new folder, "
-            f"such as {str(folder / 'adapter')!r}"
-        )
+    from safetensors import SafetensorError
+
+    folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")
+        if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
+            raise ModelError(
+                f"{str(folder)!r} contains files that do not belong to an adapter: give a new "
+                f"folder, such as {str(folder / 'adapter')!r}"
+            )
     try:
         shutil.rmtree(partial, ignore_errors=True)
         given = {} if state is None else {"state_dict": state}
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
         raise ModelError(
-            f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
-            f"another output_dir"
+            f"the adapter cannot be written to {str(folder)!r} ({first_line(exc)}): free some "
+            "space or choose another output_dir"
         ) from exc
     return folder
 
