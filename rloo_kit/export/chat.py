@@ -128,7 +128,9 @@ def _say(
     from transformers import TextStreamer
 
     (ids,) = prompts
-    room = (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - len(ids)
+    config_of_text = model.config.get_text_config()
+    limit = getattr(config_of_text, "max_position_embeddings", None) or sys.maxsize
+    room = limit - len(ids)
     if room < 1:
         raise ConfigError(
             "the conversation is longer than the model's context length: start a new conversation"
@@ -154,6 +156,8 @@ def _say(
             top_p=1.0,
             top_k=0,
             streamer=streamer,
+            min_p=0.0,
+            repetition_penalty=1.0,
         )
     return output[:, len(ids) :].tolist(), None
 
