@@ -37,7 +37,7 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
-from rloo_kit.models.shape import auto_class
+from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
@@ -46,7 +46,6 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
 def load_model(
@@ -496,12 +495,12 @@ def save_adapter(
 
     folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")
+    try:
         if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
             raise ModelError(
                 f"{str(folder)!r} contains files that do not belong to an adapter: give a new "
                 f"folder, such as {str(folder / 'adapter')!r}"
             )
-    try:
         shutil.rmtree(partial, ignore_errors=True)
         given = {} if state is None else {"state_dict": state}
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
@@ -734,7 +733,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
-    if load_in_4bit and not any(mark in Path(source).name.lower() for mark in PREQUANTIZED):
+    if load_in_4bit and not is_quantised(source):
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

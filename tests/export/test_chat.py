@@ -166,12 +166,13 @@ def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(
     assert given["--gpu-memory-utilization"] == "0.690"
     assert given["--quantization"] == "bitsandbytes"
     assert "--quantization" not in server_command("tiny-thinker")
-    packed = tmp_path / "toy-bnb-4bit"  # vLLM reads its own bits from its config
-    packed.mkdir()
-    (packed / "config.json").write_text("{}")
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/run.yaml").write_text(f"model: {{name: {packed}}}\n")
-    assert "--quantization" not in server_command(tmp_path / "run")
+    base = tmp_path / "of-a-bnb-4bit" / "toy"  # the name of another folder says nothing
+    base.mkdir(parents=True)
+    (tmp_path / "run/run.yaml").write_text(f"model: {{name: {base}}}\n")
+    for config in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        (base / "config.json").write_text(json.dumps(config))  # where vLLM reads the bits
+        assert ("--quantization" in server_command(tmp_path / "run")) == (not config)
 
 
 def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
