@@ -167,8 +167,8 @@ def read_held_out(
     of_data = given.get("data") or {}
     of_trainer = given.get("trainer") or {}
     _check_given(given, of_trainer)
-    first = next((one for one in models if one.config), models[0])
-    config = replace(first.config or RunConfig(), model=first.model)
+    first = next((one for one in models if one.run), models[0])
+    config = first.config
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute

@@ -49,7 +49,7 @@ def chat(model: str, *, base: bool = False) -> None:
         ModelError: The model cannot be loaded.
     """
     trained = find_trained(model)
-    config = trained.config or RunConfig()
+    config = trained.config
     if base and trained.adapter is None:
         raise ConfigError(f"{model} has no adapter, so it is its own base: leave --base out")
     models = [trained, trained.without_adapter()] if base else [trained]
@@ -153,11 +153,12 @@ def _say(
             max_new_tokens=min(settings["max_completion_length"], room),
             do_sample=True,
             temperature=settings["temperature"],
+            # the model's own settings do not apply, as in a run
             top_p=1.0,
             top_k=0,
-            streamer=streamer,
             min_p=0.0,
             repetition_penalty=1.0,
+            streamer=streamer,
         )
     return output[:, len(ids) :].tolist(), None
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import drop_long_prompts
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import RunRecord, read_run
@@ -51,8 +50,10 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
+# Files of a tokenizer or processor; some tokenizers come with code
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
+                   "vocab.json", "merges.txt", "spiece.model", "*processor_config.json",
+                   "*.py")  # fmt: skip
 NUM_PROMPTS = 16  # prompts of the check, by default
 SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
 
@@ -106,7 +107,7 @@ def export_model(  # noqa: PLR0913
             is missing, or the export answers differently than the trained model.
     """
     say = redacting(say)
-    _check_arguments(to, dtype, num_prompts, converter, check=check)
+    _check_arguments(to, dtype, base, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
         given = "" if repo is None else f", not {format_value(repo)}"
         raise ConfigError(
@@ -146,7 +147,7 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
     A CPU is always taken to have enough.
     """
-    shape = trained.shape(trained.base if base in (None, DEQUANTIZED) else base)
+    shape = trained.shape(name=trained.base if base in (None, DEQUANTIZED) else base)
     needed = weight_bytes(shape, in_4bit=False)
     if base == DEQUANTIZED:
         needed += weight_bytes(shape, in_4bit=True)
@@ -182,7 +183,13 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def _check_arguments(
-    to: str, dtype: str | None, num_prompts: int, converter: str | Path | None, *, check: bool
+    to: str,
+    dtype: str | None,
+    base: str | None,
+    num_prompts: int,
+    converter: str | Path | None,
+    *,
+    check: bool,
 ) -> None:
     kinds = [*KINDS, "hub"]
     if to not in kinds:
@@ -190,10 +197,11 @@ def _check_arguments(
             f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
         )
     known = DTYPES.get(to, ())
-    if not known and (dtype is not None or not check or num_prompts != NUM_PROMPTS):
+    of_merges = (dtype, base == DEQUANTIZED, check, num_prompts)
+    if not known and of_merges != (None, False, True, NUM_PROMPTS):
         raise ConfigError(
-            "an adapter is copied without conversion or check: leave out --dtype, --no-check and "
-            "--prompts"
+            "an adapter is copied without conversion or check: leave out --dtype, --base "
+            "dequantized, --no-check and --prompts"
         )
     if dtype not in (None, *known):
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
@@ -286,7 +294,7 @@ class _Export:
             name, reference = self._merge(model)
             self.say(f"converting into {file.name}")
             write_gguf(model, file, self.dtype, command)
-            text = modelfile(file.name, self._tokenizer(model), self.trained.config or RunConfig())
+            text = modelfile(file.name, self._tokenizer(model), self.trained.config)
             (folder / "Modelfile").write_text(text, encoding="utf-8")
             if reference is not None:
                 self._load_back(convert(file, Path(place) / "back"), reference)
@@ -328,7 +336,7 @@ class _Export:
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
                     prompts = self._prompts(sixteen.tokenizer)
-                    settings = template_settings(self.trained.config or RunConfig())
+                    settings = template_settings(self.trained.config)
                     reference = Answers(model, sixteen.tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
@@ -349,7 +357,7 @@ class _Export:
             )
             self.say(f"note: {note} The check compares with the adapter on that base")
             self.notes.append(note)
-        elif self.trained.config and self.trained.model.load_in_4bit and not self.notes:
+        elif self.trained.run and self.trained.model.load_in_4bit and not self.notes:
             self.notes.append(
                 "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
                 "base."
@@ -374,7 +382,7 @@ class _Export:
             except ModelError as exc:
                 self.say(f"note: the unquantised base {whole} is not available ({exc})")
         if found is None:
-            found = load_base(trained, name=name, load_in_4bit=trained.shape(name).packed)
+            found = load_base(trained, name=name, load_in_4bit=trained.shape(name=name).packed)
         if getattr(found.model, "is_quantized", False):
             note = (
                 "The adapter was merged into 4-bit weights written out in 16 bit, which lack the "
@@ -395,7 +403,9 @@ class _Export:
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
-            both = load_base(self.trained, name=str(folder), load_in_4bit=packed)
+            # with the chat template that was exported
+            how = {"name": str(folder), "load_in_4bit": packed, "chat_template": None}
+            both = load_base(self.trained, **how)
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
             difference = reference.difference(both.model, both.tokenizer)
@@ -417,9 +427,9 @@ class _Export:
         They are held-out prompts of the run, training prompts if none were held out, or generated
         arithmetic prompts if the run's prompts cannot be read.
         """
-        if self.trained.config is not None:
+        if self.trained.run is not None:
             with contextlib.suppress(KitError):  # its file may be gone
-                job = PreparedJob(replace(self.trained.config, model=self.trained.model))
+                job = PreparedJob(self.trained.config)
                 train, held_out = job.prompts
                 found = train if held_out is None else held_out
                 if job.prompt_limit is not None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import GenerationError
 from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import template_settings
@@ -43,8 +42,8 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     load_env_file()
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
-    source = find_model(trained.model.name, trained.model.revision)
     trained = find_trained(model)
+    source = find_model(trained.model.name, trained.model.revision)
     words = [
         "--model",
         source,
@@ -73,7 +72,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         words += ["--trust-remote-code"]
     if trained.model.chat_template is not None:  # vLLM does not read that of an adapter
         words += ["--chat-template", str(Path(trained.model.chat_template).expanduser())]
-    if settings := template_settings(trained.config or RunConfig()):
+    if settings := template_settings(trained.config):
         words += ["--default-chat-template-kwargs", json.dumps(settings)]
     return [sys.executable, "-m", MODULE, *words, *more]
 

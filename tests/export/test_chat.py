@@ -21,6 +21,7 @@ from rloo_kit.export.chat import chat, confirmed_python, printer
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware, why_not_vllm
+from rloo_kit.models.shape import TINY_THINKER
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -67,6 +68,16 @@ def test_chat_answers_as_the_model_and_its_base_do_and_remembers(run):
     assert twice != own + own
     both = talk(run, QUESTION, base=True)
     assert both.split() == ["polite:", *own, "base:", *of_base]
+
+
+@pytest.mark.long
+def test_a_models_own_settings_of_sampling_do_not_apply(run, tmp_path):
+    base = shutil.copytree(TINY_THINKER, tmp_path / "base")
+    file = base / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 9.0}))
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "run.yaml").write_text(f"model: {{name: {base}}}\n{RUN_FILE}")
+    assert talk(folder, QUESTION).split() == greedy(find_trained(folder)).split()
 
 
 def test_conversation_that_is_too_long_is_refused(run):
@@ -182,7 +193,10 @@ def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
         "trainer: {chat_template_kwargs: {tone: polite}}\n"
     )
     given = dict(itertools.pairwise(server_command(folder)))
-    assert given["--chat-template"] == "mine.jinja"
+    trained_with = folder / "adapter" / "chat_template.jinja"
+    assert given["--chat-template"] == str(trained_with)
+    trained_with.unlink()  # as in a checkpoint
+    assert "mine.jinja" in server_command(folder)
     settings = json.loads(given["--default-chat-template-kwargs"])
     assert settings == {"tone": "polite", "enable_thinking": False}
     assert not {"--chat-template", "--default-chat-template-kwargs"} & {*server_command(run)}

@@ -96,6 +96,15 @@ def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     assert said == [f"adapter written to {folder}"]
 
 
+def test_adapter_keeps_its_processor_and_its_code(run, tmp_path):
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    others = ("preprocessor_config.json", "processor_config.json", "own.py")
+    for name in others:
+        (adapter / name).write_text("{}")
+    folder, *_ = export(adapter, "adapter", tmp_path / "a")
+    assert {*others} <= {file.name for file in folder.iterdir()}
+
+
 def test_adapter_without_weights_is_refused(run, tmp_path):
     (tmp_path / "half").mkdir()
     shutil.copy(run / "adapter" / "adapter_config.json", tmp_path / "half")
@@ -169,6 +178,22 @@ def test_tokenizer_with_its_own_code_is_exported_if_the_run_trusts_it(run, tmp_p
     file.with_name("own.py").write_text(code)
     folder, *_ = export(run, "merged", tmp_path / "m", check=False)
     assert (folder / "own.py").read_text() == code
+
+
+@pytest.mark.long
+def test_export_without_its_chat_template_is_removed(run, tmp_path, monkeypatch):
+    def merge(export, folder):
+        found = exporter_merge(export, folder)
+        (folder / "chat_template.jinja").unlink()
+        return found
+
+    exporter_merge = exporter._Export._merge
+    monkeypatch.setattr(exporter._Export, "_merge", merge)
+    with pytest.raises(ModelError, match="the export has lost its chat template"):
+        export(run / "adapter", "merged", tmp_path / "m")
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")  # which names its template
+    with pytest.raises(ModelError, match="the export has lost its chat template"):
+        export(adapter, "merged", tmp_path / "m")
 
 
 @pytest.mark.long
@@ -513,6 +538,7 @@ def test_hub_names_differ_from_paths():
         (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave out --dtype"),
         (["--to", "merged", "--converter", "x"], "leave --converter out"),
         (["--to", "adapter", "--no-check"], "--no-check and --prompts"),
+        (["--to", "adapter", "--base", "dequantized"], "leave out --dtype, --base dequantized"),
         (["--to", "hub", "--repo", "me/mine", "--prompts", "3"], "--no-check and --prompts"),
         (["--to", "merged", "--repo", "mine"], "give --repo OWNER/NAME"),
         (["--to", "merged", "--public"], "give --repo OWNER/NAME"),
