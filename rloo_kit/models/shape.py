@@ -6,6 +6,7 @@ the shapes of the models in examples/, so that planning them needs no network.
 """
 
 import copy
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -121,11 +122,26 @@ def read_shape(
     folder = adapter_in(name)
     found, revision = (base_of(folder), revision_of(folder)) if folder else (name, revision)
     check_path(found)
+    path = EMBEDDED.get(found, Path(os.path.expanduser(found)))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    place, source = found, "its config on the hub"
     try:
-        is_here = _is_here(found, revision)
-        if not is_here and (published := _published_shape(found)):
-            return published
-        config, source = _read_config(found, revision, is_here, trust_remote_code)
+        if path.suffix == ".gguf":
+            place, source = path.parent, "its GGUF file"
+            options["gguf_file"] = path.name
+        elif path.exists():
+            place, source = path, "its config.json"
+        elif not _is_cached(found, revision):
+            if published := _published_shape(found):
+                return published
+            from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+            # a single request; without a network transformers would retry for half a minute
+            url = hf_hub_url(found, "config.json", revision=revision)
+            get_hf_file_metadata(url, timeout=HUB_SECONDS)
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(place, **options)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
     except Exception as exc:  # the classes differ by library, version and network
         raise ModelError(
@@ -135,33 +151,11 @@ def read_shape(
         ) from exc
 
 
-def _read_config(
-    name: str, revision: str | None, is_here: bool, trust_remote_code: bool
-) -> tuple[Any, str]:
-    """Return the transformers config of a model, and in words where it comes from.
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Return True if the hub's cache on this machine has the config of a model."""
+    from huggingface_hub import try_to_load_from_cache
 
-    Args:
-        name: An embedded model, a .gguf file, a folder, or a hub name.
-        revision: Branch, tag or commit of the model on the hub; None for the main branch.
-        is_here: The result of ``_is_here``.
-        trust_remote_code: True to run code that comes with the model.
-    """
-    from transformers import AutoConfig
-
-    path = EMBEDDED.get(name, Path(name).expanduser())
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        options["gguf_file"] = path.name
-        return AutoConfig.from_pretrained(path.parent, **options), "its GGUF file"
-    if path.is_dir():
-        return AutoConfig.from_pretrained(path, **options), "its config.json"
-    if not is_here:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-        # a single request; without a network transformers would retry for half a minute
-        url = hf_hub_url(name, "config.json", revision=revision)
-        get_hf_file_metadata(url, timeout=HUB_SECONDS)
-    return AutoConfig.from_pretrained(name, revision=revision, **options), "its config on the hub"
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
 
 
 def is_quantised(source: str) -> bool:
@@ -172,15 +166,6 @@ def is_quantised(source: str) -> bool:
     from transformers import PreTrainedConfig
 
     return "quantization_config" in PreTrainedConfig.get_config_dict(source)[0]
-
-
-def _is_here(name: str, revision: str | None) -> bool:
-    """Return True if the config is on this machine, as a file or in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    return Path(name).expanduser().exists() or isinstance(
-        try_to_load_from_cache(name, "config.json", revision=revision), str
-    )
 
 
 def _published_shape(name: str) -> ModelShape | None:
