@@ -101,8 +101,7 @@ def load_model(
         GenerationError: The shared engine cannot start.
     """
     environment = setup(backend)
-    source = find_model(name, revision)
-    base = str(name)
+    base, source = str(name), find_model(name, revision)
     if adapter := adapter_in(source):
         base, revision = base_of(adapter), revision_of(adapter)
         source = find_model(base, revision)
@@ -113,8 +112,17 @@ def load_model(
                 kwargs.setdefault("tokenizer_name", str(adapter))
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
-    _check_arguments(kwargs, why_not_shared)
-    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
+    if kwargs.get("load_in_8bit"):
+        raise ConfigError(
+            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
+            "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
+        )
+    extra = {name: kwargs.pop(name) for name in sorted(SHARED_ENGINE_NAMES & kwargs.keys())}
+    if extra and why_not_shared:
+        raise ConfigError(
+            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, but "
+            f"{why_not_shared}: leave it out"
+        )
     engine = EngineSettings(
         max_seq_length,
         load_in_4bit,
@@ -134,12 +142,15 @@ def load_model(
         "max_seq_length": max_seq_length,
         "load_in_4bit": load_in_4bit,
     }
-    load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
-    load = functools.partial(load_base, source, model_class, images, **kwargs)
+    load: Any = _load_unsloth if environment.backend == "unsloth" else _load_transformers
+    load = functools.partial(load, source, model_class, images, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
-    errors = _as_model_errors(str(name), given=frozenset(kwargs))
-    with errors, _progress_bars(shown=not Path(source).is_dir()), quiet():
+    with (
+        _as_model_errors(str(name), given=kwargs.keys()),
+        _progress_bars(shown=not Path(source).is_dir()),
+        quiet(),
+    ):
         model, processor = load()
         tokenizer = _prepare(model, processor, chat_template)
     processor = processor if images else tokenizer
@@ -152,8 +163,7 @@ def load_model(
         hub=None if revision is None else (base, revision),
     )
     add_to_session(model)
-    model = _with_adapter(model, adapter) if adapter else model
-    return model, processor
+    return _with_adapter(model, adapter) if adapter else model, processor
 
 
 def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
@@ -213,30 +223,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_arguments(given: dict[str, Any], why_not_shared: str | None) -> None:
-    """Check the further arguments of ``load_model``.
-
-    Args:
-        given: The arguments.
-        why_not_shared: The reason why the weights are not shared with vLLM, or None.
-
-    Raises:
-        ConfigError: There are arguments of a shared engine, but the weights are not shared. Or the
-            weights are requested in 8 bit.
-    """
-    if given.get("load_in_8bit"):
-        raise ConfigError(
-            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
-            "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
-        )
-    unused = SHARED_ENGINE_NAMES & set(given)
-    if unused and why_not_shared:
-        raise ConfigError(
-            f"unsloth.{min(unused)} is for weights that Unsloth shares with vLLM, but "
-            f"{why_not_shared}: leave it out"
-        )
-
-
 def _why_not_shared(
     environment: Environment, fast_inference: bool | str, images: bool
 ) -> str | None:
@@ -286,30 +272,29 @@ def attach_lora(
         ModelError: The memory of the model was released.
     """
     check_not_released(model)
-    given = {
+    others |= {
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
         "target_modules": target_modules,
-        **others,
     }
+    given = {name: value for name, value in others.items() if value is not None}
     check_lora_config(given)
     notes = notes_of(model)
     if use_gradient_checkpointing is not None:
         notes.gradient_checkpointing = use_gradient_checkpointing
-    if notes.adapter is not None and hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config"):
+        if notes.adapter is None:
+            raise ConfigError(
+                "the model has an adapter already: use the model that attach_lora returned, or "
+                "call load_model again"
+            )
         lora_settings(Path(notes.adapter), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
         return model
     # the defaults are the same as those of `lora:` in a run file
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            "the model has an adapter already: use the model that attach_lora returned, or call "
-            "load_model again"
-        )
-    asked = {name: value for name, value in given.items() if value is not None}
-    settings = LoraSection().as_dict() | asked
+    settings = LoraSection().as_dict() | given
     settings["target_modules"] = _there(model, settings["target_modules"])
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
