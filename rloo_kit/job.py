@@ -74,19 +74,23 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
                 "change the RunConfig"
             )
         _check_settings(source)
-        return _with_its_lora(source, Path()), Path()
-    if not isinstance(source, str | Path):
+        config, base = source, Path()
+    elif not isinstance(source, str | Path):
         raise ConfigError(
             f"a run cannot be read from a {type(source).__name__}: give the path of a run file, or "
             "a RunConfig"
         )
-    if is_folder(source):
-        file = run_file_in(source)
-        base = Path()
     else:
-        file = source
-        base = find_run_file(source).parent
-    return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+        file, base = source, find_run_file(source).parent
+        if is_folder(source):
+            file, base = run_file_in(source), Path()
+        config = without_hidden_settings(read_run_file(file, overrides))
+    adapter = adapter_in(beside(config.model.name, base))
+    if adapter is not None:  # `lora:` gets the adapter's settings
+        given = {name: getattr(config.lora, name) for name in config.lora.given}
+        found = lora_settings(adapter, given | config.lora.others, "lora.")
+        config = replace(config, lora=LoraSection(**found))
+    return config, base
 
 
 def is_folder(source: str | Path) -> bool:
@@ -131,20 +135,6 @@ def _check_settings(config: RunConfig) -> None:
     make_run_config(content)
 
 
-def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
-    """Return the settings; if ``model.name`` is an adapter, ``lora:`` has the adapter's settings.
-
-    Args:
-        config: The settings.
-        base: Folder that relative paths in the settings start from.
-    """
-    adapter = adapter_in(beside(config.model.name, base))
-    if adapter is None:
-        return config
-    given = {name: getattr(config.lora, name) for name in config.lora.given} | config.lora.others
-    return replace(config, lora=LoraSection(**lora_settings(adapter, given, "lora.")))
-
-
 def beside(name: str, base: Path) -> str:
     """Return ``base / name`` if that path exists; otherwise return ``name`` unchanged.
 
@@ -180,25 +170,19 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
         found = name and beside(name, base)
         return str(Path(found).resolve()) if found and os.path.exists(found) else name
 
+    code = partial(_with_whole_paths, base=rewards_base)
     model = config.model
     data = config.data
-    is_embedded = beside(model.name, base) in EMBEDDED
+    name = model.name if beside(model.name, base) in EMBEDDED else whole(model.name)
     task, path = _path_in(data.prompts)
-    names = ("rewards", "tools", "environment")
-    listed = {name: _with_whole_paths(getattr(config, name), rewards_base) for name in names}
+    judges = code(data.held_out_rewards)
     return replace(
         config,
-        model=replace(
-            model,
-            name=model.name if is_embedded else whole(model.name),
-            chat_template=whole(model.chat_template),
-        ),
-        data=replace(
-            data,
-            prompts=task + whole(path),
-            held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base),
-        ),
-        **listed,
+        model=replace(model, name=name, chat_template=whole(model.chat_template)),
+        data=replace(data, prompts=task + whole(path), held_out_rewards=judges),
+        rewards=code(config.rewards),
+        tools=code(config.tools),
+        environment=code(config.environment),
     )
 
 
@@ -366,13 +350,12 @@ class PreparedJob:
         # first without a tokenizer, so that a wrong name is found within a second
         given = (config.rewards, config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
-        of_tools = ["completion_turns"] if config.tools or config.environment else []
-        of_environments = ["environments"] if config.environment else []
+        more = ["completion_turns"] if config.tools or config.environment else []
+        more += ["environments"] if config.environment else []
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
             if dataset is not None:  # else no prompts are held out
                 for reward in rewards:
-                    names = [*dataset.column_names, *of_tools, *of_environments]
-                    reward.func.check_columns(names)
+                    reward.func.check_columns([*dataset.column_names, *more])
         for part in ("tools", "environment", "splits", "judges"):  # they make all other parts too
             getattr(self, part)
 
