@@ -50,10 +50,10 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# Files of a tokenizer or processor; some tokenizers come with code
+# Some tokenizers come with code
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "spiece.model", "*processor_config.json",
-                   "*.py")  # fmt: skip
+                   "vocab.json", "merges.txt", "spiece.model", "*.py")  # fmt: skip
+PROCESSOR_FILES = "*processor_config.json"  # of a vision model
 NUM_PROMPTS = 16  # prompts of the check, by default
 SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
 
@@ -241,9 +241,8 @@ class _Export:
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
-        kinds = {"adapter": self._copy_adapter, "merged": self._merged, "gguf": self._gguf}
         with whole_folder(goal) as folder:
-            base = kinds[self.kind](folder)
+            base = self._copy_adapter(folder) if self.kind == "adapter" else self._merged(folder)
             licence = licence_of(base)
             card = model_card(self.kind, self._title, base, licence, self._record(), self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -263,9 +262,7 @@ class _Export:
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        for pattern in (CONFIG, WEIGHTS, *TOKENIZER_FILES):
-            for file in self.adapter.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+        self._copy(folder, CONFIG, WEIGHTS, PROCESSOR_FILES, *TOKENIZER_FILES)
         config = read_json(folder / CONFIG)
         if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
@@ -282,42 +279,40 @@ class _Export:
             )
         return name
 
-    def _gguf(self, folder: Path) -> str:
-        """Merge the adapter, write the GGUF file and a Modelfile, and check the file.
-
-        Returns the name of the base.
-        """
-        command = find_converter(self.converter)
-        file = folder / f"{self._title}-{self.dtype}.gguf"
-        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-            model = Path(place) / "model"
-            name, reference = self._merge(model)
-            self.say(f"converting into {file.name}")
-            write_gguf(model, file, self.dtype, command)
-            text = modelfile(file.name, self._tokenizer(model), self.trained.config)
-            (folder / "Modelfile").write_text(text, encoding="utf-8")
-            if reference is not None:
-                self._load_back(convert(file, Path(place) / "back"), reference)
-        return name
+    def _copy(self, folder: Path, *patterns: str) -> None:
+        """Copy those files of the adapter whose names match one of the patterns."""
+        for pattern in patterns:
+            for file in self.adapter.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
 
     def _merged(self, folder: Path) -> str:
-        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and check them.
+        """Merge the adapter, convert the weights to ``dtype``, and check them.
 
-        Returns the name of the base.
+        A GGUF file gets a Modelfile. Returns the name of the base.
         """
-        if self.dtype != "nf4":
-            name, reference = self._merge(folder)
-        else:
-            with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-                name, reference = self._merge(Path(place))
+        is_gguf = self.kind == "gguf"
+        command = find_converter(self.converter) if is_gguf else []
+        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
+            merged = Path(place) / "model" if is_gguf or self.dtype == "nf4" else folder
+            name, reference = self._merge(merged)
+            file = folder / f"{self._title}-{self.dtype}.gguf"
+            if is_gguf:
+                self.say(f"converting into {file.name}")
+                write_gguf(merged, file, self.dtype, command)
+                text = modelfile(file.name, self._tokenizer(merged), self.trained.config)
+                (folder / "Modelfile").write_text(text, encoding="utf-8")
+            elif self.dtype == "nf4":
                 with session():
-                    packed = load_base(self.trained, name=place, load_in_4bit=True)
+                    packed = load_base(self.trained, name=str(merged), load_in_4bit=True)
                     packed.model.config.use_cache = True
                     packed.model.save_pretrained(str(folder))
-                self._tokenizer(Path(place)).save_pretrained(str(folder))
-            self.notes.append("The merged weights were rounded to 4 bits (NF4).")
-        if reference is not None:
-            self._load_back(folder, reference)
+                self._tokenizer(merged).save_pretrained(str(folder))
+                self.notes.append("The merged weights were rounded to 4 bits (NF4).")
+            if not is_gguf:
+                self._copy(folder, PROCESSOR_FILES)
+            if reference is not None:
+                back = convert(file, Path(place) / "back") if is_gguf else folder
+                self._load_back(back, reference)
         return name
 
     def _merge(self, folder: Path) -> tuple[str, Answers | None]:
@@ -331,22 +326,22 @@ class _Export:
 
         with session():
             sixteen, name = self._base_in_16_bit()
+            tokenizer = sixteen.tokenizer
             _widen(sixteen.model)
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
-                    prompts = self._prompts(sixteen.tokenizer)
+                    prompts = self._prompts(tokenizer)
                     settings = template_settings(self.trained.config)
-                    reference = Answers(model, sixteen.tokenizer, prompts, settings)
+                    reference = Answers(model, tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
             # When transformers loads weights it changes their layout. This undoes the change, which
             # is not possible for a base of 4-bit weights (then there are notes).
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
-            tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
                 tokenizer = self._tokenizer(self.adapter)
-            if longest := getattr(merged.config, "max_position_embeddings", None):
+            if longest := getattr(merged.config.get_text_config(), "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
         own, other = (PACKED_SUFFIX.sub("", public_name(n)) for n in (self.trained.base, name))

@@ -96,6 +96,7 @@ def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     assert said == [f"adapter written to {folder}"]
 
 
+@pytest.mark.long
 def test_adapter_keeps_its_processor_and_its_code(run, tmp_path):
     adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
     others = ("preprocessor_config.json", "processor_config.json", "own.py")
@@ -103,6 +104,8 @@ def test_adapter_keeps_its_processor_and_its_code(run, tmp_path):
         (adapter / name).write_text("{}")
     folder, *_ = export(adapter, "adapter", tmp_path / "a")
     assert {*others} <= {file.name for file in folder.iterdir()}
+    folder, *_ = export(adapter, "merged", tmp_path / "m", check=False)
+    assert {*others[:2]} <= {file.name for file in folder.iterdir()}
 
 
 def test_adapter_without_weights_is_refused(run, tmp_path):
