@@ -232,18 +232,9 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         raise ConfigError(
             "data.split: held_out would train on the held-out prompts: leave data.split out"
         )
-    load = partial(
-        load_prompts,
-        name,
-        system=data.system,
-        chat=data.chat,
-        seed=config.seed,
-        columns=data.columns,
-        config=data.config,
-        level=data.level,
-        settings=data.settings,
-        skip_empty=data.skip_empty,
-    )
+    keys = ("system", "chat", "columns", "config", "level", "settings", "skip_empty")
+    how = {key: getattr(data, key) for key in keys}
+    load = partial(load_prompts, name, seed=config.seed, **how)
     train = load(split=data.split, num_prompts=data.num_prompts)
     if not is_task(name):
         return split_held_out(train, data.held_out)

@@ -612,7 +612,7 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
 def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
     """Return the arguments that say which files of the policy to load."""
     return {
-        "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+        "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision"),
         "trust_remote_code": args.trust_remote_code,
     }
 
