@@ -341,6 +341,9 @@ def test_the_template_is_that_of_the_adapter_that_the_run_began_with(run, tmp_pa
     first = shutil.copytree(run / "adapter", tmp_path / "first")
     (first / "chat_template.jinja").write_text("{{ messages[0].content }} (as it was tuned)")
     folder = with_settings(run, tmp_path / "run", f"model.name={first}")
+    own = folder / "adapter" / "chat_template.jinja"
+    assert find_trained(folder).model.chat_template == str(own)
+    own.unlink()  # a checkpoint has none
     for model in (find_trained(first), find_trained(folder).without_adapter()):
         assert load_base(model).tokenizer.chat_template.endswith("(as it was tuned)")
     given = with_settings(folder, tmp_path / "given", "model.chat_template=mine.jinja")
@@ -480,10 +483,10 @@ def test_one_adapter_is_active_at_a_time_or_none(run, tmp_path, base):
     first, second = map(find_trained, copies)
     base.load(first)
     base.load(second)
-    names = {first: "default", first.without_adapter(): None, second: "adapter-1"}
-    for trained in (*names, first):
+    names = [(first, "default"), (first.without_adapter(), None), (second, "adapter-1")]
+    for trained, name in (*names, names[0]):
         with base.using(trained) as model:
-            assert active_adapter(model) == names[trained]
+            assert active_adapter(model) == name
 
 
 def test_models_own_repetition_penalty_is_not_used(base):
