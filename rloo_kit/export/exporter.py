@@ -398,9 +398,10 @@ class _Export:
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
-            # with the chat template that was exported
-            how = {"name": str(folder), "load_in_4bit": packed, "chat_template": None}
-            both = load_base(self.trained, **how)
+            # None: the chat template that was exported
+            both = load_base(
+                self.trained, name=str(folder), load_in_4bit=packed, chat_template=None
+            )
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
             difference = reference.difference(both.model, both.tokenizer)

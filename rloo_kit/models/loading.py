@@ -166,12 +166,12 @@ def load_model(
     return _with_adapter(model, adapter) if adapter else model, processor
 
 
-def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
+def _set_template(file: str | Path | None, *processors: Any) -> None:
     """Set the chat template of a tokenizer and its processor to the text of a file.
 
     Args:
-        processors: The tokenizer and the processor.
         file: The file; None keeps their chat templates.
+        *processors: The tokenizer and the processor.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -219,7 +219,7 @@ def load_tokenizer(
             if adapter and not (adapter / TOKENIZER).is_file():
                 source = find_model(base_of(adapter), revision_of(adapter))
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    _set_template([tokenizer], chat_template)
+    _set_template(chat_template, tokenizer)
     return tokenizer
 
 
@@ -799,7 +799,7 @@ def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> 
         ConfigError: ``chat_template`` cannot be read.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    _set_template((tokenizer, processor), chat_template)  # it may have another end of a turn
+    _set_template(chat_template, tokenizer, processor)  # it may have another end of a turn
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
     tokenizer.padding_side = "left"
