@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.checkpoints.store import find_checkpoint
+from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.machine.environment import setup
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path, revision_of
 from rloo_kit.models.loading import load_model
 from rloo_kit.models.shape import ModelShape, read_shape
@@ -231,14 +233,17 @@ class LoadedBase:
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
-    """Load the base of a model with the settings of its run.
+    """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
     ``changes`` replaces fields of the run file's section ``model:``.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    model, tokenizer = load_model(**vars(_model_with(trained, **changes)))
+    on_unsloth = setup(trained.model.backend).backend == "unsloth"
+    given = trained.config.unsloth if on_unsloth else {}
+    others = {name: given[name] for name in given.keys() - SHARED_ENGINE_NAMES}
+    model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     for module in model.modules():

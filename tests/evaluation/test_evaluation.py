@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -335,6 +336,19 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
     found = find_trained(folder)
     assert found.base == "Qwen/Qwen3-4B"  # for cards, and to merge in 16 bit
     assert found.model.name == found.without_adapter().model.name == name
+
+
+@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, backend):
+    given = ("unsloth.rope_scaling={type: linear}", "unsloth.enforce_eager=true")
+    trained = find_trained(with_settings(run, tmp_path / "run", *given))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: Mock(backend=backend))
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(trained)
+    assert "enforce_eager" not in load.call_args.kwargs  # of an engine
+    assert ("rope_scaling" in load.call_args.kwargs) == (backend == "unsloth")
 
 
 def test_the_template_is_that_of_the_adapter_that_the_run_began_with(run, tmp_path):
