@@ -27,7 +27,7 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
 from rloo_kit.models.gguf import check_package, convert
-from rloo_kit.models.loading import load_tokenizer
+from rloo_kit.models.loading import TOKENIZER, load_tokenizer
 from rloo_kit.models.shape import weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
 from rloo_kit.runs.child import call_in_child
@@ -268,6 +268,9 @@ class _Export:
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
+        if self.trained.model.chat_template and not (folder / TOKENIZER).is_file():
+            # a checkpoint has no tokenizer, and the base's own has another template
+            PreparedJob(self.trained.config).tokenizer.save_pretrained(str(folder))
         config["base_model_name_or_path"] = name
         if name != self.trained.base:
             config["revision"] = None  # it is a revision of the other model

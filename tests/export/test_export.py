@@ -446,6 +446,18 @@ def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     assert str(run) not in text
 
 
+def test_a_checkpoint_is_exported_with_the_template_of_its_run(run, tmp_path):
+    template = "{{ messages[0].content }} (as it was trained)"
+    (tmp_path / "mine.jinja").write_text(template)
+    setting = f"{{chat_template: {tmp_path}/mine.jinja, name"
+    (tmp_path / "run/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run/run.yaml").write_text(RUN_FILE.replace("{name", setting))
+    for file in (run / "adapter").glob("adapter_*"):
+        shutil.copy(file, tmp_path / "run/checkpoint-1")
+    folder, *_ = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "a")
+    assert load_tokenizer(folder).chat_template == template
+
+
 def test_title_has_the_whole_name_of_the_base(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "mine")
     (run / "run.yaml").write_text(RUN_FILE.replace("tiny-thinker", "Qwen/Qwen3-0.6B"))
