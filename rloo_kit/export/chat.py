@@ -70,15 +70,23 @@ def chat(model: str, *, base: bool = False) -> None:
                 with loaded.using(one) as policy:
                     draw = functools.partial(_say, policy, tokenizer, config, console)
                     if loop is None:
-                        prompt = turns if is_chat else line
-                        ids, _ = draw([prompt_ids(tokenizer, prompt, template_settings(config))])
-                        (answer,) = completion_texts(tokenizer, ids)
-                        said = [{"role": "assistant", "content": answer}]
+                        given = turns if is_chat else line
+                        prompt = prompt_ids(tokenizer, given, template_settings(config))
+                        said = _answer(draw, tokenizer, prompt)
                     else:
                         rows = [{"prompt": turns}]
                         (said,) = loop.sample(rows, draw, contextlib.nullcontext, ()).completions
                 turns += map(_without_thought, said)
                 console.print()
+
+
+def _answer(draw: Callable[..., Any], tokenizer: Tokenizer, prompt: list[int]) -> list[Message]:
+    """Sample the model's turn with ``draw``; the turn is empty if its thought was cut off."""
+    (ids,), _ = draw([prompt])
+    (text,) = completion_texts(tokenizer, [ids])
+    marks = thought_marks(tokenizer)
+    in_thought = marks is not None and marks.is_open(prompt + ids)
+    return [{"role": "assistant", "content": "" if in_thought else text}]
 
 
 def _without_thought(turn: Message) -> Message:

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.export.chat import chat, confirmed_python, printer
@@ -68,6 +70,16 @@ def test_chat_answers_as_the_model_and_its_base_do_and_remembers(run):
     assert twice != own + own
     both = talk(run, QUESTION, base=True)
     assert both.split() == ["polite:", *own, "base:", *of_base]
+
+
+def test_a_thought_that_was_cut_off_is_not_remembered(run, tmp_path, monkeypatch):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "run.yaml").write_text(RUN_FILE.replace("60", "4"))
+    prompts = Mock(wraps=prompt_ids)
+    monkeypatch.setattr("rloo_kit.export.chat.prompt_ids", prompts)
+    assert talk(folder, QUESTION, QUESTION).strip()
+    turns = [turn["content"] for turn in prompts.call_args.args[1]]
+    assert turns[:3] == [QUESTION, "", QUESTION]
 
 
 @pytest.mark.long
