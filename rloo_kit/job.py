@@ -17,7 +17,6 @@ from rloo_kit.config.run_file import (
     TASK_REWARDS,
     DataSection,
     LoraSection,
-    ModelSection,
     RunConfig,
     find_run_file,
     make_run_config,
@@ -75,19 +74,23 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
                 "change the RunConfig"
             )
         _check_settings(source)
-        return _with_its_lora(source, Path()), Path()
-    if not isinstance(source, str | Path):
+        config, base = source, Path()
+    elif not isinstance(source, str | Path):
         raise ConfigError(
             f"a run cannot be read from a {type(source).__name__}: give the path of a run file, or "
             "a RunConfig"
         )
-    if is_folder(source):
-        file = run_file_in(source)
-        base = Path()
     else:
-        file = source
-        base = find_run_file(source).parent
-    return _with_its_lora(without_hidden_settings(read_run_file(file, overrides)), base), base
+        file, base = source, find_run_file(source).parent
+        if is_folder(source):
+            file, base = run_file_in(source), Path()
+        config = without_hidden_settings(read_run_file(file, overrides))
+    adapter = adapter_in(beside(config.model.name, base))
+    if adapter is not None:  # `lora:` gets the adapter's settings
+        given = {name: getattr(config.lora, name) for name in config.lora.given}
+        found = lora_settings(adapter, given | config.lora.others, "lora.")
+        config = replace(config, lora=LoraSection(**found))
+    return config, base
 
 
 def is_folder(source: str | Path) -> bool:
@@ -132,20 +135,6 @@ def _check_settings(config: RunConfig) -> None:
     make_run_config(content)
 
 
-def _with_its_lora(config: RunConfig, base: Path) -> RunConfig:
-    """Return the settings; if ``model.name`` is an adapter, ``lora:`` has the adapter's settings.
-
-    Args:
-        config: The settings.
-        base: Folder that relative paths in the settings start from.
-    """
-    adapter = adapter_in(beside(config.model.name, base))
-    if adapter is None:
-        return config
-    given = {name: getattr(config.lora, name) for name in config.lora.given} | config.lora.others
-    return replace(config, lora=LoraSection(**lora_settings(adapter, given, "lora.")))
-
-
 def beside(name: str, base: Path) -> str:
     """Return ``base / name`` if that path exists; otherwise return ``name`` unchanged.
 
@@ -181,25 +170,19 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
         found = name and beside(name, base)
         return str(Path(found).resolve()) if found and os.path.exists(found) else name
 
+    code = partial(_with_whole_paths, base=rewards_base)
     model = config.model
     data = config.data
-    is_embedded = beside(model.name, base) in EMBEDDED
+    name = model.name if beside(model.name, base) in EMBEDDED else whole(model.name)
     task, path = _path_in(data.prompts)
-    names = ("rewards", "tools", "environment")
-    listed = {name: _with_whole_paths(getattr(config, name), rewards_base) for name in names}
+    judges = code(data.held_out_rewards)
     return replace(
         config,
-        model=replace(
-            model,
-            name=model.name if is_embedded else whole(model.name),
-            chat_template=whole(model.chat_template),
-        ),
-        data=replace(
-            data,
-            prompts=task + whole(path),
-            held_out_rewards=_with_whole_paths(data.held_out_rewards, rewards_base),
-        ),
-        **listed,
+        model=replace(model, name=name, chat_template=whole(model.chat_template)),
+        data=replace(data, prompts=task + whole(path), held_out_rewards=judges),
+        rewards=code(config.rewards),
+        tools=code(config.tools),
+        environment=code(config.environment),
     )
 
 
@@ -249,18 +232,9 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
         raise ConfigError(
             "data.split: held_out would train on the held-out prompts: leave data.split out"
         )
-    load = partial(
-        load_prompts,
-        name,
-        system=data.system,
-        chat=data.chat,
-        seed=config.seed,
-        columns=data.columns,
-        config=data.config,
-        level=data.level,
-        settings=data.settings,
-        skip_empty=data.skip_empty,
-    )
+    keys = ("system", "chat", "columns", "config", "level", "settings", "skip_empty")
+    how = {key: getattr(data, key) for key in keys}
+    load = partial(load_prompts, name, seed=config.seed, **how)
     train = load(split=data.split, num_prompts=data.num_prompts)
     if not is_task(name):
         return split_held_out(train, data.held_out)
@@ -331,9 +305,13 @@ def held_out_judges(
 class PreparedJob:
     """The parts of a run: each one is made and checked when it is first used."""
 
-    config: RunConfig
+    config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+
+    def __post_init__(self) -> None:
+        """Make the paths in the settings absolute."""
+        self.config = with_whole_paths(self.config, self.base, self.rewards_base)
 
     @cached_property
     def rewards_base(self) -> Path:
@@ -342,22 +320,6 @@ class PreparedJob:
         An example that comes with the kit finds the user's own rewards in the working folder.
         """
         return Path() if self.base == EXAMPLES else self.base
-
-    @cached_property
-    def absolute(self) -> RunConfig:
-        """The settings with absolute paths, as they are written to run.yaml."""
-        return with_whole_paths(self.config, self.base, self.rewards_base)
-
-    @cached_property
-    def model_section(self) -> ModelSection:
-        """The section ``model:``, whose files are looked for beside the run file too."""
-        model = self.config.model
-        template = model.chat_template
-        return replace(
-            model,
-            name=beside(model.name, self.base),
-            chat_template=template and beside(template, self.base),
-        )
 
     def prepare(self) -> None:
         """Make and check all parts that do not need the model's weights.
@@ -379,13 +341,12 @@ class PreparedJob:
         # first without a tokenizer, so that a wrong name is found within a second
         given = (config.rewards, config.data.held_out_rewards)
         loaded = [load_rewards(specs, base_dir=self.rewards_base, say=self.say) for specs in given]
-        of_tools = ["completion_turns"] if config.tools or config.environment else []
-        of_environments = ["environments"] if config.environment else []
+        more = ["completion_turns"] if config.tools or config.environment else []
+        more += ["environments"] if config.environment else []
         for rewards, dataset in zip(loaded, self.prompts, strict=True):
             if dataset is not None:  # else no prompts are held out
                 for reward in rewards:
-                    names = [*dataset.column_names, *of_tools, *of_environments]
-                    reward.func.check_columns(names)
+                    reward.func.check_columns([*dataset.column_names, *more])
         for part in ("tools", "environment", "splits", "judges"):  # they make all other parts too
             getattr(self, part)
 
@@ -409,7 +370,7 @@ class PreparedJob:
     @cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of the model. The weights of the model are not read for it."""
-        model = self.model_section
+        model = self.config.model
         found = load_tokenizer(
             model.name,
             trust_remote_code=model.trust_remote_code,
@@ -458,7 +419,7 @@ class PreparedJob:
 
         check_lora_config(self.config.lora.as_dict(), "lora.")
         if not choose_step(args, router_loss=args.router_aux_loss_coef or 0.0).by_trl:
-            check_engine(args, self.absolute)
+            check_engine(args, self.config)
         prompts, held_out = self.prompts
         tokenizer = self.tokenizer
         settings = args.chat_template_kwargs
@@ -477,7 +438,7 @@ class PreparedJob:
                 dropped += more
             if dropped:
                 self.say(f"{dropped:,} prompts of more than {limit} tokens left out")
-        longest = self.model_section.max_seq_length
+        longest = self.config.model.max_seq_length
         check_lengths(prompts, tokenizer, args, longest)
         if held_out is not None:
             check_lengths(held_out, tokenizer, args, longest, before=len(prompts))
@@ -539,7 +500,7 @@ class PreparedJob:
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, self.model_section.max_seq_length)
+        return make_tool_loop(*self.tools, tokenizer, self.args, self.config.model.max_seq_length)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:
@@ -556,7 +517,7 @@ class PreparedJob:
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
         loaded, tokenizer = load_model(
-            **vars(self.model_section),
+            **vars(config.model),
             precision="fp16" if args.fp16 else "auto",
             max_lora_rank=config.lora.r,
             vllm=config.vllm,

@@ -28,6 +28,8 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "resume_from_checkpoint": "rloo-kit train FOLDER --resume",
     },
     "unsloth": {
+        "backend": "model.backend",
+        "chat_template": "model.chat_template",
         "fast_inference": "trainer.generation",
         "gpu_memory_utilization": "trainer.vllm_gpu_memory_utilization",
         "load_in_4bit": "model.load_in_4bit",
@@ -36,11 +38,16 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "max_num_seqs": "trainer.generation_batch_size",
         "max_seq_length": "model.max_seq_length",
         "model_name": "model.name",
+        "name": "model.name",
+        "num_sequences": "trainer.generation_batch_size",
+        "precision": "trainer.fp16",
         "random_state": "seed",
+        "revision": "model.revision",
         "trust_remote_code": "model.trust_remote_code",
         "unsloth_vllm_standby": "trainer.vllm_enable_sleep_mode",
         "use_bitsandbytes": "model.load_in_4bit",
         "use_gradient_checkpointing": "trainer.gradient_checkpointing",
+        "vllm": "vllm",
     },
     "vllm": {
         "enable_sleep_mode": "trainer.vllm_enable_sleep_mode",
@@ -59,8 +66,8 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
 # Names that the kit always sets itself
 FIXED = {
     "unsloth": {
-        "config", "enable_lora", "full_finetuning", "gguf_file", "is_vision_model", "num_labels",
-        "use_async",
+        "config", "enable_lora", "full_finetuning", "gguf_file", "images", "is_vision_model",
+        "num_labels", "use_async",
     },
     "vllm": {
         "dtype", "enable_lora", "generation_config", "logprobs_mode", "max_loras",

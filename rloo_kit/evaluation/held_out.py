@@ -164,8 +164,8 @@ def read_held_out(
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
-    first = next((one for one in models if one.config), models[0])
-    config = replace(first.config or RunConfig(), model=first.model)
+    first = next((one for one in models if one.run), models[0])
+    config = first.config
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     given = read_overrides(overrides)

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from rloo_kit.checkpoints.store import find_checkpoint
+from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.machine.environment import setup
 from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path, revision_of
-from rloo_kit.models.loading import find_model, load_model
+from rloo_kit.models.loading import load_model
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.output_folder import read_json
 from rloo_kit.sampling.engine import why_no_hot_swap
@@ -29,12 +31,16 @@ class TrainedModel:
 
     name: str  # the name that the user gave, or ``base of`` and that name
     base: str  # a hub name, a folder, a .gguf file, or an embedded model
-    # Settings to load the base with: those of the run, or the kit's defaults without a run. Its
-    # name may be the hub name of the 4-bit model that Unsloth loaded instead of the base
-    model: ModelSection
+    # Settings to load and sample with: those of the run, or the kit's defaults without a run. The
+    # model's name may be the hub name of the 4-bit model that Unsloth loaded instead of the base
+    config: RunConfig
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained the adapter
-    config: RunConfig | None = None  # settings of that run
+
+    @property
+    def model(self) -> ModelSection:
+        """Settings to load the base with."""
+        return self.config.model
 
     @property
     def short_name(self) -> str:
@@ -48,17 +54,15 @@ class TrainedModel:
         name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
 
-    def shape(self, name: str | None = None) -> ModelShape:
-        """Return the shape of the base at its revision, or that of the model ``name``.
+    def shape(self, **changes: Any) -> ModelShape:
+        """Return the shape of the base. ``changes`` has the same meaning as for ``load_base``.
 
         Raises:
             ModelError: The config of the model cannot be read.
         """
-        section = _model_with(self, **({} if name is None else {"name": name}))
-        source = section.name
-        if section.revision is not None:
-            source = find_model(source, section.revision)
-        return read_shape(source, trust_remote_code=section.trust_remote_code)
+        model = _model_with(self, **changes)
+        trusts = model.trust_remote_code
+        return read_shape(model.name, revision=model.revision, trust_remote_code=trusts)
 
     def without_adapter(self) -> "TrainedModel":
         """Return the base model alone, as a ``TrainedModel`` without an adapter."""
@@ -85,7 +89,7 @@ def find_trained(given: str | Path) -> TrainedModel:
         ModelError: The adapter's configuration does not name a base model.
     """
     text = str(given)
-    folder = Path(given)
+    folder = Path(os.path.expanduser(given))
     if (read_json(folder / CONFIG) or {}).get("task_type") == "SEQ_CLS":
         raise ConfigError(
             f"{format_value(text)} is a reward model, which writes no text: name it among the "
@@ -94,13 +98,13 @@ def find_trained(given: str | Path) -> TrainedModel:
     if os.path.isfile(folder / "run.yaml"):  # False for a name that cannot be a path
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):
-        return TrainedModel(text, text, ModelSection(name=text))
+        return TrainedModel(text, text, RunConfig(model=ModelSection(name=text)))
     parent = folder.resolve().parent
     if (parent / "run.yaml").is_file():
         return _of_run(text, parent, folder)
-    base = base_of(folder)
-    model = _as_trained(ModelSection(name=base), folder, revision_of(folder))
-    return TrainedModel(text, base, model, folder)
+    model = ModelSection(name=base_of(folder), revision=revision_of(folder))
+    config = RunConfig(model=_with_template(model, folder))
+    return TrainedModel(text, model.name, config, folder)
 
 
 def _adapter_of(run: Path) -> Path:
@@ -122,25 +126,29 @@ def _adapter_of(run: Path) -> Path:
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml"))
     model = config.model
-    base = model.name
-    if started := adapter_in(base):  # it trained another run's adapter further
+    if started := adapter_in(model.name):  # it trained another run's adapter further
         first = find_trained(started)
-        base = first.base
-        model = _as_trained(model, started, first.model.revision)
-    elif Path(base).is_absolute() and not Path(base).exists():  # the base was moved
-        base = base_of(adapter)
-        model = _as_trained(model, adapter, revision_of(adapter))
+        model = model if model.chat_template else _with_template(model, started)
+        model = replace(model, name=first.base, revision=first.model.revision)
+    elif Path(model.name).is_absolute() and not Path(model.name).exists():  # the base was moved
+        model = replace(model, name=base_of(adapter), revision=revision_of(adapter))
+    if model.chat_template or model.name != config.model.name:
+        model = _with_template(model, adapter)
     # PEFT recorded the name of the model that was really loaded
+    base = model.name
     recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
     loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else base
-    return TrainedModel(name, base, replace(model, name=loaded), adapter, run, config)
+    config = replace(config, model=replace(model, name=loaded))
+    return TrainedModel(name, base, config, adapter, run)
 
 
-def _as_trained(model: ModelSection, adapter: Path, revision: str | None) -> ModelSection:
-    """Return the settings with a revision, and with an adapter's template unless they name one."""
+def _with_template(model: ModelSection, adapter: Path) -> ModelSection:
+    """Return the settings with the chat template that is saved with an adapter, if it has one.
+
+    A file that a run file names may have changed since the training.
+    """
     file = adapter / "chat_template.jinja"
-    template = model.chat_template or (str(file) if file.is_file() else None)
-    return replace(model, revision=revision, chat_template=template)
+    return replace(model, chat_template=str(file)) if file.is_file() else model
 
 
 def _is_on_hub(name: str) -> bool:
@@ -225,18 +233,21 @@ class LoadedBase:
 
 
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
-    """Load the base of a model with the settings of its run.
+    """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
     ``changes`` replaces fields of the run file's section ``model:``.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    model, tokenizer = load_model(**vars(_model_with(trained, **changes)))
+    on_unsloth = setup(trained.model.backend).backend == "unsloth"
+    given = trained.config.unsloth if on_unsloth else {}
+    others = {name: given[name] for name in given.keys() - SHARED_ENGINE_NAMES}
+    model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
-    longest = getattr(model.config, "max_position_embeddings", None) or 0
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     for module in model.modules():
         if limit := getattr(module, "max_seq_length", None):
             module.max_seq_length = max(limit, longest)
-    give_marks(tokenizer, **vars((trained.config or RunConfig()).thinking))
+    give_marks(tokenizer, **vars(trained.config.thinking))
     return LoadedBase(model, tokenizer)

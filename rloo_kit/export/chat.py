@@ -49,7 +49,7 @@ def chat(model: str, *, base: bool = False) -> None:
         ModelError: The model cannot be loaded.
     """
     trained = find_trained(model)
-    config = trained.config or RunConfig()
+    config = trained.config
     if base and trained.adapter is None:
         raise ConfigError(f"{model} has no adapter, so it is its own base: leave --base out")
     models = [trained, trained.without_adapter()] if base else [trained]
@@ -70,15 +70,23 @@ def chat(model: str, *, base: bool = False) -> None:
                 with loaded.using(one) as policy:
                     draw = functools.partial(_say, policy, tokenizer, config, console)
                     if loop is None:
-                        prompt = turns if is_chat else line
-                        ids, _ = draw([prompt_ids(tokenizer, prompt, template_settings(config))])
-                        (answer,) = completion_texts(tokenizer, ids)
-                        said = [{"role": "assistant", "content": answer}]
+                        given = turns if is_chat else line
+                        prompt = prompt_ids(tokenizer, given, template_settings(config))
+                        said = _answer(draw, tokenizer, prompt)
                     else:
                         rows = [{"prompt": turns}]
                         (said,) = loop.sample(rows, draw, contextlib.nullcontext, ()).completions
                 turns += map(_without_thought, said)
                 console.print()
+
+
+def _answer(draw: Callable[..., Any], tokenizer: Tokenizer, prompt: list[int]) -> list[Message]:
+    """Sample the model's turn with ``draw``; the turn is empty if its thought was cut off."""
+    (ids,), _ = draw([prompt])
+    (text,) = completion_texts(tokenizer, [ids])
+    marks = thought_marks(tokenizer)
+    in_thought = marks is not None and marks.is_open(prompt + ids)
+    return [{"role": "assistant", "content": "" if in_thought else text}]
 
 
 def _without_thought(turn: Message) -> Message:
@@ -128,7 +136,9 @@ def _say(
     from transformers import TextStreamer
 
     (ids,) = prompts
-    room = (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - len(ids)
+    config_of_text = model.config.get_text_config()
+    limit = getattr(config_of_text, "max_position_embeddings", None) or sys.maxsize
+    room = limit - len(ids)
     if room < 1:
         raise ConfigError(
             "the conversation is longer than the model's context length: start a new conversation"
@@ -151,8 +161,11 @@ def _say(
             max_new_tokens=min(settings["max_completion_length"], room),
             do_sample=True,
             temperature=settings["temperature"],
+            # the model's own settings do not apply, as in a run
             top_p=1.0,
             top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
             streamer=streamer,
         )
     return output[:, len(ids) :].tolist(), None

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.config.run_file import RunConfig
 from rloo_kit.data.lengths import drop_long_prompts
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import RunRecord, read_run
@@ -28,7 +27,7 @@ from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
 from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
 from rloo_kit.models.gguf import check_package, convert
-from rloo_kit.models.loading import load_tokenizer
+from rloo_kit.models.loading import TOKENIZER, load_tokenizer
 from rloo_kit.models.shape import weight_bytes
 from rloo_kit.output_folder import free_folder, read_json, whole_folder, write_json
 from rloo_kit.runs.child import call_in_child
@@ -51,8 +50,10 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
+# Some tokenizers come with code
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
+                   "vocab.json", "merges.txt", "spiece.model", "*.py")  # fmt: skip
+PROCESSOR_FILES = "*processor_config.json"  # of a vision model
 NUM_PROMPTS = 16  # prompts of the check, by default
 SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
 
@@ -106,7 +107,7 @@ def export_model(  # noqa: PLR0913
             is missing, or the export answers differently than the trained model.
     """
     say = redacting(say)
-    _check_arguments(to, dtype, num_prompts, converter, check=check)
+    _check_arguments(to, dtype, base, num_prompts, converter, check=check)
     if (to == "hub" or public or repo is not None) and not is_hub_name(repo or ""):
         given = "" if repo is None else f", not {format_value(repo)}"
         raise ConfigError(
@@ -146,7 +147,7 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
     A CPU is always taken to have enough.
     """
-    shape = trained.shape(trained.base if base in (None, DEQUANTIZED) else base)
+    shape = trained.shape(name=trained.base if base in (None, DEQUANTIZED) else base)
     needed = weight_bytes(shape, in_4bit=False)
     if base == DEQUANTIZED:
         needed += weight_bytes(shape, in_4bit=True)
@@ -182,7 +183,13 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
 
 
 def _check_arguments(
-    to: str, dtype: str | None, num_prompts: int, converter: str | Path | None, *, check: bool
+    to: str,
+    dtype: str | None,
+    base: str | None,
+    num_prompts: int,
+    converter: str | Path | None,
+    *,
+    check: bool,
 ) -> None:
     kinds = [*KINDS, "hub"]
     if to not in kinds:
@@ -190,10 +197,11 @@ def _check_arguments(
             f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
         )
     known = DTYPES.get(to, ())
-    if not known and (dtype is not None or not check or num_prompts != NUM_PROMPTS):
+    of_merges = (dtype, base == DEQUANTIZED, check, num_prompts)
+    if not known and of_merges != (None, False, True, NUM_PROMPTS):
         raise ConfigError(
-            "an adapter is copied without conversion or check: leave out --dtype, --no-check and "
-            "--prompts"
+            "an adapter is copied without conversion or check: leave out --dtype, --base "
+            "dequantized, --no-check and --prompts"
         )
     if dtype not in (None, *known):
         raise ConfigError(f"dtype is {format_value(dtype)}, must be one of {', '.join(known)}")
@@ -233,9 +241,8 @@ class _Export:
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
-        kinds = {"adapter": self._copy_adapter, "merged": self._merged, "gguf": self._gguf}
         with whole_folder(goal) as folder:
-            base = kinds[self.kind](folder)
+            base = self._copy_adapter(folder) if self.kind == "adapter" else self._merged(folder)
             licence = licence_of(base)
             card = model_card(self.kind, self._title, base, licence, self._record(), self.notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -255,14 +262,15 @@ class _Export:
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        for pattern in (CONFIG, WEIGHTS, *TOKENIZER_FILES):
-            for file in self.adapter.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+        self._copy(folder, CONFIG, WEIGHTS, PROCESSOR_FILES, *TOKENIZER_FILES)
         config = read_json(folder / CONFIG)
         if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
+        if self.trained.model.chat_template and not (folder / TOKENIZER).is_file():
+            # a checkpoint has no tokenizer, and the base's own has another template
+            PreparedJob(self.trained.config).tokenizer.save_pretrained(str(folder))
         config["base_model_name_or_path"] = name
         if name != self.trained.base:
             config["revision"] = None  # it is a revision of the other model
@@ -274,42 +282,40 @@ class _Export:
             )
         return name
 
-    def _gguf(self, folder: Path) -> str:
-        """Merge the adapter, write the GGUF file and a Modelfile, and check the file.
-
-        Returns the name of the base.
-        """
-        command = find_converter(self.converter)
-        file = folder / f"{self._title}-{self.dtype}.gguf"
-        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-            model = Path(place) / "model"
-            name, reference = self._merge(model)
-            self.say(f"converting into {file.name}")
-            write_gguf(model, file, self.dtype, command)
-            text = modelfile(file.name, self._tokenizer(model), self.trained.config or RunConfig())
-            (folder / "Modelfile").write_text(text, encoding="utf-8")
-            if reference is not None:
-                self._load_back(convert(file, Path(place) / "back"), reference)
-        return name
+    def _copy(self, folder: Path, *patterns: str) -> None:
+        """Copy those files of the adapter whose names match one of the patterns."""
+        for pattern in patterns:
+            for file in self.adapter.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
 
     def _merged(self, folder: Path) -> str:
-        """Merge the adapter, quantise the weights to NF4 if ``dtype`` is ``nf4``, and check them.
+        """Merge the adapter, convert the weights to ``dtype``, and check them.
 
-        Returns the name of the base.
+        A GGUF file gets a Modelfile. Returns the name of the base.
         """
-        if self.dtype != "nf4":
-            name, reference = self._merge(folder)
-        else:
-            with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
-                name, reference = self._merge(Path(place))
+        is_gguf = self.kind == "gguf"
+        command = find_converter(self.converter) if is_gguf else []
+        with tempfile.TemporaryDirectory(prefix=".merged-", dir=folder.parent) as place:
+            merged = Path(place) / "model" if is_gguf or self.dtype == "nf4" else folder
+            name, reference = self._merge(merged)
+            file = folder / f"{self._title}-{self.dtype}.gguf"
+            if is_gguf:
+                self.say(f"converting into {file.name}")
+                write_gguf(merged, file, self.dtype, command)
+                text = modelfile(file.name, self._tokenizer(merged), self.trained.config)
+                (folder / "Modelfile").write_text(text, encoding="utf-8")
+            elif self.dtype == "nf4":
                 with session():
-                    packed = load_base(self.trained, name=place, load_in_4bit=True)
+                    packed = load_base(self.trained, name=str(merged), load_in_4bit=True)
                     packed.model.config.use_cache = True
                     packed.model.save_pretrained(str(folder))
-                self._tokenizer(Path(place)).save_pretrained(str(folder))
-            self.notes.append("The merged weights were rounded to 4 bits (NF4).")
-        if reference is not None:
-            self._load_back(folder, reference)
+                self._tokenizer(merged).save_pretrained(str(folder))
+                self.notes.append("The merged weights were rounded to 4 bits (NF4).")
+            if not is_gguf:
+                self._copy(folder, PROCESSOR_FILES)
+            if reference is not None:
+                back = convert(file, Path(place) / "back") if is_gguf else folder
+                self._load_back(back, reference)
         return name
 
     def _merge(self, folder: Path) -> tuple[str, Answers | None]:
@@ -323,22 +329,22 @@ class _Export:
 
         with session():
             sixteen, name = self._base_in_16_bit()
+            tokenizer = sixteen.tokenizer
             _widen(sixteen.model)
             reference = None
             with sixteen.using(self.trained) as model:
                 if self.num_prompts:
-                    prompts = self._prompts(sixteen.tokenizer)
-                    settings = template_settings(self.trained.config or RunConfig())
-                    reference = Answers(model, sixteen.tokenizer, prompts, settings)
+                    prompts = self._prompts(tokenizer)
+                    settings = template_settings(self.trained.config)
+                    reference = Answers(model, tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
             # When transformers loads weights it changes their layout. This undoes the change, which
             # is not possible for a base of 4-bit weights (then there are notes).
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
-            tokenizer = sixteen.tokenizer
             if any(self.adapter.glob("tokenizer*")):
                 tokenizer = self._tokenizer(self.adapter)
-            if longest := getattr(merged.config, "max_position_embeddings", None):
+            if longest := getattr(merged.config.get_text_config(), "max_position_embeddings", None):
                 tokenizer.model_max_length = longest  # not the run's max_seq_length
             tokenizer.save_pretrained(str(folder))
         own, other = (PACKED_SUFFIX.sub("", public_name(n)) for n in (self.trained.base, name))
@@ -349,7 +355,7 @@ class _Export:
             )
             self.say(f"note: {note} The check compares with the adapter on that base")
             self.notes.append(note)
-        elif self.trained.config and self.trained.model.load_in_4bit and not self.notes:
+        elif self.trained.run and self.trained.model.load_in_4bit and not self.notes:
             self.notes.append(
                 "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
                 "base."
@@ -374,7 +380,7 @@ class _Export:
             except ModelError as exc:
                 self.say(f"note: the unquantised base {whole} is not available ({exc})")
         if found is None:
-            found = load_base(trained, name=name, load_in_4bit=trained.shape(name).packed)
+            found = load_base(trained, name=name, load_in_4bit=trained.shape(name=name).packed)
         if getattr(found.model, "is_quantized", False):
             note = (
                 "The adapter was merged into 4-bit weights written out in 16 bit, which lack the "
@@ -395,7 +401,10 @@ class _Export:
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
-            both = load_base(self.trained, name=str(folder), load_in_4bit=packed)
+            # None: the chat template that was exported
+            both = load_base(
+                self.trained, name=str(folder), load_in_4bit=packed, chat_template=None
+            )
             if packed or not _widen(both.model):
                 tolerance += IN_16_BIT_TOLERANCE
             difference = reference.difference(both.model, both.tokenizer)
@@ -417,9 +426,9 @@ class _Export:
         They are held-out prompts of the run, training prompts if none were held out, or generated
         arithmetic prompts if the run's prompts cannot be read.
         """
-        if self.trained.config is not None:
+        if self.trained.run is not None:
             with contextlib.suppress(KitError):  # its file may be gone
-                job = PreparedJob(replace(self.trained.config, model=self.trained.model))
+                job = PreparedJob(self.trained.config)
                 train, held_out = job.prompts
                 found = train if held_out is None else held_out
                 if job.prompt_limit is not None:

@@ -16,13 +16,14 @@ import yaml
 
 from rloo_kit import __version__
 from rloo_kit.data.files import as_dataset
+from rloo_kit.data.images import has_images
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.export.exporter import PACKED_SUFFIX
 from rloo_kit.export.verl_settings import ASSETS, Row, verl_rows
-from rloo_kit.job import PreparedJob, read_config, with_whole_paths
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.adapters import base_name
 from rloo_kit.models.loading import find_model
-from rloo_kit.output_folder import make_run_folder
+from rloo_kit.output_folder import free_folder, whole_folder
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value, printable
 from rloo_kit.types import Say
@@ -54,7 +55,8 @@ def hand_over(
 
     Raises:
         ConfigError: The trainer is unknown, the run has tools, or a setting is wrong.
-        DataError: The prompts are plain texts, or cannot be read.
+        DataError: The prompts are plain texts, have images, or cannot be read.
+        ModelError: The folder cannot be written.
         RewardLoadError: A reward cannot be found or imported.
     """
     if to != "verl":
@@ -66,11 +68,14 @@ def hand_over(
             "rloo-kit, or leave tools and environment out"
         )
     job = PreparedJob(config, base, redacting(say))
-    job.config, job.base = with_whole_paths(config, base, job.rewards_base), Path()
     job.prepare()
     train, held_out = job.splits
     if isinstance(train[0]["prompt"], str):
         raise DataError("verl needs chat prompts, but these are plain texts: set data.chat to true")
+    if has_images(train):
+        raise DataError(
+            "this command hands over prompts of text, but these have images: train with rloo-kit"
+        )
     carried, lost = verl_rows(job)
     words = {
         "NAME": printable(str(source)),
@@ -80,17 +85,19 @@ def hand_over(
         "CARRIED": "\n".join(_line(*row) for row in carried),
         "LOST": "\n".join(_line(row.run, row.note) for row in lost),
     }
-    folder = make_run_folder(output)
-    for file in ASSETS.glob("*.txt"):
-        text = re.sub(r"@([A-Z]+)@", lambda one: words[one[1]], file.read_text(encoding="utf-8"))
-        (folder / file.stem).write_text(text, encoding="utf-8")
-    _write_yaml(folder / "verl.yaml", _as_hydra_config(carried, folder.name))
-    _write_rewards(folder, job)
-    for split, rows in (("train", train), ("held_out", held_out)):
-        if rows is not None:
-            _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
-    job.say(f"{folder}: bash run.sh; {len(lost)} settings are not carried over: see HANDOVER.md")
-    return folder
+    goal = free_folder(output)
+    with whole_folder(goal) as folder:
+        for file in ASSETS.glob("*.txt"):
+            text = file.read_text(encoding="utf-8")
+            text = re.sub(r"@([A-Z]+)@", lambda one: words[one[1]], text)
+            (folder / file.stem).write_text(text, encoding="utf-8")
+        _write_yaml(folder / "verl.yaml", _as_hydra_config(carried, goal.name))
+        _write_rewards(folder, job)
+        for split, rows in (("train", train), ("held_out", held_out)):
+            if rows is not None:
+                _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
+    job.say(f"{goal}: bash run.sh; {len(lost)} settings are not carried over: see HANDOVER.md")
+    return goal
 
 
 def _write_prompts(path: Path, rows: Iterable[dict[str, Any]], source: str) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import GenerationError
 from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import template_settings
@@ -14,7 +13,8 @@ from rloo_kit.machine.environment import load_env_file
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
 from rloo_kit.models.adapters import CONFIG
 from rloo_kit.models.engine_memory import reserved_rank
-from rloo_kit.models.loading import PREQUANTIZED, find_model
+from rloo_kit.models.loading import find_model
+from rloo_kit.models.shape import is_quantised
 from rloo_kit.output_folder import read_json
 from rloo_kit.types import Say
 
@@ -43,9 +43,10 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     if reason := why_not_vllm():
         raise GenerationError(f"vLLM's server cannot be started here: {reason}")
     trained = find_trained(model)
+    source = find_model(trained.model.name, trained.model.revision)
     words = [
         "--model",
-        find_model(trained.model.name, trained.model.revision),
+        source,
         "--served-model-name",
         "base",
         "--host",
@@ -65,14 +66,13 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
         share = SHARE * hardware.free_memory / hardware.total_memory
         words += ["--gpu-memory-utilization", f"{share:.3f}"]
         # vLLM reads the bits of a base that is already quantised from the model's config
-        is_packed = any(mark in trained.model.name.lower() for mark in PREQUANTIZED)
-        if trained.config is not None and trained.model.load_in_4bit and not is_packed:
+        if trained.run and trained.model.load_in_4bit and not is_quantised(source):
             words += ["--quantization", "bitsandbytes"]
     if trained.model.trust_remote_code:
         words += ["--trust-remote-code"]
     if trained.model.chat_template is not None:  # vLLM does not read that of an adapter
         words += ["--chat-template", str(Path(trained.model.chat_template).expanduser())]
-    if settings := template_settings(trained.config or RunConfig()):
+    if settings := template_settings(trained.config):
         words += ["--default-chat-template-kwargs", json.dumps(settings)]
     return [sys.executable, "-m", MODULE, *words, *more]
 

@@ -49,6 +49,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     if goal.is_dir():
         return goal
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
     auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
@@ -70,7 +71,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         )
     try:
         _write(model, tokenizer, goal)
-    except OSError as exc:
+    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
         raise ModelError(
             f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
             f"({first_line(exc)}); free some space there"
@@ -103,57 +104,39 @@ def _tokenizer_of(path: Path) -> Any:
     """Return the tokenizer of a GGUF file, with control and user-defined tokens registered.
 
     These are tokens such as Qwen3's ``</think>``. The converters of transformers 5.17 register
-    three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces.
+    three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces. For
+    Llama they take the file's BOS token as EOS token, so that completions would never end. So the
+    tokens that the file declares are set here.
     """
     from tokenizers import AddedToken
-    from transformers import AutoTokenizer
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations import ggml
+    from transformers.integrations.gguf import GGUF_TOKENIZER_ARCHS, get_gguf_tokenizer
 
-    arrays = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-    metadata, _ = read_gguf_metadata(str(path), arrays)
-    tokenizer = _make_tokenizer(metadata) or AutoTokenizer.from_pretrained(**_source(path))
-    tokens = metadata["tokenizer.ggml.tokens"]
-    kinds = metadata.get("tokenizer.ggml.token_type", ())
+    # transformers' fast reader knows one architecture, but can read all that have a converter. The
+    # slow reader takes 4 s for 49,000 tokens, and AutoTokenizer runs it twice
+    for name in ggml.GGUF_TO_FAST_CONVERTERS:
+        for separator in ("", "-"):
+            architecture = name.removesuffix("_text").replace("_", separator)
+            GGUF_TOKENIZER_ARCHS.setdefault(architecture, name)
+    kind_of_model, vocabulary, settings = get_gguf_tokenizer(str(path))
+    backend, special = ggml.convert_gguf_tokenizer(kind_of_model, vocabulary)
+    for name, value in settings.items():
+        if value is not None and name.endswith(("_token", "_template")):
+            special[name] = value
+    special["clean_up_tokenization_spaces"] = False
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     known = tokenizer.get_added_vocab()
     tokenizer.add_tokens(
         [
             AddedToken(token, normalized=False, special=kind == CONTROL)
-            for token, kind in zip(tokens, kinds, strict=False)
+            for token, kind in zip(
+                vocabulary["tokens"], vocabulary.get("token_type", ()), strict=False
+            )
             if kind in (CONTROL, USER_DEFINED) and token not in known
         ]
     )
     return tokenizer
-
-
-def _make_tokenizer(metadata: dict[str, Any]) -> Any | None:
-    """Return a tokenizer made by transformers' fast GGUF converters; None if none is suitable.
-
-    AutoTokenizer uses these converters too, but reads the file with a fast reader for one
-    architecture only (transformers 5.17). For the others it uses a slow reader, which takes 4 s for
-    49,000 tokens and runs twice.
-
-    Args:
-        metadata: The metadata of the GGUF file.
-    """
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations import ggml
-
-    architecture = metadata["general.architecture"]
-    names = {architecture, f"{architecture}_text"} & ggml.GGUF_TO_FAST_CONVERTERS.keys()
-    if not names:
-        return None
-    settings = {
-        name: metadata[f"tokenizer.{key}"]
-        for key, name in ggml.GGUF_TOKENIZER_MAPPING["tokenizer"].items()
-        if f"tokenizer.{key}" in metadata
-    }
-    backend, special = ggml.convert_gguf_tokenizer(names.pop(), settings)
-    for kind in ("bos", "eos", "pad", "unk"):
-        if (place := settings.get(f"{kind}_token_id")) is not None:
-            special[f"{kind}_token"] = settings["tokens"][place]
-    special["clean_up_tokenization_spaces"] = False
-    template = metadata.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
 
 
 def check_package() -> None:
@@ -201,17 +184,9 @@ def _goal(path: Path, cache_dir: Path | None = None) -> Path:
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
-    """Set the same BOS, EOS and padding tokens in the tokenizer and the model's two configs.
-
-    This repairs tokenizers that transformers 5.17 makes for Llama. They use the file's BOS token as
-    EOS token (integrations/ggml.py, ``GGUFLlamaConverter``), so that completions would never end.
-    """
+    """Set the same EOS and padding tokens in the tokenizer and the model's two configs."""
     config = model.config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    if given[0] is not None:  # the template may name the EOS token
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(given[0])
-    if tokenizer.bos_token is not None and config.bos_token_id is not None:
-        tokenizer.bos_token = tokenizer.convert_ids_to_tokens(config.bos_token_id)
     found = dict.fromkeys((end_of_turn_id(tokenizer), *given))
     ends = [end for end in found if end is not None]
     if ends:
@@ -221,7 +196,6 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     config.pad_token_id = next(iter(usable + ends), None)
     if config.pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
-    tokenizer.clean_up_tokenization_spaces = False
     config.eos_token_id = ends[0] if ends else None
     settings = model.generation_config
     settings.eos_token_id = ends or None

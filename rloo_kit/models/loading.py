@@ -25,6 +25,7 @@ from rloo_kit.machine.hardware import why_not_vllm
 from rloo_kit.machine.processes import num_processes, uses_fsdp
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
+    CONFIG,
     EMBEDDED,
     TO_GIVE,
     WEIGHTS,
@@ -36,7 +37,7 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
-from rloo_kit.models.shape import auto_class
+from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
@@ -45,7 +46,6 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
 def load_model(
@@ -101,8 +101,7 @@ def load_model(
         GenerationError: The shared engine cannot start.
     """
     environment = setup(backend)
-    source = find_model(name, revision)
-    base = str(name)
+    base, source = str(name), find_model(name, revision)
     if adapter := adapter_in(source):
         base, revision = base_of(adapter), revision_of(adapter)
         source = find_model(base, revision)
@@ -113,8 +112,17 @@ def load_model(
                 kwargs.setdefault("tokenizer_name", str(adapter))
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
-    _check_arguments(kwargs, why_not_shared)
-    extra = {name: kwargs.pop(name) for name in SHARED_ENGINE_NAMES & set(kwargs)}
+    if kwargs.get("load_in_8bit"):
+        raise ConfigError(
+            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
+            "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
+        )
+    extra = {name: kwargs.pop(name) for name in sorted(SHARED_ENGINE_NAMES & kwargs.keys())}
+    if extra and why_not_shared:
+        raise ConfigError(
+            f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, but "
+            f"{why_not_shared}: leave it out"
+        )
     engine = EngineSettings(
         max_seq_length,
         load_in_4bit,
@@ -134,32 +142,36 @@ def load_model(
         "max_seq_length": max_seq_length,
         "load_in_4bit": load_in_4bit,
     }
-    load_base = _load_unsloth if environment.backend == "unsloth" else _load_transformers
-    load = functools.partial(load_base, source, model_class, images, **kwargs)
+    load: Any = _load_unsloth if environment.backend == "unsloth" else _load_transformers
+    load = functools.partial(load, source, model_class, images, **kwargs)
     if why_not_shared is None:
         load = functools.partial(load_shared, load, source, engine, trust_remote_code)
-    errors = _as_model_errors(str(name), given=frozenset(kwargs))
-    with errors, _progress_bars(shown=not Path(source).is_dir()), quiet():
+    with (
+        _as_model_errors(str(name), given=kwargs.keys()),
+        _progress_bars(shown=not Path(source).is_dir()),
+        quiet(),
+    ):
         model, processor = load()
         tokenizer = _prepare(model, processor, chat_template)
+    processor = processor if images else tokenizer
     vars(notes_of(model)).update(
         backend=environment.backend,
         vllm=vllm or {},
         max_seq_length=max_seq_length,
         trust_remote_code=trust_remote_code,
+        processor=processor,
         hub=None if revision is None else (base, revision),
     )
     add_to_session(model)
-    model = _with_adapter(model, adapter) if adapter else model
-    return model, processor if images else tokenizer
+    return _with_adapter(model, adapter) if adapter else model, processor
 
 
-def _set_template(processors: Iterable[Any], file: str | Path | None) -> None:
+def _set_template(file: str | Path | None, *processors: Any) -> None:
     """Set the chat template of a tokenizer and its processor to the text of a file.
 
     Args:
-        processors: The tokenizer and the processor.
         file: The file; None keeps their chat templates.
+        *processors: The tokenizer and the processor.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -207,32 +219,8 @@ def load_tokenizer(
             if adapter and not (adapter / TOKENIZER).is_file():
                 source = find_model(base_of(adapter), revision_of(adapter))
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    _set_template([tokenizer], chat_template)
+    _set_template(chat_template, tokenizer)
     return tokenizer
-
-
-def _check_arguments(given: dict[str, Any], why_not_shared: str | None) -> None:
-    """Check the further arguments of ``load_model``.
-
-    Args:
-        given: The arguments.
-        why_not_shared: The reason why the weights are not shared with vLLM, or None.
-
-    Raises:
-        ConfigError: There are arguments of a shared engine, but the weights are not shared. Or the
-            weights are requested in 8 bit.
-    """
-    if given.get("load_in_8bit"):
-        raise ConfigError(
-            "load_in_8bit is true, but a base can be loaded only in 4 or 16 bit: leave "
-            "load_in_8bit out, and set load_in_4bit to true (4 bit) or false (16 bit)"
-        )
-    unused = SHARED_ENGINE_NAMES & set(given)
-    if unused and why_not_shared:
-        raise ConfigError(
-            f"unsloth.{min(unused)} is for weights that Unsloth shares with vLLM, but "
-            f"{why_not_shared}: leave it out"
-        )
 
 
 def _why_not_shared(
@@ -284,30 +272,29 @@ def attach_lora(
         ModelError: The memory of the model was released.
     """
     check_not_released(model)
-    given = {
+    others |= {
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
         "target_modules": target_modules,
-        **others,
     }
+    given = {name: value for name, value in others.items() if value is not None}
     check_lora_config(given)
     notes = notes_of(model)
     if use_gradient_checkpointing is not None:
         notes.gradient_checkpointing = use_gradient_checkpointing
-    if notes.adapter is not None and hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config"):
+        if notes.adapter is None:
+            raise ConfigError(
+                "the model has an adapter already: use the model that attach_lora returned, or "
+                "call load_model again"
+            )
         lora_settings(Path(notes.adapter), given)
         if use_gradient_checkpointing is not None:
             _recompute(model, use_gradient_checkpointing)
         return model
     # the defaults are the same as those of `lora:` in a run file
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            "the model has an adapter already: use the model that attach_lora returned, or call "
-            "load_model again"
-        )
-    asked = {name: value for name, value in given.items() if value is not None}
-    settings = LoraSection().as_dict() | asked
+    settings = LoraSection().as_dict() | given
     settings["target_modules"] = _there(model, settings["target_modules"])
     return _new_adapter(model, settings, use_gradient_checkpointing, seed)
 
@@ -491,23 +478,23 @@ def save_adapter(
     """
     from safetensors import SafetensorError
 
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"{str(folder)!r} contains files that do not belong to an adapter: give a new folder, "
-            f"such as {str(folder / 'adapter')!r}"
-        )
+    folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")
     try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
+            raise ModelError(
+                f"{str(folder)!r} contains files that do not belong to an adapter: give a new "
+                f"folder, such as {str(folder / 'adapter')!r}"
+            )
         shutil.rmtree(partial, ignore_errors=True)
         given = {} if state is None else {"state_dict": state}
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except (OSError, SafetensorError) as exc:
+    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
         raise ModelError(
-            f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
-            f"another output_dir"
+            f"the adapter cannot be written to {str(folder)!r} ({first_line(exc)}): free some "
+            "space or choose another output_dir"
         ) from exc
     return folder
 
@@ -731,7 +718,7 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
-    if load_in_4bit and not any(mark in Path(source).name.lower() for mark in PREQUANTIZED):
+    if load_in_4bit and not is_quantised(source):
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -812,7 +799,7 @@ def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> 
         ConfigError: ``chat_template`` cannot be read.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    _set_template((tokenizer, processor), chat_template)  # it may have another end of a turn
+    _set_template(chat_template, tokenizer, processor)  # it may have another end of a turn
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
     tokenizer.padding_side = "left"

@@ -9,6 +9,7 @@ class ModelNotes:
     """Facts about a loaded model that the kit needs later."""
 
     backend: str | None = None  # "unsloth" or "transformers"
+    processor: Any = None  # the tokenizer or processor that was loaded with the model
     max_seq_length: int | None = None  # maximum tokens of prompt and completion together
     gradient_checkpointing: bool | str | None = None  # as the user set it; None if not set
     hub: tuple[str, str] | None = None  # name and revision on the hub, if one was requested

@@ -6,6 +6,7 @@ the shapes of the models in examples/, so that planning them needs no network.
 """
 
 import copy
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.errors import ModelError
-from rloo_kit.models.adapters import EMBEDDED, adapter_in, base_of, check_path
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, base_of, check_path, revision_of
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model
 
@@ -103,26 +104,44 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
+def read_shape(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> ModelShape:
     """Return the shape of a model, reading only its config.
 
     The config is looked up first on this machine, then in the kit's table, then on the hub.
 
     Args:
         name: As for ``load_model``. For an adapter the shape of its base model is returned.
+        revision: Branch, tag or commit of the model on the hub; None for the main branch.
         trust_remote_code: True to run code that comes with the model.
 
     Raises:
         ModelError: The config cannot be found, or transformers does not know the model.
     """
     folder = adapter_in(name)
-    found = name if folder is None else base_of(folder)
+    found, revision = (base_of(folder), revision_of(folder)) if folder else (name, revision)
     check_path(found)
+    path = EMBEDDED.get(found, Path(os.path.expanduser(found)))
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    place, source = found, "its config on the hub"
     try:
-        is_here = _is_here(found)
-        if not is_here and (published := _published_shape(found)):
-            return published
-        config, source = _read_config(found, is_here, trust_remote_code)
+        if path.suffix == ".gguf":
+            place, source = path.parent, "its GGUF file"
+            options["gguf_file"] = path.name
+        elif path.exists():
+            place, source = path, "its config.json"
+        elif not _is_cached(found, revision):
+            if published := _published_shape(found):
+                return published
+            from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+            # a single request; without a network transformers would retry for half a minute
+            url = hf_hub_url(found, "config.json", revision=revision)
+            get_hf_file_metadata(url, timeout=HUB_SECONDS)
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(place, **options)
         return shape_of_config(config, name, source, trust_remote_code=trust_remote_code)
     except Exception as exc:  # the classes differ by library, version and network
         raise ModelError(
@@ -132,38 +151,21 @@ def read_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
         ) from exc
 
 
-def _read_config(name: str, is_here: bool, trust_remote_code: bool) -> tuple[Any, str]:
-    """Return the transformers config of a model, and in words where it comes from.
-
-    Args:
-        name: An embedded model, a .gguf file, a folder, or a hub name.
-        is_here: The result of ``_is_here``.
-        trust_remote_code: True to run code that comes with the model.
-    """
-    from transformers import AutoConfig
-
-    path = EMBEDDED.get(name, Path(name).expanduser())
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf":
-        options["gguf_file"] = path.name
-        return AutoConfig.from_pretrained(path.parent, **options), "its GGUF file"
-    if path.is_dir():
-        return AutoConfig.from_pretrained(path, **options), "its config.json"
-    if not is_here:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-        # a single request; without a network transformers would retry for half a minute
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
-    return AutoConfig.from_pretrained(name, **options), "its config on the hub"
-
-
-def _is_here(name: str) -> bool:
-    """Return True if the config is on this machine, as a file or in the hub's cache."""
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Return True if the hub's cache on this machine has the config of a model."""
     from huggingface_hub import try_to_load_from_cache
 
-    return Path(name).expanduser().exists() or isinstance(
-        try_to_load_from_cache(name, "config.json"), str
-    )
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+
+
+def is_quantised(source: str) -> bool:
+    """Return True if the config of a model says that its weights are already quantised.
+
+    ``source`` is a hub name or a folder.
+    """
+    from transformers import PreTrainedConfig
+
+    return "quantization_config" in PreTrainedConfig.get_config_dict(source)[0]
 
 
 def _published_shape(name: str) -> ModelShape | None:

@@ -105,6 +105,7 @@ def load_shared(
     import torch
     from accelerate.utils import patch_environment
 
+    loaded = None
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
@@ -120,27 +121,26 @@ def load_shared(
         try:
             arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
             with patch_environment(**{STANDBY: "1" if engine.sleeps else "0"}):
-                model, tokenizer = load(**arguments)
+                loaded = load(**arguments)
         except Exception as exc:  # Unsloth raises errors of many classes
             is_ours = isinstance(exc, GenerationError)
             reason = str(exc) if is_ours else f"Unsloth: {why_no_start(exc)}"
         else:
             # Unsloth may load without vLLM and only print the reason
-            if getattr(model, "vllm_engine", None) is not None:
-                notes_of(model).shared_engine = engine
-                return model, tokenizer
+            if getattr(loaded[0], "vllm_engine", None) is not None:
+                notes_of(loaded[0]).shared_engine = engine
+                return loaded
             reason = "Unsloth loaded the model without vLLM"
-            if not engine.required:
-                notes_of(model).why_not_shared = reason
-                return model, tokenizer
-            reason += ": set trainer.generation: transformers, or fast_inference to 'auto'"
+            if engine.required:
+                reason += ": set trainer.generation: transformers, or fast_inference to 'auto'"
     if engine.required:
         raise GenerationError(reason)
-    gc.collect()  # frees the memory of the failed load
-    torch.cuda.empty_cache()
-    model, tokenizer = load()
-    notes_of(model).why_not_shared = reason
-    return model, tokenizer
+    if loaded is None:
+        gc.collect()  # frees the memory of the failed load
+        torch.cuda.empty_cache()
+        loaded = load()
+    notes_of(loaded[0]).why_not_shared = reason
+    return loaded
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:

@@ -52,8 +52,9 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
         ModelError: The config of a model cannot be read.
     """
     name = beside(config.model.name, base)
+    trusts = config.model.trust_remote_code
     return Facts(
-        shape=_shape(name, trust_remote_code=config.model.trust_remote_code),
+        shape=_shape(name, revision=config.model.revision, trust_remote_code=trusts),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,

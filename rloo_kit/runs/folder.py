@@ -204,7 +204,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
     with recorder.writing(RUN_FILE):
-        write_run_file(folder, job.absolute)
+        write_run_file(folder, job.config)
         write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
 

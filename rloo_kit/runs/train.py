@@ -91,7 +91,7 @@ def train(
         if past is not None:
             if is_first():
                 held.enter_context(lock_folder(past))
-            check_same_settings(past, job.absolute)
+            check_same_settings(past, job.config)
             if steps := finished_steps(past, config.trainer):
                 say(
                     f"the run in {past} has finished its {steps} steps; for more raise "

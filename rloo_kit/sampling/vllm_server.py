@@ -24,13 +24,15 @@ from anyio.from_thread import start_blocking_portal
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.engine_memory import MAX_SEQUENCES, reserved_rank
-from rloo_kit.models.loading import PREQUANTIZED
 from rloo_kit.sampling.engine import AdapterFolder, Generations, Sampling, active_adapter
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
 
 if TYPE_CHECKING:
     import torch
+
+# Marks in the names of models whose weights are already quantised
+PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
 @dataclass(frozen=True)

@@ -586,14 +586,18 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
         others: Further arguments of the trainer; those that were used here are removed.
     """
     model = parts["model"]
+    is_name = isinstance(model, str)
     if parts["processing_class"] is None:  # as TRL does, but in time for the rewards
-        name = model if isinstance(model, str) else model.config.name_or_path
+        loaded = None if is_name else notes_of(model).processor  # by `load_model`
+        name = model if is_name else model.config.name_or_path
         sides = {"padding_side": "left", "truncation_side": "left"}
-        parts["processing_class"] = AutoProcessor.from_pretrained(name, **sides, **_source(args))
+        parts["processing_class"] = loaded or AutoProcessor.from_pretrained(
+            name, **sides, **_source(args)
+        )
     follow_model(args, model, parts["processing_class"], others.get("peft_config"))
     if not RLOOTrainer.__module__.startswith("trl."):
         set_seed(args.seed)  # PEFT initialises an adapter randomly
-        if isinstance(model, str):
+        if is_name:
             given = cast(Any, args.model_init_kwargs) or {}
             how = {"trust_remote_code": args.trust_remote_code, **given}
             if quantization := others.pop("quantization_config", None):
@@ -608,7 +612,7 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
 def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
     """Return the arguments that say which files of the policy to load."""
     return {
-        "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
+        "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision"),
         "trust_remote_code": args.trust_remote_code,
     }
 

@@ -1,5 +1,6 @@
 """``unsloth:`` and ``vllm:`` of a run file: obeyed, or one sentence."""
 
+import inspect
 from dataclasses import replace
 from unittest import mock
 
@@ -27,6 +28,12 @@ def test_a_key_of_the_run_file_is_refused_under_its_other_name(table):
         section, _, name = place.partition(".")
         if name and section != "trainer":
             assert name in make_run_config({}).as_dict()[section]
+
+
+def test_arguments_of_load_model_are_refused():
+    for name in inspect.signature(rk.load_model).parameters.keys() - {"kwargs"}:
+        with pytest.raises(ConfigError, match=f"^unsloth.{name} is "):
+            make_run_config({"unsloth": {name: 1}})
 
 
 def test_what_the_kit_sets_itself_is_refused():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -365,10 +366,26 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
     assert found.model.name == found.without_adapter().model.name == name
 
 
+@pytest.mark.parametrize("backend", ["unsloth", "transformers"])
+def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, backend):
+    given = ("unsloth.rope_scaling={type: linear}", "unsloth.enforce_eager=true")
+    trained = find_trained(with_settings(run, tmp_path / "run", *given))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: Mock(backend=backend))
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(trained)
+    assert "enforce_eager" not in load.call_args.kwargs  # of an engine
+    assert ("rope_scaling" in load.call_args.kwargs) == (backend == "unsloth")
+
+
 def test_the_template_is_that_of_the_adapter_that_the_run_began_with(run, tmp_path):
     first = shutil.copytree(run / "adapter", tmp_path / "first")
     (first / "chat_template.jinja").write_text("{{ messages[0].content }} (as it was tuned)")
     folder = with_settings(run, tmp_path / "run", f"model.name={first}")
+    own = folder / "adapter" / "chat_template.jinja"
+    assert find_trained(folder).model.chat_template == str(own)
+    own.unlink()  # a checkpoint has none
     for model in (find_trained(first), find_trained(folder).without_adapter()):
         assert load_base(model).tokenizer.chat_template.endswith("(as it was tuned)")
     given = with_settings(folder, tmp_path / "given", "model.chat_template=mine.jinja")
@@ -525,10 +542,10 @@ def test_one_adapter_is_active_at_a_time_or_none(run, tmp_path, base):
     first, second = map(find_trained, copies)
     base.load(first)
     base.load(second)
-    names = {first: "default", first.without_adapter(): None, second: "adapter-1"}
-    for trained in (*names, first):
+    names = [(first, "default"), (first.without_adapter(), None), (second, "adapter-1")]
+    for trained, name in (*names, names[0]):
         with base.using(trained) as model:
-            assert active_adapter(model) == names[trained]
+            assert active_adapter(model) == name
 
 
 def test_models_own_repetition_penalty_is_not_used(base):

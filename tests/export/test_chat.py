@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection
 from rloo_kit.data.hub_tasks import SYSTEM
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.export.chat import chat, confirmed_python, printer
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware, why_not_vllm
+from rloo_kit.models.shape import TINY_THINKER
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -67,6 +70,26 @@ def test_chat_answers_as_the_model_and_its_base_do_and_remembers(run):
     assert twice != own + own
     both = talk(run, QUESTION, base=True)
     assert both.split() == ["polite:", *own, "base:", *of_base]
+
+
+def test_a_thought_that_was_cut_off_is_not_remembered(run, tmp_path, monkeypatch):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "run.yaml").write_text(RUN_FILE.replace("60", "4"))
+    prompts = Mock(wraps=prompt_ids)
+    monkeypatch.setattr("rloo_kit.export.chat.prompt_ids", prompts)
+    assert talk(folder, QUESTION, QUESTION).strip()
+    turns = [turn["content"] for turn in prompts.call_args.args[1]]
+    assert turns[:3] == [QUESTION, "", QUESTION]
+
+
+@pytest.mark.long
+def test_a_models_own_settings_of_sampling_do_not_apply(run, tmp_path):
+    base = shutil.copytree(TINY_THINKER, tmp_path / "base")
+    file = base / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 9.0}))
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "run.yaml").write_text(f"model: {{name: {base}}}\n{RUN_FILE}")
+    assert talk(folder, QUESTION).split() == greedy(find_trained(folder)).split()
 
 
 def test_conversation_that_is_too_long_is_refused(run):
@@ -166,12 +189,13 @@ def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(
     assert given["--gpu-memory-utilization"] == "0.690"
     assert given["--quantization"] == "bitsandbytes"
     assert "--quantization" not in server_command("tiny-thinker")
-    packed = tmp_path / "toy-bnb-4bit"  # vLLM reads its own bits from its config
-    packed.mkdir()
-    (packed / "config.json").write_text("{}")
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run/run.yaml").write_text(f"model: {{name: {packed}}}\n")
-    assert "--quantization" not in server_command(tmp_path / "run")
+    base = tmp_path / "of-a-bnb-4bit" / "toy"  # the name of another folder says nothing
+    base.mkdir(parents=True)
+    (tmp_path / "run/run.yaml").write_text(f"model: {{name: {base}}}\n")
+    for config in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+        (base / "config.json").write_text(json.dumps(config))  # where vLLM reads the bits
+        assert ("--quantization" in server_command(tmp_path / "run")) == (not config)
 
 
 def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
@@ -181,7 +205,10 @@ def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
         "trainer: {chat_template_kwargs: {tone: polite}}\n"
     )
     given = dict(itertools.pairwise(server_command(folder)))
-    assert given["--chat-template"] == "mine.jinja"
+    trained_with = folder / "adapter" / "chat_template.jinja"
+    assert given["--chat-template"] == str(trained_with)
+    trained_with.unlink()  # as in a checkpoint
+    assert "mine.jinja" in server_command(folder)
     settings = json.loads(given["--default-chat-template-kwargs"])
     assert settings == {"tone": "polite", "enable_thinking": False}
     assert not {"--chat-template", "--default-chat-template-kwargs"} & {*server_command(run)}

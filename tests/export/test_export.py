@@ -96,6 +96,18 @@ def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     assert said == [f"adapter written to {folder}"]
 
 
+@pytest.mark.long
+def test_adapter_keeps_its_processor_and_its_code(run, tmp_path):
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    others = ("preprocessor_config.json", "processor_config.json", "own.py")
+    for name in others:
+        (adapter / name).write_text("{}")
+    folder, *_ = export(adapter, "adapter", tmp_path / "a")
+    assert {*others} <= {file.name for file in folder.iterdir()}
+    folder, *_ = export(adapter, "merged", tmp_path / "m", check=False)
+    assert {*others[:2]} <= {file.name for file in folder.iterdir()}
+
+
 def test_adapter_without_weights_is_refused(run, tmp_path):
     (tmp_path / "half").mkdir()
     shutil.copy(run / "adapter" / "adapter_config.json", tmp_path / "half")
@@ -169,6 +181,22 @@ def test_tokenizer_with_its_own_code_is_exported_if_the_run_trusts_it(run, tmp_p
     file.with_name("own.py").write_text(code)
     folder, *_ = export(run, "merged", tmp_path / "m", check=False)
     assert (folder / "own.py").read_text() == code
+
+
+@pytest.mark.long
+def test_export_without_its_chat_template_is_removed(run, tmp_path, monkeypatch):
+    def merge(export, folder):
+        found = exporter_merge(export, folder)
+        (folder / "chat_template.jinja").unlink()
+        return found
+
+    exporter_merge = exporter._Export._merge
+    monkeypatch.setattr(exporter._Export, "_merge", merge)
+    with pytest.raises(ModelError, match="the export has lost its chat template"):
+        export(run / "adapter", "merged", tmp_path / "m")
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")  # which names its template
+    with pytest.raises(ModelError, match="the export has lost its chat template"):
+        export(adapter, "merged", tmp_path / "m")
 
 
 @pytest.mark.long
@@ -418,6 +446,18 @@ def test_card_is_read_by_the_hubs_own_classes(run, tmp_path):
     assert str(run) not in text
 
 
+def test_a_checkpoint_is_exported_with_the_template_of_its_run(run, tmp_path):
+    template = "{{ messages[0].content }} (as it was trained)"
+    (tmp_path / "mine.jinja").write_text(template)
+    setting = f"{{chat_template: {tmp_path}/mine.jinja, name"
+    (tmp_path / "run/checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run/run.yaml").write_text(RUN_FILE.replace("{name", setting))
+    for file in (run / "adapter").glob("adapter_*"):
+        shutil.copy(file, tmp_path / "run/checkpoint-1")
+    folder, *_ = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "a")
+    assert load_tokenizer(folder).chat_template == template
+
+
 def test_title_has_the_whole_name_of_the_base(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "mine")
     (run / "run.yaml").write_text(RUN_FILE.replace("tiny-thinker", "Qwen/Qwen3-0.6B"))
@@ -513,6 +553,7 @@ def test_hub_names_differ_from_paths():
         (["--to", "hub", "--repo", "me/mine", "--dtype", "f16"], "leave out --dtype"),
         (["--to", "merged", "--converter", "x"], "leave --converter out"),
         (["--to", "adapter", "--no-check"], "--no-check and --prompts"),
+        (["--to", "adapter", "--base", "dequantized"], "leave out --dtype, --base dequantized"),
         (["--to", "hub", "--repo", "me/mine", "--prompts", "3"], "--no-check and --prompts"),
         (["--to", "merged", "--repo", "mine"], "give --repo OWNER/NAME"),
         (["--to", "merged", "--public"], "give --repo OWNER/NAME"),

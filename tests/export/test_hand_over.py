@@ -11,9 +11,13 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import yaml
+from PIL import Image
 
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import RunConfig
+from rloo_kit.errors import RewardLoadError
 from rloo_kit.export.hand_over import hand_over
+from rloo_kit.export.verl_settings import ASSETS
 from rloo_kit.job import PreparedJob, read_config
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -101,6 +105,18 @@ def test_every_setting_of_the_run_file_is_in_the_table(folder, run_file):
     assert "@" not in text
 
 
+def test_the_table_knows_every_setting_of_model_data_and_thoughts():
+    table = yaml.safe_load((ASSETS / "settings.yaml").read_text())
+    known = {
+        *table["in_files"],
+        *table["lost"],
+        *(n for one in table["carried"] for n in one["run"]),
+    }
+    content = RunConfig().as_dict()
+    names = {f"{part}.{name}" for part in ("model", "data", "thinking") for name in content[part]}
+    assert names - known == set()
+
+
 def test_settings_become_those_of_verl(folder):
     verl = yaml.safe_load((folder / "verl.yaml").read_text())
     actor = verl["actor_rollout_ref"]["actor"]
@@ -163,6 +179,25 @@ def test_secrets_are_masked_and_the_script_is_bash(tmp_path):
     assert len(files) > 8
     assert not [one for one in files if key.encode() in one.read_bytes()]
     subprocess.run(["bash", "-n", tmp_path / "made/run.sh"], check=True)
+
+
+def test_prompts_with_images_are_refused_and_a_failure_leaves_no_folder(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (28, 28)).save("image.png")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "what?", "answer": "1", "image": "image.png"}')
+    (tmp_path / "run.yaml").write_text("data: {prompts: p.jsonl, held_out: 0}")
+    words = ["--to", "verl", "--output", "made"]
+    assert main(["hand-over", "run.yaml", *words]) == 2
+    assert "but these have images" in capsys.readouterr().err
+
+    def fail(*_):
+        raise RewardLoadError("no")
+
+    monkeypatch.setattr("rloo_kit.export.hand_over._write_rewards", fail)
+    assert main(["hand-over", "quickstart", *words]) == 2
+    assert {one.name for one in tmp_path.iterdir()} == {"image.png", "p.jsonl", "run.yaml"}
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
+from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.export.exporter import export_model
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.planning.planner import make_plan
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
@@ -70,6 +72,8 @@ def test_the_revision_of_a_base_is_evaluated_and_exported(cache, tmp_path, monke
     for run, name in (("first", "some-org/thinker, revision: v1"), ("second", str(bare))):
         shutil.copytree(bare, tmp_path / run / "adapter")
         (tmp_path / run / "run.yaml").write_text(f"model: {{name: {name}}}")
+    plan = make_plan(read_config(tmp_path / "first", ())[0])
+    assert plan.facts.shape.source == "its config on the hub"
     for place in (bare, tmp_path / "first", tmp_path / "second"):
         rk.evaluate_models([place], num_prompts=1, num_samples=0, base=False, say=str)
         export_model(place, output=place / "out", num_prompts=1, say=str)
@@ -120,3 +124,20 @@ def test_a_template_beside_the_run_file_is_that_of_the_run_and_of_its_adapter(
     (tmp_path / "mine.jinja").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         rk.load_model("tiny-thinker", chat_template=saved["model"]["chat_template"])
+    base = load_base(find_trained(tmp_path / "run"))  # the adapter has the template
+    assert base.tokenizer.chat_template == TEMPLATE
+    (adapter / "chat_template.jinja").rename(tmp_path / "mine.jinja")
+    assert find_trained(tmp_path / "run").model.chat_template == str(tmp_path / "mine.jinja")
+
+
+def test_a_trainer_without_a_tokenizer_takes_the_one_that_was_loaded(tmp_path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(TEMPLATE)
+    model, tokenizer = rk.load_model("tiny-thinker", chat_template=file)
+    trainer = rk.LeaveOneOutTrainer(
+        model=rk.attach_lora(model, r=2),
+        reward_funcs="length",
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
+        args=rk.LeaveOneOutConfig(str(tmp_path), per_device_train_batch_size=8, doctor=False),
+    )
+    assert trainer.processing_class is tokenizer

@@ -9,10 +9,11 @@ import pytest
 import torch
 from huggingface_hub import errors
 from rloo_kit.rewards import end_of_thinking_id
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
+from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.text.chat_templates import end_of_turn_id
 
@@ -44,6 +45,24 @@ def test_a_folder_of_other_files_is_not_replaced(tmp_path):
     with pytest.raises(rk.ModelError, match="give a new folder"):
         rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_adapter_is_written_to_the_home_folder_or_the_error_is_one_sentence(
+    tmp_path, monkeypatch
+):
+    def full(*_, **__):
+        raise SafetensorError("No space left on device")
+
+    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
+    policy = rk.attach_lora(model, r=2)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rk.save_adapter(policy, tokenizer, "~/adapter") == tmp_path / "adapter"
+    assert find_trained("~/adapter").adapter == tmp_path / "adapter"
+    monkeypatch.setattr("peft.peft_model.safe_save_file", full)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "new", tmp_path / "file"):
+        with pytest.raises(rk.ModelError, match="the adapter cannot be written to"):
+            rk.save_adapter(policy, tokenizer, folder)
 
 
 # --- names ---------------------------------------------------------------------------------------
