@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 from trl.data_utils import prepare_multimodal_messages
 
+from rloo_kit.checkpoints.state import random_states, set_random_states
 from rloo_kit.machine.lm_head import PlainTorchLogProb
 from rloo_kit.rloo.advantages import weighted_sum
 from rloo_kit.rloo.batching import TokenRows
@@ -181,14 +182,15 @@ class TrlStep(RLOOTrainer):
         generations = self.num_generations_eval
         self.model.eval()
         self.num_generations_eval = 1
+        states = random_states()  # not `fork_rng`, which makes a CUDA context on every GPU
+        torch.manual_seed(seed + index)
         try:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + index)
-                parts = [
-                    self._generate(with_images(mine[at : at + size]))
-                    for at in range(0, len(mine), size)
-                ]
+            parts = [
+                self._generate(with_images(mine[at : at + size]))
+                for at in range(0, len(mine), size)
+            ]
         finally:
+            set_random_states(states)
             self.num_generations_eval = generations
             self.model.train(was_training)
             self._metrics["eval"].clear()
