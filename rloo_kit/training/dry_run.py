@@ -9,7 +9,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.rollout import Rollout, ScoredBatch
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, SMALLEST_BUDGET
 from rloo_kit.sampling.decoding import as_learned
 from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -223,8 +223,9 @@ class WorstCase:
             rewards=scores.unsqueeze(1),
             scores=scores,
         )
-        plain = replace(self.args.shaping, reward_clip_range=None, normalize_reward=None)
-        return Rollout.scored(scored, group, plain)
+        # not the other settings: with them, such scores might give no advantage
+        shaping = Shaping(beta=self.args.beta, token_level_kl=self.args.token_level_kl)
+        return Rollout.scored(scored, group, shaping)
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:

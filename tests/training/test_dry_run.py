@@ -11,6 +11,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.rloo.token_budget import SMALLEST_BUDGET
 from rloo_kit.training.dry_run import largest_passes
 from rloo_kit.training.policy import Policy
@@ -142,6 +143,14 @@ def test_it_runs_the_longest_prompt_and_completion(trainer):
     learned = [tuple(shape) for recorded, *shape in passes if recorded]
     assert learned == largest_passes(8, width, 150)
     assert len(learned) == 2
+
+
+def test_it_learns_with_a_baseline_that_finds_no_advantage_in_its_scores(trainer, monkeypatch):
+    monkeypatch.setitem(BASELINES, "none", torch.zeros_like)
+    vars(trainer.args).update(beta=0.0, baseline="none")
+    passes = watched(trainer)
+    trainer.dry_run()
+    assert passes
 
 
 @pytest.mark.parametrize("budget", [500, 10_000, 16_384])
