@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-
-from transformers import AutoConfig
+from typing import Any
 
 from rloo_kit.config.settings import OF_KIT_STEP, OF_TRL_STEP
 from rloo_kit.errors import ConfigError
@@ -116,7 +115,7 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
         args.use_vllm = False  # the kit samples
 
 
-def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
+def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float:
     """Set up the load-balancing loss of a mixture of experts, and return its coefficient.
 
     The coefficient is ``args.router_aux_loss_coef`` if that is set. If it is unset and the router
@@ -126,12 +125,10 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
 
     Args:
         args: Settings of the training, changed in place.
-        model: The policy, in whose config ``output_router_logits`` is turned off. A name or path
-            counts as a model whose router is trained.
+        model: The policy. A name or path counts as a model whose router is trained.
+        config: The config of the policy, in which ``output_router_logits`` is turned off.
     """
     whole = isinstance(model, str)
-    remote = args.trust_remote_code
-    config = AutoConfig.from_pretrained(model, trust_remote_code=remote) if whole else model.config
     config = config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         return args.router_aux_loss_coef or 0.0

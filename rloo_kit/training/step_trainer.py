@@ -29,7 +29,7 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.objective import LOSSES
+from rloo_kit.rloo.objective import LOSSES, RunningMoments
 from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step, all_rows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
@@ -107,6 +107,18 @@ class StepTrainer(ResumableTrainer, TrlStep):
             after_scoring=self.dynamic_sampling.after_scoring,
             overlap=not args.dynamic_sampling,
         )
+
+    def _restart(self) -> None:
+        """Forget the state of an earlier training."""
+        self.step_log.restart()
+        if not self.by_trl:
+            self.collected = []
+            self.sampler.is_synced = False
+            self.rloo.waiting = []
+            self.rloo.moments = RunningMoments()
+            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
+            if self.in_flight:
+                self.in_flight.restart()
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
         """Warn about rows and reward functions without scores; pass the batch to the callbacks.

@@ -6,11 +6,12 @@ module overrides the hooks of TRL's and transformers' trainers. docs/explanation
 which passes are saved, and why the gradient is exact.
 """
 
+import contextlib
 import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,6 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.loading import keep_trainable_layout, set_padding
 from rloo_kit.models.notes import notes_of
-from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.sampling.choice import check_engine, check_partial, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
@@ -145,22 +145,21 @@ class LeaveOneOutTrainer(StepTrainer):
         policy = _prepare_policy(parts, args, others)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
         specs = parts.pop("reward_funcs") or []
-        rewards = _load_weighted(specs, self.pool, args, parts["processing_class"])
-        rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
+        rewards = with_tokenizers(
+            _load_weighted(specs, self.pool, args, parts["processing_class"]),
+            others.get("reward_processing_classes"),
+        )
         drop_old_reference(policy)
         adapter = adapter_values(policy)
-        with precision_as_asked(args), without_engine(policy):
+        callbacks = [Boundary(self), *(callbacks or []), *self._views(args, policy)]
+        with precision_as_asked(args), without_engine(policy), _own_beta(args, reference):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[
-                    Boundary(self),
-                    *(callbacks or []),
-                    *self._views(args, policy),
-                ],
+                callbacks=callbacks,
                 **parts,
                 **others,
             )
@@ -199,13 +198,10 @@ class LeaveOneOutTrainer(StepTrainer):
                 "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
-        limits = [args.vllm_max_model_length]
-        if isinstance(model, str):  # TRL loads it later, with these arguments
-            config = AutoConfig.from_pretrained(model, **_source(args))
-        else:
-            config = model.config
+        config = _model_config(model, args).get_text_config()
+        limits = [args.vllm_max_model_length, getattr(config, "max_position_embeddings", None)]
+        if not isinstance(model, str):
             limits.append(notes_of(model).max_seq_length)
-        limits.append(getattr(config, "max_position_embeddings", None))
         longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
         if loop and loop.environments:
@@ -245,10 +241,11 @@ class LeaveOneOutTrainer(StepTrainer):
             check_images(parts["train_dataset"], parts["processing_class"])
         if args.ddp_find_unused_parameters is None and not images:
             args.ddp_find_unused_parameters = False  # every pass uses every adapter
+        model = parts["model"]
         choice = choose_step(
             args,
             images=images,
-            router_loss=set_router_loss(args, parts["model"]),
+            router_loss=set_router_loss(args, model, _model_config(model, args)),
             overridden=[
                 name
                 for name in TRL_METHODS
@@ -269,6 +266,7 @@ class LeaveOneOutTrainer(StepTrainer):
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
         if reference is not None:  # prepare it like a reference that TRL has loaded
+            self.beta = self.args.beta
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
@@ -365,15 +363,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.has_own_optimizer = self.optimizer is not None
         if not self.has_own_optimizer:  # each training makes one, with its own learning rate
             self.optimizer = None
-        self.step_log.restart()
-        if not self.by_trl:
-            self.collected = []
-            self.sampler.is_synced = False
-            self.rloo.waiting = []
-            self.rloo.moments = RunningMoments()
-            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
-            if self.in_flight:
-                self.in_flight.restart()
+        self._restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
@@ -382,6 +372,8 @@ class LeaveOneOutTrainer(StepTrainer):
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):
                     close()
+            if not self.by_trl:  # `load_best_model_at_end` may have changed the weights
+                self.sampler.is_synced = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the trainer's state, for a checkpoint."""
@@ -552,28 +544,44 @@ def _own_reference(
         ConfigError: ``ref_policy`` is not a model or would have no effect, or TRL could not load
             the reference that ``beta`` needs.
     """
-    if ref_policy is None:
-        is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
-        if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
+    if ref_policy is not None:
+        if not isinstance(ref_policy, torch.nn.Module):
+            kind = type(ref_policy).__name__
+            raise ConfigError(f"ref_policy is a {kind}, must be a loaded model")
+        if not args.beta or args.sync_ref_model:
             raise ConfigError(
-                "beta needs a reference, but the model has no name or folder from which TRL could "
-                "load it again: train an adapter (attach_lora), give ref_policy, or set beta to 0"
+                "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
             )
-        return None
-    if not isinstance(ref_policy, torch.nn.Module):
-        raise ConfigError(f"ref_policy is a {type(ref_policy).__name__}, must be a loaded model")
-    if not args.beta or args.sync_ref_model:
+        trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
+        is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
+        if is_model:
+            text = "ref_policy is the policy itself, so the reference is the policy before training"
+        else:
+            text = "ref_policy needs memory of its own: leave it out if it equals the base model"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+        if not is_model:
+            return ref_policy
+    is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
+    if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
         raise ConfigError(
-            "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
+            "beta needs a reference, but the model has no name or folder from which TRL could "
+            "load it again: train an adapter (attach_lora), give another model as ref_policy, or "
+            "set beta to 0"
         )
-    trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
-    is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
-    if is_model:
-        text = "ref_policy is the policy itself, so the reference is the policy before training"
-    else:
-        text = "ref_policy needs memory of its own: leave it out if it equals the base model"
-    warnings.warn(text, FutureWarning, stacklevel=3)
-    return None if is_model else ref_policy
+    return None
+
+
+@contextlib.contextmanager
+def _own_beta(args: LeaveOneOutConfig, reference: Any) -> Iterator[None]:
+    """Hide ``beta`` from TRL during a ``with`` block if the caller gave a reference model.
+
+    Otherwise TRL would load a reference of its own by the policy's name, and keep it in memory.
+    """
+    beta = args.beta
+    if reference is not None:
+        args.beta = 0.0
+    yield
+    args.beta = beta
 
 
 def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict[str, Any]) -> Any:
@@ -613,6 +621,13 @@ def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
         "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision") or "main",
         "trust_remote_code": args.trust_remote_code,
     }
+
+
+def _model_config(model: Any, args: LeaveOneOutConfig) -> Any:
+    """Return the config of the policy; if ``model`` is a name, as TRL will load it."""
+    if isinstance(model, str):
+        return AutoConfig.from_pretrained(model, **_source(args))
+    return model.config
 
 
 def follow_model(
