@@ -137,7 +137,7 @@ class LeaveOneOutTrainer(StepTrainer):
         args = copy.copy(asked)  # the caller's stays as it is
         policy: Any = parts["model"]
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others.pop("ref_policy", None), policy, args)
+        reference = _own_reference(others, policy, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
@@ -536,14 +536,20 @@ def _translate_parts(
 
 
 def _own_reference(
-    ref_policy: object, model: Model, args: LeaveOneOutConfig
+    others: dict[str, Any], model: Model, args: LeaveOneOutConfig
 ) -> torch.nn.Module | None:
     """Return the caller's reference model; None if the reference is the policy before training.
+
+    Args:
+        others: Further arguments of the trainer; ``ref_policy`` is removed.
+        model: The policy, or its name.
+        args: Settings of the training.
 
     Raises:
         ConfigError: ``ref_policy`` is not a model or would have no effect, or TRL could not load
             the reference that ``beta`` needs.
     """
+    ref_policy = others.pop("ref_policy", None)
     if ref_policy is not None:
         if not isinstance(ref_policy, torch.nn.Module):
             kind = type(ref_policy).__name__
@@ -561,7 +567,8 @@ def _own_reference(
         warnings.warn(text, FutureWarning, stacklevel=3)
         if not is_model:
             return ref_policy
-    is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
+    has_adapter = others.get("peft_config") or hasattr(model, "peft_config")
+    is_whole = isinstance(model, torch.nn.Module) and not has_adapter
     if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
         raise ConfigError(
             "beta needs a reference, but the model has no name or folder from which TRL could "

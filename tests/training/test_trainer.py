@@ -182,6 +182,12 @@ def test_a_model_without_a_name_has_no_reference(legacy_trainer, other_weights):
         legacy_trainer(None, other_weights)
 
 
+def test_the_base_is_the_reference_of_an_adapter_that_trl_makes(new_trainer, other_weights):
+    other_weights.config._name_or_path = ""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert new_trainer(model=other_weights, peft_config=lora).args.beta > 0
+
+
 def test_a_model_without_a_name_takes_the_reference_that_is_given(legacy_trainer, other_weights):
     whole = AutoModelForCausalLM.from_pretrained(TINY_THINKER, dtype=torch.float32)
     whole.config._name_or_path = ""  # TRL would load its own reference by this name
