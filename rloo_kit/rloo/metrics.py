@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
-from rloo_kit.rloo.objective import Surrogate
-from rloo_kit.rloo.rollout import Rollout, is_token_level
+from rloo_kit.rloo.rollout import Rollout
 
 # --- a rollout -----------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
     sampled = rollout.sampled
     size = rollout.num_generations
     rewards = rollout.scores
-    if not is_token_level(rollout.shaping):
+    if not rollout.shaping.is_token_level:
         rewards = rewards - rollout.shaping.beta * rollout.kl
     columns = {
         "score": rollout.scores,
@@ -154,12 +153,12 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     beta = rollout.shaping.beta
     rows = rollout.learnable
     kl = rollout.kl
-    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
+    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum()
     sequence = _mean(kl[rows])
     per_token = float(kl.sum() / tokens)
     from_scores = rollout.score_advantages[rows]
     penalty = kl
-    if not is_token_level(rollout.shaping):  # the baseline is also subtracted from the KL
+    if not rollout.shaping.is_token_level:  # the baseline is also subtracted from the KL
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
     from_kl = beta * penalty[rows]
@@ -186,7 +185,7 @@ def _numbers(values: Tensor) -> list[float | None]:
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
-NO_ROWS = torch.zeros(3, 0)
+NOTHING = torch.zeros(3, 0)
 
 
 @dataclass
@@ -204,49 +203,10 @@ class Tally:
     reference_rows: int = 0  # rows with a pass of the reference
     entropy: float = 0.0  # sum over the completion tokens
     squared_log_ratio: float = 0.0  # sum over the completion tokens
-    # Importance weights of `rollout_correction`: their number, sum and sum of squares, and how many
-    # reached the cap
-    corrections: int = 0
-    correction: float = 0.0
-    squared_correction: float = 0.0
-    capped: int = 0
+    corrections: Tensor = NOTHING[0]  # importance weights of `rollout_correction`
+    capped: int = 0  # how many of them reached the cap
     # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
-    of_rows: Tensor = NO_ROWS
-
-    def count_actions(
-        self,
-        objective: Surrogate,
-        mask: Tensor,
-        moved: Tensor,
-        entropies: Tensor | None,
-    ) -> None:
-        """Add the ratios and the clipped fractions of the N rows of a micro-batch, and token sums.
-
-        Args:
-            objective: The losses of the rows.
-            mask: ``(N, C)``, with C the length of the longest completion; True on completion
-                tokens.
-            moved: ``(N, C)`` log-ratios: the log-probability of each token minus the old one.
-            entropies: ``(N, C)`` entropies at each token; None if they were not computed.
-        """
-        self.completion_tokens += int(mask.sum())
-        self.squared_log_ratio += float((moved.square() * mask).sum())
-        if entropies is not None:
-            self.entropy += float((entropies * mask).sum())
-        new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
-        self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
-
-    def count_correction(self, factors: Tensor, cap: float) -> None:
-        """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
-
-        Args:
-            factors: The weights, a tensor of any shape.
-            cap: The largest possible weight.
-        """
-        self.corrections += factors.numel()
-        self.correction += float(factors.sum())
-        self.squared_correction += float(factors.square().sum())
-        self.capped += int((factors >= cap * (1 - 1e-6)).sum())
+    of_rows: Tensor = NOTHING
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, by name.
@@ -280,10 +240,12 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
-        number, total, squares = len(ratios), float(ratios.sum()), float(ratios.square().sum())
-        if self.corrections:
-            number, total, squares = self.corrections, self.correction, self.squared_correction
-            found["sampling/correction_mean"] = total / number
-            found["sampling/correction_capped"] = self.capped / number
-        found["effective_sample_size"] = total**2 / (number * squares) if squares else 0.0
+        weights = ratios
+        if len(self.corrections):
+            weights = self.corrections
+            found["sampling/correction_mean"] = float(weights.mean())
+            found["sampling/correction_capped"] = self.capped / len(weights)
+        total, squares = float(weights.sum()), float(weights.square().sum())
+        share = total**2 / (len(weights) * squares) if squares else 0.0
+        found["effective_sample_size"] = share
         return found

@@ -39,6 +39,11 @@ class Shaping:
     combine: str = "sum"  # or `normalize_then_sum`
     rollout_correction: str | None = None  # `sequence` or `token`
 
+    @property
+    def is_token_level(self) -> bool:
+        """True if each token has its own advantage: with the token-level KL, if beta is not 0."""
+        return self.token_level_kl and self.beta != 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
@@ -205,7 +210,7 @@ class Rollout:
             completion_mask=mask,
             old_log_probs=old,
             reference_log_probs=empty,
-            advantages=empty if is_token_level(shaping) else empty[:, :1],
+            advantages=empty if shaping.is_token_level else empty[:, :1],
             settled=torch.zeros(len(scores) // num_generations, dtype=torch.bool, device=device),
             sampler_log_probs=sampler_log_probs,
             from_earlier=from_earlier,
@@ -280,7 +285,7 @@ class Rollout:
     @property
     def row_advantages(self) -> Tensor:
         """Advantage of each row; with the token-level KL, the mean over its tokens."""
-        if not is_token_level(self.shaping):
+        if not self.shaping.is_token_level:
             return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
@@ -317,6 +322,8 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
+        Advantages that are final already do not change.
+
         The sequence-level KL is subtracted from the scores first, and the leave-one-out baseline is
         computed from the differences. If ``shaping.baseline`` names another baseline, it is used
         for the scores only, and the KL keeps the leave-one-out baseline, so that a group does not
@@ -328,8 +335,9 @@ class Rollout:
         shaping = self.shaping
         final = torch.zeros_like(self.settled)  # (P,)
         final[slice(None) if groups is None else groups] = True
+        final &= ~self.settled
         counts = self.comparable.unsqueeze(1)  # (B, 1)
-        if is_token_level(shaping):
+        if shaping.is_token_level:
             counts = counts & self.completion_mask  # (B, T)
             advantages = subtract_kl_to_go(self.score_advantages, self.token_kl, shaping.beta)
         elif shaping.beta:
@@ -369,14 +377,6 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     in_parts = len(first_step) < len(rollout) or shaping.normalize_advantages
     needs_all = shaping.beta and in_parts
     return [row for row in rollout.learnable_rows if needs_all or row not in first_step]
-
-
-def is_token_level(shaping: Shaping) -> bool:
-    """Return True if each token has its own advantage.
-
-    This is so if the token-level KL is on and beta is not 0.
-    """
-    return shaping.token_level_kl and shaping.beta != 0
 
 
 def _fields_of(value: Any) -> Any:
