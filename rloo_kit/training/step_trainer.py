@@ -190,13 +190,6 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _make_in_flight(self) -> InFlight:
         args = self.args
         batch = batch_plan(vars(args))
-        thought = self.sampler.thought
-
-        def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
-            if not ids:  # it is still waiting for a free slot of the engine
-                return False
-            is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
-            return is_over or bool(thought and thought.exceeds(prompt_ids, ids))
 
         def order() -> Iterator[int]:
             each_once = RepeatSampler(
@@ -213,15 +206,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
         return InFlight(
             completer=self.completer,
-            grow=self.sampler.grow,
-            has_ended=has_ended,
+            sampler=self.sampler,
             order=order,
             dataset=lambda: self.train_dataset,
             num_generations=batch.num_generations,
             num_groups=batch.in_flight // batch.num_generations,
             max_age=args.max_rollout_age,
             num_wanted=num_wanted,
-            pieces=self.sampler.pieces,
         )
 
     @functools.cached_property
@@ -301,7 +292,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if not self.by_trl and self._worst_case(**how).is_wanted():
+        if not self.by_trl and WorstCase(self, **how).is_wanted():
             say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
@@ -313,26 +304,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        found = self._worst_case(**how).run()
+        found = WorstCase(self, **how).run()
         self.dry_run_done = True
         return found
-
-    def _worst_case(self, **how: Any) -> WorstCase:
-        def new_optimizer() -> Any:
-            optimizer = self.create_optimizer()
-            self.optimizer = None  # the training makes its own
-            return optimizer
-
-        return WorstCase(
-            args=self.args,
-            model=self.model,
-            policy=self.policy,
-            learner=self.learner,
-            tokenizer=self.tokenizer,
-            dataset=self.train_dataset,
-            make_optimizer=new_optimizer if self.optimizer is None else None,
-            **how,
-        )
 
     def _generate_single_turn(
         self, prompt_ids: TokenIds, images: object, multimodal_fields: object

@@ -13,7 +13,7 @@ from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
 from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.rloo.token_budget import SMALLEST_BUDGET
-from rloo_kit.training.dry_run import largest_passes
+from rloo_kit.training.dry_run import WorstCase, largest_passes
 from rloo_kit.training.policy import Policy
 
 SHORT_RUN = [
@@ -225,7 +225,7 @@ def test_run_without_memory_ends_before_step_one(tmp_path, monkeypatch, capsys):
 def test_on_a_cpu_it_is_made_only_on_request(trainer):
     for asked in (None, False, True):
         trainer.args.dry_run = asked
-        assert trainer._worst_case().is_wanted() is (asked is True)
+        assert WorstCase(trainer).is_wanted() is (asked is True)
 
 
 @pytest.fixture
@@ -245,10 +245,10 @@ def on_a_gpu(trainer, monkeypatch):
     ],
 )
 def test_on_a_gpu_small_batches_have_none(on_a_gpu, more, settings, expected):
-    case = on_a_gpu._worst_case()
+    case = WorstCase(on_a_gpu)
     width = len(case._longest_prompt()) + 24
-    on_a_gpu.learner.budget = 2 * width * case.args.generation_batch_size + more
-    vars(case.args).update(settings)
+    on_a_gpu.learner.budget = 2 * width * on_a_gpu.args.generation_batch_size + more
+    vars(on_a_gpu.args).update(settings)
     assert case.is_wanted() == expected
 
 
@@ -257,4 +257,4 @@ def test_the_smallest_budget_says_nothing_about_memory(on_a_gpu):
     on_a_gpu.args.max_completion_length = 1
     for budget, expected in ((SMALLEST_BUDGET, True), (SMALLEST_BUDGET + 1, False)):
         on_a_gpu.learner.budget = budget
-        assert on_a_gpu._worst_case().is_wanted() == expected
+        assert WorstCase(on_a_gpu).is_wanted() == expected
