@@ -227,7 +227,7 @@ class LeaveOneOutTrainer(StepTrainer):
         longest = asked.vllm_max_model_length
         if engine and longest and hasattr(self.train_dataset, "__len__"):
             remedy = "raise trainer.vllm_max_model_length to {}"
-            check_lengths(self.train_dataset, self.tokenizer, asked, longest, remedy=remedy)
+            check_lengths(self.train_dataset, self.tokenizer, self.args, longest, remedy=remedy)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
@@ -290,10 +290,11 @@ class LeaveOneOutTrainer(StepTrainer):
     def release(self) -> None:
         """Free the memory of models, rewards, engine and optimizer; a second call does nothing."""
         # Weights shared with vLLM must be freed before the engine: see VllmEngine.close.
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                release_model(model)
-        self._release_rewards()
+        for one in (self.model, self.ref_model, *self.reward_funcs):
+            if hasattr(one, "release"):
+                one.release()
+            elif hasattr(one, "parameters"):
+                release_model(one)
         if self.pool:
             self.pool.release()
         if self.engine:
@@ -310,13 +311,6 @@ class LeaveOneOutTrainer(StepTrainer):
             self._release_parts()
         self.invalidate_snapshot()
         self.accelerator.free_memory()
-
-    def _release_rewards(self) -> None:
-        for reward in self.reward_funcs:
-            if hasattr(reward, "release"):
-                reward.release()
-            elif hasattr(reward, "parameters"):
-                release_model(reward)
 
     def _release_parts(self) -> None:
         """Drop the references to tensors in the parts of the kit's step."""
@@ -652,7 +646,7 @@ def follow_model(
     Args:
         args: Settings of the training, changed in place.
         model: The policy, or its name if TRL will load it.
-        tokenizer: The tokenizer or processor; None if TRL will load it.
+        tokenizer: The tokenizer or processor.
         peft_config: TRL's argument of this name.
 
     Raises:
@@ -662,8 +656,7 @@ def follow_model(
         raise ConfigError(NO_SYNC)
     if isinstance(model, str):  # TRL loads it
         return
-    if tokenizer is not None:
-        set_padding(model, getattr(tokenizer, "tokenizer", tokenizer))
+    set_padding(model, getattr(tokenizer, "tokenizer", tokenizer))
     choice = notes_of(model).gradient_checkpointing
     of_unsloth = getattr(model, "_unsloth_gradient_checkpointing", None)
     if choice is not None and args.follows_model:

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import rloo_kit as rk
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.choice import thought_limit
@@ -27,6 +28,16 @@ TEXTS = Dataset.from_dict({"text": ["a"]})
 
 def odd_characters(completions, **_):
     return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
 
 
 def test_of_several_gpus_one_trains(config, monkeypatch):
@@ -249,15 +260,6 @@ def test_a_scheduled_weight_and_a_gate_in_training(new_trainer, config, step):
 
 
 def test_tools_end_at_the_length_of_a_model_whose_text_config_is_inside(config):
-    def add(a: int, b: int) -> int:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        return a + b
-
     shape = AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 77})
     tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER.parent / "tiny-caller")
     parts = {"model": SimpleNamespace(config=shape), "processing_class": tokenizer}
@@ -363,6 +365,19 @@ def test_prompts_that_the_engine_cannot_take_whole_are_refused(new_trainer, conf
     new_trainer(args)  # the model itself samples
     with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
         new_trainer(args, engine=SimpleNamespace())
+
+
+def test_the_tools_in_a_prompt_count_towards_what_the_engine_takes(new_trainer, config):
+    model, tokenizer = rk.load_model("tiny-caller", max_seq_length=512)
+    tokenizer.chat_template = "{{ tools }}" + tokenizer.chat_template
+    rows = rk.load_prompts("arithmetic", num_prompts=16)
+    longest = max(len(prompt_ids(tokenizer, prompt)) for prompt in rows["prompt"])
+    how = {"model": rk.attach_lora(model), "processing_class": tokenizer}
+    how["engine"] = SimpleNamespace()
+    args = config(vllm_max_model_length=longest + 24, step="kit")
+    new_trainer(args, **how)
+    with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
+        new_trainer(args, tools=[add], **how)
 
 
 def test_a_correction_of_the_models_own_samples_is_warned_of(new_trainer, config):
