@@ -66,8 +66,6 @@ class Learner:
         Returns:
             The rollout with these log-probabilities added.
         """
-        if not rows:
-            return rollout
         found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
         self.tally.old_rows += len(rows)
         return rollout.with_old(rows, found[rows])

@@ -104,7 +104,8 @@ class ScoredBatch(Completions):
         """Replace groups without signal by groups of ``other`` that have one; return a new batch.
 
         A group has a signal if its scores are not all equal. If ``other`` has too few groups with
-        a signal, the last groups without signal stay in the batch.
+        a signal, the last groups without signal stay in the batch. All tokens of ``other`` must
+        have been sampled for this batch.
         """
         size = num_generations
         num_groups = len(self.tokens) // num_generations
@@ -131,7 +132,7 @@ class ScoredBatch(Completions):
             for field in fields(TokenRows)
         ]
         now = [[0] * len(ids) for ids in other.tokens.completion_ids]
-        ages = picked(self.token_ages, other.token_ages or now)
+        ages = picked(self.token_ages, now)
         return replace(self, **columns, tokens=TokenRows(*tokens), token_ages=ages)
 
 
