@@ -231,20 +231,19 @@ class TokenRows:
         shared = self._shared_prompts(rows, pad_token_id, device) if share else None
         if share:
             prompts = [prompt[-1:] for prompt in prompts]
-        masks = [self.mask[row] for row in rows]
         pairs = zip(prompts, (self.completion_ids[row] for row in rows), strict=True)
         whole = [prompt + completion for prompt, completion in pairs]
-        labelled = [[False] * len(one) + mask for one, mask in zip(prompts, masks, strict=True)]
         ids = padded(whole, pad_token_id, multiple_of)
-        is_labelled = padded(labelled, multiple_of=multiple_of, dtype=torch.bool)
-        mask = padded(masks, dtype=torch.bool)
+        mask = padded([self.mask[row] for row in rows], dtype=torch.bool)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-        places = begin + torch.arange(mask.size(1))
+        places = (begin + torch.arange(mask.size(1))).clamp(max=ids.size(1) - 1)
+        # the maximum, because places after the end of a row may be the place of its last token
+        is_sampled = torch.zeros_like(ids).scatter_reduce(1, places, mask.long(), "amax")
         return MicroBatch(
             rows=torch.tensor(rows, dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=ids.masked_fill(~is_labelled, IGNORED).to(device),
-            places=places.clamp(max=ids.size(1) - 1).to(device),
+            labels=ids.masked_fill(is_sampled == 0, IGNORED).to(device),
+            places=places.to(device),
             completion_mask=mask.to(device),
             num_tokens=sum(map(len, whole)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
@@ -254,8 +253,8 @@ class TokenRows:
         self, rows: Sequence[int], pad_token_id: int, device: torch.device | str
     ) -> SharedPrompts:
         heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
-        place = {number: place for place, number in enumerate(heads)}
-        of_row = [place[self.prompt_numbers[row]] for row in rows]
+        numbers = [*heads]
+        of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
         return SharedPrompts(
             padded([*heads.values()], pad_token_id).to(device),
             torch.tensor([len(head) for head in heads.values()], device=device),

@@ -8,7 +8,7 @@ functions.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Shaping:
     beta: float = 0.0
     missing_eos_penalty: float | None = None
     reward_clip_range: tuple[float, float] | None = None
-    normalize_reward: str | None = None  # `batch` or `moving`
+    normalize_reward: bool | str | None = None  # `moving`; or `batch` or True
     normalize_advantages: bool = False
     token_level_kl: bool = False
     kl_estimator: str = "k1"
@@ -117,23 +117,20 @@ class ScoredBatch(Completions):
         rows = [group * size + place for group in groups for place in range(size)]
 
         def picked(mine: Any, others: Any) -> Any:
-            """Return a column of the new batch; None if one of the two batches lacks it."""
+            """Return a part of the new batch; None if one of the two batches lacks it."""
             if mine is None or others is None:
                 return None
+            if is_dataclass(mine):
+                names = [field.name for field in fields(mine) if field.name != "weights"]
+                parts = {n: picked(getattr(mine, n), getattr(others, n)) for n in names}
+                return replace(cast(Any, mine), **parts)
             if isinstance(mine, Tensor):
                 return torch.cat([mine, others])[rows]
             both = mine + others
             return [both[row] for row in rows]
 
-        names = ("prompts", "completions", "ended", "sampler_log_probs", "rewards", "scores")
-        columns = {name: picked(getattr(self, name), getattr(other, name)) for name in names}
-        tokens = [
-            picked(getattr(self.tokens, field.name), getattr(other.tokens, field.name))
-            for field in fields(TokenRows)
-        ]
         now = [[0] * len(ids) for ids in other.tokens.completion_ids]
-        ages = picked(self.token_ages, now)
-        return replace(self, **columns, tokens=TokenRows(*tokens), token_ages=ages)
+        return picked(self, replace(other, token_ages=now))
 
 
 @dataclass(frozen=True)

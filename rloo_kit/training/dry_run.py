@@ -183,12 +183,13 @@ class WorstCase:
             budget = learner.budget
             if args.beta or not batch.is_on_policy:
                 for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
-                    tokens = self._rollout(ids, number, longest).sampled.tokens
-                    numbers = list(range(number))
+                    rollout = self._rollout(ids, number, longest)
+                    numbers = [*range(number)]
                     if args.beta:
+                        tokens = rollout.sampled.tokens
                         trainer.policy.reference_log_probs(learner, tokens, numbers)
                     else:
-                        learner.log_probs(tokens, numbers, trainer.policy.run)
+                        learner.with_old(rollout, numbers)
             # a step that uses several rollouts learns from one at a time
             for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)

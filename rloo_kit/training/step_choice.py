@@ -67,7 +67,7 @@ def choose_step(
             f"{reason}: set trainer.step to auto, which uses TRL's step"
         )
     if args.step != "trl" and not reason:
-        _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
+        check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
         return StepChoice()
     reason = reason or "trainer.step is 'trl'"
     _check_settings(args, reason)
@@ -146,7 +146,7 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float
 def _check_settings(args: LeaveOneOutConfig, reason: str) -> None:
     """Raise ConfigError for settings that have no effect on TRL's step or do not work with it."""
     because = f"TRL's step is used because {reason}"
-    _check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
+    check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
     if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
         raise ConfigError(
             f"{because}, but on a CPU vLLM cannot load the "
@@ -159,13 +159,16 @@ def _check_settings(args: LeaveOneOutConfig, reason: str) -> None:
         )
 
 
-def _check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
-    """Raise ConfigError if a setting that has no effect does not have its default value.
+def check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
+    """Check that settings that have no effect have their default values.
 
     Args:
         args: Settings of the training.
         names: Names of the settings that have no effect.
         why: The reason, as the end of a clause that begins with "which".
+
+    Raises:
+        ConfigError: One of them has another value.
     """
     for name in names:
         if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:
