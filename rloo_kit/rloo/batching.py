@@ -228,8 +228,16 @@ class TokenRows:
                 the last prompt token in the rows.
         """
         prompts = [self.prompt_ids[row] for row in rows]
-        shared = self._shared_prompts(rows, pad_token_id, device) if share else None
+        shared = None
         if share:
+            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
+            numbers = [*heads]
+            of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
+            shared = SharedPrompts(
+                padded([*heads.values()], pad_token_id).to(device),
+                torch.tensor([len(head) for head in heads.values()], device=device),
+                torch.tensor(of_row, device=device),
+            )
             prompts = [prompt[-1:] for prompt in prompts]
         pairs = zip(prompts, (self.completion_ids[row] for row in rows), strict=True)
         whole = [prompt + completion for prompt, completion in pairs]
@@ -247,18 +255,6 @@ class TokenRows:
             completion_mask=mask.to(device),
             num_tokens=sum(map(len, whole)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
-        )
-
-    def _shared_prompts(
-        self, rows: Sequence[int], pad_token_id: int, device: torch.device | str
-    ) -> SharedPrompts:
-        heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
-        numbers = [*heads]
-        of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
-        return SharedPrompts(
-            padded([*heads.values()], pad_token_id).to(device),
-            torch.tensor([len(head) for head in heads.values()], device=device),
-            torch.tensor(of_row, device=device),
         )
 
 
