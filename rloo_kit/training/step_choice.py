@@ -49,7 +49,8 @@ def choose_step(
 
     Raises:
         ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
-            has no effect on the chosen step.
+            has no effect on the chosen step or does not work with it. Or FSDP is requested, but the
+            training has only one process or runs on CPUs.
     """
     reasons = {
         f"{args.world_size} processes train": args.world_size > 1,
@@ -59,7 +60,14 @@ def choose_step(
         f"trainer.router_aux_loss_coef is {router_loss:g}": router_loss != 0,
         f"the trainer's class overrides {', '.join(sorted(overridden))}": bool(overridden),
     }
-    _check_fsdp(args)
+    state = args.distributed_state
+    alone = state is not None and state.distributed_type in ("NO", "MULTI_CPU")
+    if alone and (args.fsdp or uses_fsdp()):  # accelerate would ignore it without a warning
+        raise ConfigError(
+            "FSDP divides a model among the GPUs of several processes, but this run has only one "
+            "process or no GPU: turn FSDP off, or use DeepSpeed instead "
+            "(examples/accelerate/zero3.yaml)"
+        )
     reason = next((text for text, holds in reasons.items() if holds), "")
     if args.step == "kit" and reason:
         raise ConfigError(
@@ -70,7 +78,18 @@ def choose_step(
         check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
         return StepChoice()
     reason = reason or "trainer.step is 'trl'"
-    _check_settings(args, reason)
+    because = f"TRL's step is used because {reason}"
+    check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
+    if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
+        raise ConfigError(
+            f"{because}, but on a CPU vLLM cannot load the "
+            "weights that TRL's step sends: set trainer.generation to transformers"
+        )
+    if args.stop_on and args.world_size > 1:
+        raise ConfigError(
+            f"trainer.stop_on works only with one process, but {args.world_size} processes train: "
+            "leave it out"
+        )
     return StepChoice(True, reason)
 
 
@@ -84,22 +103,6 @@ def check_tools(choice: StepChoice) -> None:
         raise ConfigError(
             f"tools need the kit's own step, but TRL's step is used because {choice.reason}: "
             "remove the tools, or change the run so that it uses the kit's step"
-        )
-
-
-def _check_fsdp(args: LeaveOneOutConfig) -> None:
-    """Reject FSDP if accelerate would ignore it without a warning.
-
-    Raises:
-        ConfigError: FSDP is requested, but the training has only one process or runs on CPUs.
-    """
-    asked = args.fsdp or uses_fsdp()
-    state = args.distributed_state
-    if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
-        raise ConfigError(
-            "FSDP divides a model among the GPUs of several processes, but this run has only one "
-            "process or no GPU: turn FSDP off, or use DeepSpeed instead "
-            "(examples/accelerate/zero3.yaml)"
         )
 
 
@@ -141,22 +144,6 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float
     # TRL turns the loss on for its training passes; it would fail in other passes and in sampling
     config.output_router_logits = False
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
-
-
-def _check_settings(args: LeaveOneOutConfig, reason: str) -> None:
-    """Raise ConfigError for settings that have no effect on TRL's step or do not work with it."""
-    because = f"TRL's step is used because {reason}"
-    check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
-    if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
-        raise ConfigError(
-            f"{because}, but on a CPU vLLM cannot load the "
-            "weights that TRL's step sends: set trainer.generation to transformers"
-        )
-    if args.stop_on and args.world_size > 1:
-        raise ConfigError(
-            f"trainer.stop_on works only with one process, but {args.world_size} processes train: "
-            "leave it out"
-        )
 
 
 def check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:

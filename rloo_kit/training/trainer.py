@@ -276,8 +276,15 @@ class LeaveOneOutTrainer(StepTrainer):
             return []
         if not args.doctor:
             return [live_progress()]
+        path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
+        longest = 4 * args.max_completion_length
+        names = {*DEFAULTS, "steps_per_generation", "max_steps"}
+        run = RunConfig(  # as of a run file with the same settings
+            model=ModelSection(name=Path(path).name, max_seq_length=longest),
+            trainer={name: getattr(args, name) for name in sorted(names)},
+        )
         self.watch = RunWatch(
-            _config_of(args, model),
+            run,
             tell=lambda findings: self.notify("on_findings", findings=findings),
             stop=self.stop,
             stop_on=args.stop_on or (),
@@ -307,18 +314,14 @@ class LeaveOneOutTrainer(StepTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        if not self.by_trl:
-            self._release_parts()
+        if not self.by_trl:  # the parts of the kit's step refer to tensors
+            self.sampler.canary = self.sampler.engine = self.sampler.model = None
+            self.policy.model = self.policy.ref_model = None
+            self.rloo.rollout = None
+            self.rloo.waiting = []
+            self.__dict__.pop("learner", None)
         self.invalidate_snapshot()
         self.accelerator.free_memory()
-
-    def _release_parts(self) -> None:
-        """Drop the references to tensors in the parts of the kit's step."""
-        self.sampler.canary = self.sampler.engine = self.sampler.model = None
-        self.policy.model = self.policy.ref_model = None
-        self.rloo.rollout = None
-        self.rloo.waiting = []
-        self.__dict__.pop("learner", None)
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -394,17 +397,6 @@ class LeaveOneOutTrainer(StepTrainer):
             part.load_state_dict(held)
         if self.in_flight:
             self.in_flight.load_state_dict(held["in_flight"])
-
-
-def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
-    """Return the ``RunConfig`` of a run file with the same settings as a trainer's ``args``."""
-    names = {*DEFAULTS, "steps_per_generation", "max_steps"}
-    path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
-    longest = 4 * args.max_completion_length
-    return RunConfig(
-        model=ModelSection(name=Path(path).name, max_seq_length=longest),
-        trainer={name: getattr(args, name) for name in sorted(names)},
-    )
 
 
 def _load_weighted(
