@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.training_args import OptimizerNames
@@ -23,13 +23,12 @@ from rloo_kit.machine.cleanup import is_out_of_memory, measure, return_to_system
 from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.learner import Learner
 from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, SMALLEST_BUDGET
 from rloo_kit.sampling.decoding import as_learned
-from rloo_kit.training.policy import enable_checkpointing
-
-if TYPE_CHECKING:
-    from rloo_kit.training.step_trainer import StepTrainer
+from rloo_kit.training.policy import Policy, enable_checkpointing
+from rloo_kit.training.trl_step import TrlStep
 
 # Parts of the names of optimizers that make no step in the dry run. Paged optimizers keep their
 # states in main memory and never free them; the others hook into the backward pass
@@ -69,7 +68,9 @@ class DryRun:
 class WorstCase:
     """The largest learning step that a training can have, run before the training begins."""
 
-    trainer: "StepTrainer"
+    trainer: TrlStep
+    policy: Policy
+    learner: Learner
     # Number of tokens of a stream's longest prompt. If it is None, the longest prompt and
     # completion of a stream are assumed to fill the model's context length. If the dataset is not a
     # stream, its own longest prompt is used instead
@@ -90,7 +91,7 @@ class WorstCase:
             return trainer.args.dry_run
         limit = self.max_prompt_tokens or notes_of(trainer.model).max_seq_length
         has_bound = limit or hasattr(trainer.train_dataset, "__len__")
-        return bool(has_bound) and trainer.learner.device.type != "cpu" and not self._is_small()
+        return bool(has_bound) and self.learner.device.type != "cpu" and not self._is_small()
 
     def _is_small(self) -> bool:
         """Return True if a whole generation batch needs at most half of the token budget.
@@ -100,7 +101,7 @@ class WorstCase:
         budget was used, nothing is known of the memory, and no batch is small.
         """
         args = self.trainer.args
-        budget = self.trainer.learner.budget
+        budget = self.learner.budget
         longest = args.max_completion_length
         positions = budget // 2 // args.generation_batch_size
         is_estimate = budget > SMALLEST_BUDGET and not args.tokens_per_micro_batch
@@ -117,7 +118,7 @@ class WorstCase:
             MemoryRanOutError: Not even a single completion of the worst case fits.
         """
         started = time.perf_counter()
-        args, learner = self.trainer.args, self.trainer.learner
+        args, learner = self.trainer.args, self.learner
         ids = self._longest_prompt()
         width = len(ids) + args.max_completion_length
         rows = args.generation_batch_size
@@ -176,7 +177,7 @@ class WorstCase:
             width: Tokens of the longest completion with its prompt.
         """
         trainer = self.trainer
-        args, learner = trainer.args, trainer.learner
+        args, learner = trainer.args, self.learner
         budget = None
         batch = batch_plan(vars(args))
         while budget != learner.budget:
@@ -187,7 +188,7 @@ class WorstCase:
                     numbers = [*range(number)]
                     if args.beta:
                         tokens = rollout.sampled.tokens
-                        trainer.policy.reference_log_probs(learner, tokens, numbers)
+                        self.policy.reference_log_probs(learner, tokens, numbers)
                     else:
                         learner.with_old(rollout, numbers)
             # a step that uses several rollouts learns from one at a time
@@ -213,7 +214,7 @@ class WorstCase:
         rows = -(-rows // group) * group
         row = (ids * (width // len(ids) + 1))[:width]
         prompt = max(1, width - args.max_completion_length)
-        scores = torch.arange(rows, device=self.trainer.learner.device).remainder(2.0)  # (B,)
+        scores = torch.arange(rows, device=self.learner.device).remainder(2.0)  # (B,)
         scored = ScoredBatch(
             prompts=[],
             completions=[],
@@ -235,7 +236,7 @@ class WorstCase:
         optimizer is one of ``NOT_STEPPED``.
         """
         trainer = self.trainer
-        parameters = trainer.learner.parameters
+        parameters = self.learner.parameters
         name = OptimizerNames(trainer.args.optim).value
         if trainer.optimizer is not None or any(mark in name for mark in NOT_STEPPED):
             yield
@@ -275,7 +276,7 @@ class WorstCase:
             model.train(training)
             if enables:
                 model.gradient_checkpointing_disable()
-            for parameter in self.trainer.learner.parameters:
+            for parameter in self.learner.parameters:
                 parameter.grad = None
             set_random_states(states)
 

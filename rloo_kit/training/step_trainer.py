@@ -300,7 +300,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if not self.by_trl and WorstCase(self, **how).is_wanted():
+        if not self.by_trl and WorstCase(self, self.policy, self.learner, **how).is_wanted():
             say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
@@ -312,7 +312,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        found = WorstCase(self, **how).run()
+        found = WorstCase(self, self.policy, self.learner, **how).run()
         self.dry_run_done = True
         return found
 

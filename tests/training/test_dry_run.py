@@ -219,13 +219,17 @@ def test_run_without_memory_ends_before_step_one(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def worst_case(trainer):
+    return WorstCase(trainer, trainer.policy, trainer.learner)
+
+
 # --- when it is made -----------------------------------------------------------------------------
 
 
 def test_on_a_cpu_it_is_made_only_on_request(trainer):
     for asked in (None, False, True):
         trainer.args.dry_run = asked
-        assert WorstCase(trainer).is_wanted() is (asked is True)
+        assert worst_case(trainer).is_wanted() is (asked is True)
 
 
 @pytest.fixture
@@ -245,7 +249,7 @@ def on_a_gpu(trainer, monkeypatch):
     ],
 )
 def test_on_a_gpu_small_batches_have_none(on_a_gpu, more, settings, expected):
-    case = WorstCase(on_a_gpu)
+    case = worst_case(on_a_gpu)
     width = len(case._longest_prompt()) + 24
     on_a_gpu.learner.budget = 2 * width * on_a_gpu.args.generation_batch_size + more
     vars(on_a_gpu.args).update(settings)
@@ -257,4 +261,4 @@ def test_the_smallest_budget_says_nothing_about_memory(on_a_gpu):
     on_a_gpu.args.max_completion_length = 1
     for budget, expected in ((SMALLEST_BUDGET, True), (SMALLEST_BUDGET + 1, False)):
         on_a_gpu.learner.budget = budget
-        assert WorstCase(on_a_gpu).is_wanted() == expected
+        assert worst_case(on_a_gpu).is_wanted() == expected
