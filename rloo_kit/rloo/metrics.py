@@ -55,7 +55,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
         found[f"rewards/{name}/std"] = float(nanstd(sampled.rewards[:, place]))
     if beta and rollout.learnable.any():
         found |= _kl_metrics(rollout)
-    return found | _sampler_metrics(rollout) | _age_metrics(sampled.token_ages)
+    return found | _sampler_metrics(rollout)
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
@@ -114,38 +114,31 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 
 
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the absolute difference of the engine's and the trainer's log-probabilities, by name.
+    """Return metrics of the sampler, by name.
 
-    It is the mean and the maximum over trained tokens, in nats. The result is empty if the engine
-    reports no log-probabilities or no token is trained.
+    They are, over trained tokens, the mean and maximum absolute difference of the engine's and the
+    trainer's log-probabilities, in nats. They are left out if the engine reports none or no token
+    is trained.
+
+    With partial rollouts they are also the mean and maximum age of tokens, and the fraction of
+    completions carried over. The age of a token is the number of batches since it was sampled.
     """
+    found = {}
     trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
     if rollout.from_earlier is not None:  # for these tokens both values are the sampler's
         trained = trained & ~rollout.from_earlier
-    if rollout.sampler_log_probs is None or not trained.any():
-        return {}
-    difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
-    return {
-        "sampling/logp_difference_mean": float(difference.mean()),
-        "sampling/logp_difference_max": float(difference.max()),
-    }
-
-
-def _age_metrics(token_ages: list[list[int]] | None) -> dict[str, float]:
-    """Return the mean and maximum age of tokens, and the fraction of completions carried over.
-
-    The age of a token is the number of batches since it was sampled. The result is empty if
-    ``token_ages`` is None.
-    """
-    if token_ages is None:
-        return {}
-    oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
-    all_ages = torch.tensor([age for ages in token_ages for age in ages], dtype=torch.float32)
-    return {
-        "sampling/age_mean": float(all_ages.mean()),
-        "sampling/age_max": float(oldest.max()),
-        "sampling/carried_over": float((oldest > 0).float().mean()),
-    }
+    if rollout.sampler_log_probs is not None and trained.any():
+        difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
+        found["sampling/logp_difference_mean"] = float(difference.mean())
+        found["sampling/logp_difference_max"] = float(difference.max())
+    token_ages = rollout.sampled.token_ages
+    if token_ages is not None:
+        oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
+        all_ages = torch.tensor([age for ages in token_ages for age in ages], dtype=torch.float32)
+        found["sampling/age_mean"] = float(all_ages.mean())
+        found["sampling/age_max"] = float(oldest.max())
+        found["sampling/carried_over"] = float((oldest > 0).float().mean())
+    return found
 
 
 def _kl_metrics(rollout: Rollout) -> dict[str, float]:
