@@ -537,7 +537,8 @@ class PreparedJob:
         """
         from rloo_kit.training.step_choice import choose_step, set_router_loss
 
-        router_loss = set_router_loss(self.args, self.policy[0])
+        model = self.policy[0]
+        router_loss = set_router_loss(self.args, model, model.config)
         return choose_step(self.args, images=has_images(self.splits[0]), router_loss=router_loss)
 
     @cached_property

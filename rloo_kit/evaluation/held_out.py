@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.engine_settings import requested_engine
-from rloo_kit.config.run_file import EXAMPLES, RunConfig, make_run_config, read_overrides
+from rloo_kit.config.run_file import EXAMPLES, make_run_config, read_overrides
 from rloo_kit.config.trainer_settings import known_trainer_fields
 from rloo_kit.data.files import local_path
 from rloo_kit.data.hub_tasks import hub_task

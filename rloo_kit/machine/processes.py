@@ -41,7 +41,7 @@ def with_seed(seed: int) -> Iterator[None]:
     """
     import torch
 
-    card = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    card = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(card):
         torch.manual_seed(seed)
         yield

@@ -10,8 +10,8 @@ If prompts are long, the rows of a group can share one pass over their prompt. T
 attend to the prompt's keys and values, and the gradient is the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, groupby
 from operator import itemgetter
@@ -64,32 +64,6 @@ class MicroBatch:
         return self.input_ids.numel() + prompts
 
 
-@dataclass
-class SharedExtent:
-    """Counter of the positions of a micro-batch with shared prompts, as rows are added to it."""
-
-    tokens: "TokenRows"
-    num_rows: int = 0
-    longest_completion: int = 0
-    longest_prompt: int = 0
-    prompts: set[int] = field(default_factory=set)
-
-    def add(self, row: int) -> int:
-        """Add the row with number ``row`` to the micro-batch.
-
-        Returns:
-            The number of positions of all rows and their distinct prompts, including padding. The
-            last token of a prompt is counted in each of its rows, not in the prompt.
-        """
-        tokens = self.tokens
-        self.num_rows += 1
-        self.longest_completion = max(self.longest_completion, len(tokens.completion_ids[row]))
-        self.longest_prompt = max(self.longest_prompt, len(tokens.prompt_ids[row]))
-        self.prompts.add(tokens.prompt_numbers[row])
-        rows = self.num_rows * (self.longest_completion + 1)
-        return rows + len(self.prompts) * (self.longest_prompt - 1)
-
-
 @dataclass(frozen=True)
 class TokenRows:
     """The token ids of B completions and their prompts, unpadded."""
@@ -126,8 +100,6 @@ class TokenRows:
 
         A turn ends where tokens of a tool begin.
         """
-        if self.is_sampled is None:
-            return [[ids] for ids in self.completion_ids]
         return [
             [
                 [token for token, _ in run]
@@ -154,12 +126,23 @@ class TokenRows:
             rows: Numbers of the rows of the micro-batch.
             overhead: Cost of the separate pass over the prompts, in positions.
         """
-        extent = SharedExtent(self)
-        shared = 0
-        for row in rows:
-            shared = extent.add(row)
+        *_, shared = self._shared_positions(rows)
         apart = len(rows) * max(self.lengths[row] for row in rows)
         return shared + overhead < apart
+
+    def _shared_positions(self, rows: Iterable[int]) -> Iterator[int]:
+        """Yield the number of positions of the first row, of the first two rows, and so on.
+
+        Each distinct prompt of these rows runs once. Padding is counted too. The last token of a
+        prompt is counted in each of its rows, not in the prompt.
+        """
+        longest_completion = longest_prompt = 0
+        prompts = set()
+        for num_rows, row in enumerate(rows, 1):
+            longest_completion = max(longest_completion, len(self.completion_ids[row]))
+            longest_prompt = max(longest_prompt, len(self.prompt_ids[row]))
+            prompts.add(self.prompt_numbers[row])
+            yield num_rows * (longest_completion + 1) + len(prompts) * (longest_prompt - 1)
 
     def cut(
         self, rows: Sequence[int], budget: int, overhead: int = 0, *, share: bool = False
@@ -180,12 +163,12 @@ class TokenRows:
         cost, cut_before = [0], [0]
         for end in range(1, len(order) + 1):
             options = []
-            extent = SharedExtent(self)
             longest = self.lengths[order[end - 1]]
+            shared = self._shared_positions(reversed(order[:end]))
             for start in range(end - 1, -1, -1):
                 positions = (end - start) * longest
                 if share:
-                    positions = min(positions, extent.add(order[start]) + overhead)
+                    positions = min(positions, next(shared) + overhead)
                 if positions > budget and options:
                     break
                 options.append((cost[start] + positions + overhead, start))
@@ -245,38 +228,33 @@ class TokenRows:
                 the last prompt token in the rows.
         """
         prompts = [self.prompt_ids[row] for row in rows]
-        shared = self._shared_prompts(rows, pad_token_id, device) if share else None
+        shared = None
         if share:
+            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
+            numbers = [*heads]
+            of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
+            shared = SharedPrompts(
+                padded([*heads.values()], pad_token_id).to(device),
+                torch.tensor([len(head) for head in heads.values()], device=device),
+                torch.tensor(of_row, device=device),
+            )
             prompts = [prompt[-1:] for prompt in prompts]
-        masks = [self.mask[row] for row in rows]
         pairs = zip(prompts, (self.completion_ids[row] for row in rows), strict=True)
         whole = [prompt + completion for prompt, completion in pairs]
-        labelled = [[False] * len(one) + mask for one, mask in zip(prompts, masks, strict=True)]
         ids = padded(whole, pad_token_id, multiple_of)
-        is_labelled = padded(labelled, multiple_of=multiple_of, dtype=torch.bool)
-        mask = padded(masks, dtype=torch.bool)
+        mask = padded([self.mask[row] for row in rows], dtype=torch.bool)
         begin = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-        places = begin + torch.arange(mask.size(1))
+        places = (begin + torch.arange(mask.size(1))).clamp(max=ids.size(1) - 1)
+        # the maximum, because places after the end of a row may be the place of its last token
+        is_sampled = torch.zeros_like(ids).scatter_reduce(1, places, mask.long(), "amax")
         return MicroBatch(
             rows=torch.tensor(rows, dtype=torch.long, device=device),
             input_ids=ids.to(device),
-            labels=ids.masked_fill(~is_labelled, IGNORED).to(device),
-            places=places.clamp(max=ids.size(1) - 1).to(device),
+            labels=ids.masked_fill(is_sampled == 0, IGNORED).to(device),
+            places=places.to(device),
             completion_mask=mask.to(device),
             num_tokens=sum(map(len, whole)) + (int(shared.lengths.sum()) if shared else 0),
             shared=shared,
-        )
-
-    def _shared_prompts(
-        self, rows: Sequence[int], pad_token_id: int, device: torch.device | str
-    ) -> SharedPrompts:
-        heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
-        place = {number: place for place, number in enumerate(heads)}
-        of_row = [place[self.prompt_numbers[row]] for row in rows]
-        return SharedPrompts(
-            padded([*heads.values()], pad_token_id).to(device),
-            torch.tensor([len(head) for head in heads.values()], device=device),
-            torch.tensor(of_row, device=device),
         )
 
 

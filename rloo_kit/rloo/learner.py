@@ -5,7 +5,7 @@ docs/explanation/trainer.md explains which passes can be skipped without changin
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -32,28 +32,6 @@ class PassOutput:
 
 
 Forward = Callable[[MicroBatch], PassOutput]
-
-
-@contextlib.contextmanager
-def stashed_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Clear the gradients for a ``with`` block, and add the earlier gradients back at its end.
-
-    Raises:
-        BaseException: Any error of the ``with`` block, such as out of memory half-way. The
-            parameters then have the same gradients as before the block.
-    """
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    except BaseException:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
-        raise
-    for parameter, grad in zip(parameters, before, strict=True):
-        if grad is not None:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,8 +66,6 @@ class Learner:
         Returns:
             The rollout with these log-probabilities added.
         """
-        if not rows:
-            return rollout
         found = self.log_probs(rollout.sampled.tokens, rows, self.forward)
         self.tally.old_rows += len(rows)
         return rollout.with_old(rows, found[rows])
@@ -193,26 +169,45 @@ class Learner:
         Returns:
             The rollout with the old log-probabilities and advantages of these rows.
         """
-        counted = replace(self.tally)
         graphs: list[tuple[MicroBatch, PassOutput]] = []
         try:
-            with stashed_gradients(self.parameters):
+            with self._all_or_nothing():
                 for piece in pieces:
                     batch = self._pad(rollout.sampled.tokens, piece)
                     graphs.append((batch, self.forward(batch)))
                     if rollout.on_policy:  # the policy has not changed yet, so all ratios are 1
                         rollout = rollout.with_old(batch.rows, graphs[-1][1].log_probs)
                 groups = {row // rollout.num_generations for piece in pieces for row in piece}
-                waiting = [number for number in sorted(groups) if not rollout.settled[number]]
-                if waiting:
-                    rollout = rollout.with_advantages(waiting)
+                rollout = rollout.with_advantages([*groups])
                 while graphs:  # last in, first out, as checkpointing that offloads expects
                     self._backward(rollout, *graphs.pop(), weights)
-        except BaseException:
-            graphs.clear()  # the error's traceback would keep the activations
-            self.tally = counted
-            raise
+        finally:
+            graphs.clear()  # the traceback of an error would keep the activations
         return rollout
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Add the gradients and counts of a ``with`` block to the earlier ones.
+
+        Raises:
+            BaseException: Any error of the ``with`` block, such as out of memory half-way. The
+                gradients and counts are then the same as before the block.
+        """
+        counted = replace(self.tally)
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            self.tally = counted
+            for parameter in self.parameters:
+                parameter.grad = None
+            raise
+        finally:
+            for parameter, grad in zip(self.parameters, before, strict=True):
+                if grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
     def _backward(
         self, rollout: Rollout, batch: MicroBatch, output: PassOutput, weights: Tensor
@@ -225,30 +220,35 @@ class Learner:
             output: The result of its forward pass.
             weights: ``(B,)`` weight of each row's loss in the step.
         """
-        rows = batch.rows
-        mask = batch.completion_mask
+        rows, mask = batch.rows, batch.completion_mask
         width = mask.size(1)
         old = rollout.old_log_probs[rows, :width]  # (N, C)
-        advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
-        row_weights = weights[rows]
-        token_weights = None
+        row_weights, token_weights = weights[rows], None
+        tally = self.tally
         if self.correction and rollout.sampler_log_probs is not None:
-            sampler = rollout.sampler_log_probs[rows, :width]
             level, cap = self.correction
+            sampler = rollout.sampler_log_probs[rows, :width]
             factors = rollout_weights(old, sampler, mask, level, cap)
             if level == "token":
                 token_weights = factors
-                self.tally.count_correction(factors[mask], cap)
+                factors = factors[mask]
             else:
-                row_weights = row_weights * factors.squeeze(1)
-                self.tally.count_correction(factors, cap)
+                factors = factors.squeeze(1)
+                row_weights = row_weights * factors
+            tally.corrections = torch.cat([tally.corrections, factors.cpu()])
+            tally.capped += int((factors >= cap * (1 - 1e-6)).sum())
+        advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         objective = self.loss(output.log_probs, old, mask, advantages, *self.epsilon, token_weights)
         loss = (objective.losses * row_weights).sum()
         self.backward(loss)
         self._count_positions(batch)
-        self.tally.loss += float(loss.detach())
-        moved = output.log_probs.detach() - old
-        self.tally.count_actions(objective, mask, moved, output.entropies)
+        tally.loss += float(loss.detach())
+        tally.completion_tokens += int(mask.sum())
+        squares = (output.log_probs.detach() - old).square()
+        tally.squared_log_ratio += float((squares * mask).sum())
+        if output.entropies is not None:
+            tally.entropy += float((output.entropies * mask).sum())
+        tally.of_rows = torch.cat([tally.of_rows, objective.of_rows.cpu()], dim=1)
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

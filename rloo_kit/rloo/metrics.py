@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from rloo_kit.rloo.advantages import leave_one_out_advantages, leave_one_out_baselines
-from rloo_kit.rloo.objective import Surrogate
-from rloo_kit.rloo.rollout import Rollout, is_token_level
+from rloo_kit.rloo.rollout import Rollout
 
 # --- a rollout -----------------------------------------------------------------------------------
 
@@ -56,7 +55,7 @@ def rollout_metrics(rollout: Rollout, names: list[str]) -> dict[str, float]:
         found[f"rewards/{name}/std"] = float(nanstd(sampled.rewards[:, place]))
     if beta and rollout.learnable.any():
         found |= _kl_metrics(rollout)
-    return found | _sampler_metrics(rollout) | _age_metrics(sampled.token_ages)
+    return found | _sampler_metrics(rollout)
 
 
 def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float]:
@@ -91,7 +90,7 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
     sampled = rollout.sampled
     size = rollout.num_generations
     rewards = rollout.scores
-    if not is_token_level(rollout.shaping):
+    if not rollout.shaping.is_token_level:
         rewards = rewards - rollout.shaping.beta * rollout.kl
     columns = {
         "score": rollout.scores,
@@ -115,38 +114,31 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 
 
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return the absolute difference of the engine's and the trainer's log-probabilities, by name.
+    """Return metrics of the sampler, by name.
 
-    It is the mean and the maximum over trained tokens, in nats. The result is empty if the engine
-    reports no log-probabilities or no token is trained.
+    They are, over trained tokens, the mean and maximum absolute difference of the engine's and the
+    trainer's log-probabilities, in nats. They are left out if the engine reports none or no token
+    is trained.
+
+    With partial rollouts they are also the mean and maximum age of tokens, and the fraction of
+    completions carried over. The age of a token is the number of batches since it was sampled.
     """
+    found = {}
     trained = rollout.completion_mask & rollout.learnable.unsqueeze(1)  # (B, T)
     if rollout.from_earlier is not None:  # for these tokens both values are the sampler's
         trained = trained & ~rollout.from_earlier
-    if rollout.sampler_log_probs is None or not trained.any():
-        return {}
-    difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
-    return {
-        "sampling/logp_difference_mean": float(difference.mean()),
-        "sampling/logp_difference_max": float(difference.max()),
-    }
-
-
-def _age_metrics(token_ages: list[list[int]] | None) -> dict[str, float]:
-    """Return the mean and maximum age of tokens, and the fraction of completions carried over.
-
-    The age of a token is the number of batches since it was sampled. The result is empty if
-    ``token_ages`` is None.
-    """
-    if token_ages is None:
-        return {}
-    oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
-    all_ages = torch.tensor([age for ages in token_ages for age in ages], dtype=torch.float32)
-    return {
-        "sampling/age_mean": float(all_ages.mean()),
-        "sampling/age_max": float(oldest.max()),
-        "sampling/carried_over": float((oldest > 0).float().mean()),
-    }
+    if rollout.sampler_log_probs is not None and trained.any():
+        difference = (rollout.old_log_probs - rollout.sampler_log_probs).abs()[trained]
+        found["sampling/logp_difference_mean"] = float(difference.mean())
+        found["sampling/logp_difference_max"] = float(difference.max())
+    token_ages = rollout.sampled.token_ages
+    if token_ages is not None:
+        oldest = torch.tensor([max(ages) for ages in token_ages], dtype=torch.float32)  # (B,)
+        all_ages = torch.tensor([age for ages in token_ages for age in ages], dtype=torch.float32)
+        found["sampling/age_mean"] = float(all_ages.mean())
+        found["sampling/age_max"] = float(oldest.max())
+        found["sampling/carried_over"] = float((oldest > 0).float().mean())
+    return found
 
 
 def _kl_metrics(rollout: Rollout) -> dict[str, float]:
@@ -154,12 +146,12 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     beta = rollout.shaping.beta
     rows = rollout.learnable
     kl = rollout.kl
-    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
+    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum()
     sequence = _mean(kl[rows])
     per_token = float(kl.sum() / tokens)
     from_scores = rollout.score_advantages[rows]
     penalty = kl
-    if not is_token_level(rollout.shaping):  # the baseline is also subtracted from the KL
+    if not rollout.shaping.is_token_level:  # the baseline is also subtracted from the KL
         known = kl.masked_fill(rollout.scores.isnan(), torch.nan)
         penalty = leave_one_out_advantages(known.view(-1, rollout.num_generations)).view(-1)
     from_kl = beta * penalty[rows]
@@ -186,7 +178,7 @@ def _numbers(values: Tensor) -> list[float | None]:
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
-NO_ROWS = torch.zeros(3, 0)
+NOTHING = torch.zeros(3, 0)
 
 
 @dataclass
@@ -204,49 +196,10 @@ class Tally:
     reference_rows: int = 0  # rows with a pass of the reference
     entropy: float = 0.0  # sum over the completion tokens
     squared_log_ratio: float = 0.0  # sum over the completion tokens
-    # Importance weights of `rollout_correction`: their number, sum and sum of squares, and how many
-    # reached the cap
-    corrections: int = 0
-    correction: float = 0.0
-    squared_correction: float = 0.0
-    capped: int = 0
+    corrections: Tensor = NOTHING[0]  # importance weights of `rollout_correction`
+    capped: int = 0  # how many of them reached the cap
     # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
-    of_rows: Tensor = NO_ROWS
-
-    def count_actions(
-        self,
-        objective: Surrogate,
-        mask: Tensor,
-        moved: Tensor,
-        entropies: Tensor | None,
-    ) -> None:
-        """Add the ratios and the clipped fractions of the N rows of a micro-batch, and token sums.
-
-        Args:
-            objective: The losses of the rows.
-            mask: ``(N, C)``, with C the length of the longest completion; True on completion
-                tokens.
-            moved: ``(N, C)`` log-ratios: the log-probability of each token minus the old one.
-            entropies: ``(N, C)`` entropies at each token; None if they were not computed.
-        """
-        self.completion_tokens += int(mask.sum())
-        self.squared_log_ratio += float((moved.square() * mask).sum())
-        if entropies is not None:
-            self.entropy += float((entropies * mask).sum())
-        new = torch.stack([objective.ratios, objective.clipped_low, objective.clipped_high])
-        self.of_rows = torch.cat([self.of_rows, new.cpu()], dim=1)
-
-    def count_correction(self, factors: Tensor, cap: float) -> None:
-        """Add the number, sum and sum of squares of importance weights, and how many reach ``cap``.
-
-        Args:
-            factors: The weights, a tensor of any shape.
-            cap: The largest possible weight.
-        """
-        self.corrections += factors.numel()
-        self.correction += float(factors.sum())
-        self.squared_correction += float(factors.square().sum())
-        self.capped += int((factors >= cap * (1 - 1e-6)).sum())
+    of_rows: Tensor = NOTHING
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, by name.
@@ -280,10 +233,12 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
-        number, total, squares = len(ratios), float(ratios.sum()), float(ratios.square().sum())
-        if self.corrections:
-            number, total, squares = self.corrections, self.correction, self.squared_correction
-            found["sampling/correction_mean"] = total / number
-            found["sampling/correction_capped"] = self.capped / number
-        found["effective_sample_size"] = total**2 / (number * squares) if squares else 0.0
+        weights = ratios
+        if len(self.corrections):
+            weights = self.corrections
+            found["sampling/correction_mean"] = float(weights.mean())
+            found["sampling/correction_capped"] = self.capped / len(weights)
+        total, squares = float(weights.sum()), float(weights.square().sum())
+        share = total**2 / (len(weights) * squares) if squares else 0.0
+        found["effective_sample_size"] = share
         return found

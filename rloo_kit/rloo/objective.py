@@ -109,6 +109,11 @@ class Surrogate:
     clipped_low: Tensor
     clipped_high: Tensor  # `(N,)` the same fraction for terms whose rho is too large
 
+    @property
+    def of_rows(self) -> Tensor:
+        """Ratios and clipped fractions as one tensor ``(3, N)``."""
+        return torch.stack([self.ratios, self.clipped_low, self.clipped_high])
+
 
 def surrogate(
     log_probs: Tensor,

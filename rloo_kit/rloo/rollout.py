@@ -8,7 +8,7 @@ functions.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Shaping:
     beta: float = 0.0
     missing_eos_penalty: float | None = None
     reward_clip_range: tuple[float, float] | None = None
-    normalize_reward: str | None = None  # `batch` or `moving`
+    normalize_reward: bool | str | None = None  # `moving`; or `batch` or True
     normalize_advantages: bool = False
     token_level_kl: bool = False
     kl_estimator: str = "k1"
@@ -38,6 +38,11 @@ class Shaping:
     baseline: str = "leave_one_out"  # a name in `advantages.BASELINES`
     combine: str = "sum"  # or `normalize_then_sum`
     rollout_correction: str | None = None  # `sequence` or `token`
+
+    @property
+    def is_token_level(self) -> bool:
+        """True if each token has its own advantage: with the token-level KL, if beta is not 0."""
+        return self.token_level_kl and self.beta != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,8 @@ class ScoredBatch(Completions):
         """Replace groups without signal by groups of ``other`` that have one; return a new batch.
 
         A group has a signal if its scores are not all equal. If ``other`` has too few groups with
-        a signal, the last groups without signal stay in the batch.
+        a signal, the last groups without signal stay in the batch. All tokens of ``other`` must
+        have been sampled for this batch.
         """
         size = num_generations
         num_groups = len(self.tokens) // num_generations
@@ -111,23 +117,20 @@ class ScoredBatch(Completions):
         rows = [group * size + place for group in groups for place in range(size)]
 
         def picked(mine: Any, others: Any) -> Any:
-            """Return a column of the new batch; None if one of the two batches lacks it."""
+            """Return a part of the new batch; None if one of the two batches lacks it."""
             if mine is None or others is None:
                 return None
+            if is_dataclass(mine):
+                names = [field.name for field in fields(mine) if field.name != "weights"]
+                parts = {n: picked(getattr(mine, n), getattr(others, n)) for n in names}
+                return replace(cast(Any, mine), **parts)
             if isinstance(mine, Tensor):
                 return torch.cat([mine, others])[rows]
             both = mine + others
             return [both[row] for row in rows]
 
-        names = ("prompts", "completions", "ended", "sampler_log_probs", "rewards", "scores")
-        columns = {name: picked(getattr(self, name), getattr(other, name)) for name in names}
-        tokens = [
-            picked(getattr(self.tokens, field.name), getattr(other.tokens, field.name))
-            for field in fields(TokenRows)
-        ]
         now = [[0] * len(ids) for ids in other.tokens.completion_ids]
-        ages = picked(self.token_ages, other.token_ages or now)
-        return replace(self, **columns, tokens=TokenRows(*tokens), token_ages=ages)
+        return picked(self, replace(other, token_ages=now))
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class Rollout:
             completion_mask=mask,
             old_log_probs=old,
             reference_log_probs=empty,
-            advantages=empty if is_token_level(shaping) else empty[:, :1],
+            advantages=empty if shaping.is_token_level else empty[:, :1],
             settled=torch.zeros(len(scores) // num_generations, dtype=torch.bool, device=device),
             sampler_log_probs=sampler_log_probs,
             from_earlier=from_earlier,
@@ -280,7 +283,7 @@ class Rollout:
     @property
     def row_advantages(self) -> Tensor:
         """Advantage of each row; with the token-level KL, the mean over its tokens."""
-        if not is_token_level(self.shaping):
+        if not self.shaping.is_token_level:
             return self.advantages.squeeze(1)
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
@@ -317,6 +320,8 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
+        Advantages that are final already do not change.
+
         The sequence-level KL is subtracted from the scores first, and the leave-one-out baseline is
         computed from the differences. If ``shaping.baseline`` names another baseline, it is used
         for the scores only, and the KL keeps the leave-one-out baseline, so that a group does not
@@ -328,8 +333,9 @@ class Rollout:
         shaping = self.shaping
         final = torch.zeros_like(self.settled)  # (P,)
         final[slice(None) if groups is None else groups] = True
+        final &= ~self.settled
         counts = self.comparable.unsqueeze(1)  # (B, 1)
-        if is_token_level(shaping):
+        if shaping.is_token_level:
             counts = counts & self.completion_mask  # (B, T)
             advantages = subtract_kl_to_go(self.score_advantages, self.token_kl, shaping.beta)
         elif shaping.beta:
@@ -369,14 +375,6 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
     in_parts = len(first_step) < len(rollout) or shaping.normalize_advantages
     needs_all = shaping.beta and in_parts
     return [row for row in rollout.learnable_rows if needs_all or row not in first_step]
-
-
-def is_token_level(shaping: Shaping) -> bool:
-    """Return True if each token has its own advantage.
-
-    This is so if the token-level KL is on and beta is not 0.
-    """
-    return shaping.token_level_kl and shaping.beta != 0
 
 
 def _fields_of(value: Any) -> Any:

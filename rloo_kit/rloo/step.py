@@ -74,10 +74,11 @@ def all_rows(rows: list[Row]) -> list[Row]:
 class Step:
     """The RLOO algorithm: each call of ``run`` computes the gradient of one optimizer step.
 
-    The rows of a rollout are shuffled and cut into ``num_slices`` slices of equal size. Each slice
-    is trained ``num_iterations`` times. By default an optimizer step uses all slices of one
-    rollout. If TRL's ``gradient_accumulation_steps`` is below ``steps_per_generation``, a step uses
-    only some slices of a rollout. If it is above, a step uses the slices of several rollouts.
+    The rows of a rollout are shuffled and cut into ``num_slices`` slices of equal size, or nearly
+    so if a hook has changed their number. Each slice is trained ``num_iterations`` times. By
+    default an optimizer step uses all slices of one rollout. If TRL's
+    ``gradient_accumulation_steps`` is below ``steps_per_generation``, a step uses only some slices
+    of a rollout. If it is above, a step uses the slices of several rollouts.
     """
 
     # the parts
@@ -161,7 +162,7 @@ class Step:
         """
         if not self.waiting or self.rollout is None:
             rollout = self.make_rollout(batch, number)
-            slices = torch.randperm(len(rollout)).split(len(rollout) // self.num_slices)
+            slices = torch.randperm(len(rollout)).tensor_split(self.num_slices)
             # The training pass of this step gives these rows their old log-probabilities; rows of
             # later steps may need a pass of their own now
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}

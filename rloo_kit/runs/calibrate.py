@@ -112,7 +112,7 @@ def calibrate(  # noqa: PLR0913
         config, line = _in_best_precision(config, base, chosen.with_signal, say)
         say(line)
         table += f"\n{line}"
-    made = PreparedJob(config, base).absolute
+    made = PreparedJob(config, base).config
     data, what = {"level": chosen.level}, f"data.level: {chosen.level}"
     if not count_levels(config.data.prompts):
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out

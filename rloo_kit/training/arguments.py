@@ -107,9 +107,6 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             setattr(self, field.name, values.pop(field.name, field.default))
         hardware = setup().hardware
         on_cpu = hardware.device == "cpu"
-        if not values.get("bf16") and not values.get("fp16"):
-            for name in ("bf16", "fp16"):
-                values.setdefault(name, hardware.mixed_precision == name)
         if on_cpu and any(mark in str(values.get("optim", "")) for mark in ("8bit", "paged")):
             warnings.warn(
                 f"optim={values['optim']!r} needs a GPU, so adamw_torch is used instead",
@@ -124,6 +121,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
                 if field.default is not dataclasses.MISSING
             },
             **TRL_DEFAULTS,
+            "bf16": hardware.mixed_precision == "bf16" and not values.get("fp16"),
+            "fp16": hardware.mixed_precision == "fp16" and not values.get("bf16"),
             "gradient_checkpointing": not on_cpu,
             "vllm_enable_sleep_mode": not on_cpu,
             "dataloader_pin_memory": not on_cpu,
@@ -166,10 +165,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     @property
     def shaping(self) -> Shaping:
         """The settings that define how scores become advantages."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Shaping)}
-        mode = self.normalize_reward
-        values["normalize_reward"] = "batch" if mode is True else mode or None
-        return Shaping(**values)
+        return Shaping(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Shaping)})
 
 
 # Settings that Unsloth's patched class adds to TRL's

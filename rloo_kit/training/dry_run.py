@@ -9,7 +9,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.rollout import Rollout, ScoredBatch
+from rloo_kit.rloo.rollout import Rollout, ScoredBatch, Shaping
 from rloo_kit.rloo.token_budget import NO_GRAD_FACTOR, SMALLEST_BUDGET
 from rloo_kit.sampling.decoding import as_learned
-from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, enable_checkpointing
-from rloo_kit.types import Model, Tokenizer
+from rloo_kit.training.trl_step import TrlStep
 
 # Parts of the names of optimizers that make no step in the dry run. Paged optimizers keep their
 # states in main memory and never free them; the others hook into the backward pass
@@ -65,17 +64,13 @@ class DryRun:
         return text
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class WorstCase:
     """The largest learning step that a training can have, run before the training begins."""
 
-    args: LeaveOneOutConfig
-    model: Model
+    trainer: TrlStep
     policy: Policy
     learner: Learner
-    tokenizer: Tokenizer
-    dataset: Any  # rows with `prompt`
-    make_optimizer: Callable[[], Any] | None  # None if the run has its optimizer already
     # Number of tokens of a stream's longest prompt. If it is None, the longest prompt and
     # completion of a stream are assumed to fill the model's context length. If the dataset is not a
     # stream, its own longest prompt is used instead
@@ -86,17 +81,17 @@ class WorstCase:
     def is_wanted(self) -> bool:
         """Return True if the settings ask for a dry run.
 
-        ``args.dry_run`` decides. If it is None, a dry run is wanted if the run trains on a GPU, the
-        length of its prompts has an upper bound, and its batches are not small (see ``_is_small``).
-        The prompts of a stream have this bound only if ``max_prompt_tokens`` or the model's
-        ``max_seq_length`` is set.
+        The setting ``dry_run`` decides. If it is None, a dry run is wanted if the run trains on a
+        GPU, the length of its prompts has an upper bound, and its batches are not small (see
+        ``_is_small``). The prompts of a stream have this bound only if ``max_prompt_tokens`` or the
+        model's ``max_seq_length`` is set.
         """
-        if self.args.dry_run is not None:
-            return self.args.dry_run
-        limit = self.max_prompt_tokens or notes_of(self.model).max_seq_length
-        if self.learner.device.type == "cpu" or not (limit or hasattr(self.dataset, "__len__")):
-            return False
-        return not self._is_small()
+        trainer = self.trainer
+        if trainer.args.dry_run is not None:
+            return trainer.args.dry_run
+        limit = self.max_prompt_tokens or notes_of(trainer.model).max_seq_length
+        has_bound = limit or hasattr(trainer.train_dataset, "__len__")
+        return bool(has_bound) and self.learner.device.type != "cpu" and not self._is_small()
 
     def _is_small(self) -> bool:
         """Return True if a whole generation batch needs at most half of the token budget.
@@ -105,10 +100,11 @@ class WorstCase:
         batch fills at most a quarter. If the setting ``tokens_per_micro_batch`` or the smallest
         budget was used, nothing is known of the memory, and no batch is small.
         """
+        args = self.trainer.args
         budget = self.learner.budget
-        longest = self.args.max_completion_length
-        positions = budget // 2 // self.args.generation_batch_size
-        is_estimate = budget > SMALLEST_BUDGET and not self.args.tokens_per_micro_batch
+        longest = args.max_completion_length
+        positions = budget // 2 // args.generation_batch_size
+        is_estimate = budget > SMALLEST_BUDGET and not args.tokens_per_micro_batch
         if not is_estimate or longest >= positions:
             return False
         return len(self._longest_prompt()) + longest <= positions
@@ -122,17 +118,17 @@ class WorstCase:
             MemoryRanOutError: Not even a single completion of the worst case fits.
         """
         started = time.perf_counter()
-        learner = self.learner
+        args, learner = self.trainer.args, self.learner
         ids = self._longest_prompt()
-        width = len(ids) + self.args.max_completion_length
-        rows = self.args.generation_batch_size
+        width = len(ids) + args.max_completion_length
+        rows = args.generation_batch_size
         shares = learner.may_share
         learner.may_share = lambda: False  # all rows have the same prompt here
         budget = learner.budget
         total = detect_hardware().total_memory
         take_peak()
         try:
-            with self._restored(), self._stepped_optimizer(), as_learned(self.model):
+            with self._restored(), self._stepped_optimizer(), as_learned(self.trainer.model):
                 self._learn(ids, rows, width)
             peak_bytes = take_peak() + measure().gpu_other
         except Exception as exc:
@@ -162,13 +158,15 @@ class WorstCase:
 
     def _longest_prompt(self) -> list[int]:
         """Return the token ids of the longest prompt; for a stream, made-up ids of that length."""
-        if hasattr(self.dataset, "__len__"):
-            return longest_prompt(self.dataset, self.tokenizer, self.args.chat_template_kwargs)
-        longest = notes_of(self.model).max_seq_length
+        trainer, args = self.trainer, self.trainer.args
+        if hasattr(trainer.train_dataset, "__len__"):
+            settings = args.chat_template_kwargs
+            return longest_prompt(trainer.train_dataset, trainer.tokenizer, settings)
+        longest = notes_of(trainer.model).max_seq_length
         if longest is None:
-            longest = self.model.config.get_text_config().max_position_embeddings
-        left = max(1, longest - self.args.max_completion_length)
-        return self.tokenizer("1").input_ids[:1] * min(self.max_prompt_tokens or left, left)
+            longest = trainer.model.config.get_text_config().max_position_embeddings
+        left = max(1, longest - args.max_completion_length)
+        return trainer.tokenizer("1").input_ids[:1] * min(self.max_prompt_tokens or left, left)
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
         """Run the largest passes of a step, again after each time that the budget was lowered.
@@ -178,20 +176,21 @@ class WorstCase:
             rows: Completions of a generation batch.
             width: Tokens of the longest completion with its prompt.
         """
-        args = self.args
-        learner = self.learner
+        trainer = self.trainer
+        args, learner = trainer.args, self.learner
         budget = None
         batch = batch_plan(vars(args))
         while budget != learner.budget:
             budget = learner.budget
             if args.beta or not batch.is_on_policy:
                 for number, longest in largest_passes(rows, width, NO_GRAD_FACTOR * budget):
-                    tokens = self._rollout(ids, number, longest).sampled.tokens
-                    numbers = list(range(number))
+                    rollout = self._rollout(ids, number, longest)
+                    numbers = [*range(number)]
                     if args.beta:
+                        tokens = rollout.sampled.tokens
                         self.policy.reference_log_probs(learner, tokens, numbers)
                     else:
-                        learner.log_probs(tokens, numbers, self.policy.run)
+                        learner.with_old(rollout, numbers)
             # a step that uses several rollouts learns from one at a time
             for number, longest in largest_passes(min(rows, batch.step_rows), width, budget):
                 rollout = self._rollout(ids, number, longest)
@@ -210,10 +209,11 @@ class WorstCase:
             rows: The number of rows, which is rounded up to whole groups.
             width: Tokens of each row, prompt and completion together.
         """
-        group = self.args.num_generations
+        args = self.trainer.args
+        group = args.num_generations
         rows = -(-rows // group) * group
         row = (ids * (width // len(ids) + 1))[:width]
-        prompt = max(1, width - self.args.max_completion_length)
+        prompt = max(1, width - args.max_completion_length)
         scores = torch.arange(rows, device=self.learner.device).remainder(2.0)  # (B,)
         scored = ScoredBatch(
             prompts=[],
@@ -223,31 +223,34 @@ class WorstCase:
             rewards=scores.unsqueeze(1),
             scores=scores,
         )
-        plain = replace(self.args.shaping, reward_clip_range=None, normalize_reward=None)
-        return Rollout.scored(scored, group, plain)
+        # not the other settings: with them, such scores might give no advantage
+        shaping = Shaping(beta=args.beta, token_level_kl=args.token_level_kl)
+        return Rollout.scored(scored, group, shaping)
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
         """Keep the states of an optimizer like the run's in memory during a ``with`` block.
 
         The optimizer makes one step to allocate its states; the weights are then restored, and the
-        gradients are None. Nothing happens without ``make_optimizer``, or if the optimizer is one
-        of ``NOT_STEPPED``.
+        gradients are None. Nothing happens if the trainer has its optimizer already, or if the
+        optimizer is one of ``NOT_STEPPED``.
         """
+        trainer = self.trainer
         parameters = self.learner.parameters
-        name = OptimizerNames(self.args.optim).value
-        if self.make_optimizer is None or any(mark in name for mark in NOT_STEPPED):
+        name = OptimizerNames(trainer.args.optim).value
+        if trainer.optimizer is not None or any(mark in name for mark in NOT_STEPPED):
             yield
             return
         kept = [p.detach().to("cpu", copy=True) for p in parameters]
         try:
-            optimizer = self.make_optimizer()
+            optimizer: Any = trainer.create_optimizer()
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             if hasattr(optimizer, "train"):  # schedule-free optimizers
                 optimizer.train()
             optimizer.step()
         finally:
+            trainer.optimizer = None  # the training makes its own
             for parameter, values in zip(parameters, kept, strict=True):
                 parameter.grad = None
                 parameter.data.copy_(values)
@@ -257,8 +260,7 @@ class WorstCase:
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """Prepare the model for training in a ``with`` block, and undo all changes at its end."""
-        args = self.args
-        model = self.model
+        args, model = self.trainer.args, self.trainer.model
         states = random_states()
         training = model.training
         enables = args.gradient_checkpointing and not model.is_gradient_checkpointing

@@ -21,9 +21,8 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import retry_smaller
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.rloo.step import Row
-from rloo_kit.sampling.decoding import Pieces
-from rloo_kit.sampling.engine import Begun, Generations
-from rloo_kit.training.sampler import TrainingCompleter
+from rloo_kit.sampling.engine import Begun
+from rloo_kit.training.sampler import Sampler, TrainingCompleter
 
 
 @dataclass(eq=False)
@@ -55,16 +54,13 @@ class InFlight:
     """
 
     completer: TrainingCompleter
-    grow: Callable[[Begun], Generations]  # continues completions
-    # returns True if a completion, given by its prompt's ids and its own, has ended
-    has_ended: Callable[[list[int], list[int]], bool]
+    sampler: Sampler  # continues completions
     order: Callable[[], Iterator[int]]  # returns row numbers of the dataset, epoch after epoch
     dataset: Callable[[], Any]  # returns the training set, whose rows have `prompt`
     num_generations: int  # G
     num_groups: int  # maximum number of groups in flight
     max_age: int  # maximum number of batches that a group waits
     num_wanted: Callable[[], int]  # returns the number of groups that the whole training needs
-    pieces: Pieces  # number of completions sampled at once, halved if memory runs out
 
     def __post_init__(self) -> None:
         self.restart()
@@ -102,15 +98,16 @@ class InFlight:
     def _sample(self, num: int) -> list[Group]:
         """Sample until ``num`` groups can be taken as the next batch; return these groups."""
         self._begin(num)
+        pieces = self.sampler.pieces
         rows = []
 
         def attempt() -> None:
             nonlocal rows
             while self._choose(num) is None:
-                rows = self._growing()[: self.pieces.size]
+                rows = self._growing()[: pieces.size]
                 self._grow(rows, num)
 
-        retry_smaller(attempt, lambda exc: self.pieces.halve(exc, len(rows)))
+        retry_smaller(attempt, lambda exc: pieces.halve(exc, len(rows)))
         return self._choose(num) or []
 
     def _begin(self, num: int) -> None:
@@ -169,7 +166,7 @@ class InFlight:
             [one.ids for _, one in rows],
             lambda ended: self._choose(num, {rows[row][1] for row in ended}) is not None,
         )
-        drawn = self.grow(begun)
+        drawn = self.sampler.grow(begun)
         for (group, one), ids, log_probs in zip(
             rows, drawn.completion_ids, drawn.log_probs, strict=True
         ):
@@ -177,7 +174,7 @@ class InFlight:
             one.ids = one.ids + ids
             one.log_probs = one.log_probs + log_probs
             one.batches = one.batches + [self.batch] * len(ids)
-            one.has_ended = self.has_ended(group.prompt_ids, one.ids)
+            one.has_ended = self.sampler.has_ended(group.prompt_ids, one.ids)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the groups in flight, for a checkpoint."""

@@ -115,6 +115,16 @@ class Sampler:
             return self._grow_here(begun)
         return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
 
+    def has_ended(self, prompt_ids: list[int], ids: list[int]) -> bool:
+        """Return True if the completion ``ids`` has an end token or has reached a limit.
+
+        The limits are the maximum length of a completion and that of its thought.
+        """
+        if not ids:  # it is still waiting for a free slot of the engine
+            return False
+        is_over = len(ids) >= self.args.max_completion_length or ids[-1] in self.eos_token_ids
+        return is_over or bool(self.thought and self.thought.exceeds(prompt_ids, ids))
+
     def _draw_by(
         self,
         engine: Engine,
@@ -191,9 +201,7 @@ class Sampler:
         if self.args.use_transformers_continuous_batching:
             with self._samples(), _uncast(self.args):
                 drawn = self.trl_generate(prompt_ids, None, {})
-            longest = self.args.max_completion_length
-            ended = [len(ids) >= longest or ids[-1] in self.eos_token_ids for ids in drawn if ids]
-            if sum(ended) < len(prompt_ids):
+            if sum(map(self.has_ended, prompt_ids, drawn)) < len(prompt_ids):
                 raise GenerationError(
                     "transformers' continuous batching failed before all completions had ended, "
                     "and printed why: lower trainer.max_completion_length, or leave "

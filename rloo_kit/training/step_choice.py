@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-
-from transformers import AutoConfig
+from typing import Any
 
 from rloo_kit.config.settings import OF_KIT_STEP, OF_TRL_STEP
 from rloo_kit.errors import ConfigError
@@ -50,7 +49,8 @@ def choose_step(
 
     Raises:
         ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
-            has no effect on the chosen step.
+            has no effect on the chosen step or does not work with it. Or FSDP is requested, but the
+            training has only one process or runs on CPUs.
     """
     reasons = {
         f"{args.world_size} processes train": args.world_size > 1,
@@ -60,7 +60,14 @@ def choose_step(
         f"trainer.router_aux_loss_coef is {router_loss:g}": router_loss != 0,
         f"the trainer's class overrides {', '.join(sorted(overridden))}": bool(overridden),
     }
-    _check_fsdp(args)
+    state = args.distributed_state
+    alone = state is not None and state.distributed_type in ("NO", "MULTI_CPU")
+    if alone and (args.fsdp or uses_fsdp()):  # accelerate would ignore it without a warning
+        raise ConfigError(
+            "FSDP divides a model among the GPUs of several processes, but this run has only one "
+            "process or no GPU: turn FSDP off, or use DeepSpeed instead "
+            "(examples/accelerate/zero3.yaml)"
+        )
     reason = next((text for text, holds in reasons.items() if holds), "")
     if args.step == "kit" and reason:
         raise ConfigError(
@@ -68,10 +75,21 @@ def choose_step(
             f"{reason}: set trainer.step to auto, which uses TRL's step"
         )
     if args.step != "trl" and not reason:
-        _check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
+        check_defaults(args, OF_TRL_STEP, "only TRL's step obeys: set trainer.step to trl, or")
         return StepChoice()
     reason = reason or "trainer.step is 'trl'"
-    _check_settings(args, reason)
+    because = f"TRL's step is used because {reason}"
+    check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
+    if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
+        raise ConfigError(
+            f"{because}, but on a CPU vLLM cannot load the "
+            "weights that TRL's step sends: set trainer.generation to transformers"
+        )
+    if args.stop_on and args.world_size > 1:
+        raise ConfigError(
+            f"trainer.stop_on works only with one process, but {args.world_size} processes train: "
+            "leave it out"
+        )
     return StepChoice(True, reason)
 
 
@@ -88,22 +106,6 @@ def check_tools(choice: StepChoice) -> None:
         )
 
 
-def _check_fsdp(args: LeaveOneOutConfig) -> None:
-    """Reject FSDP if accelerate would ignore it without a warning.
-
-    Raises:
-        ConfigError: FSDP is requested, but the training has only one process or runs on CPUs.
-    """
-    asked = args.fsdp or uses_fsdp()
-    state = args.distributed_state
-    if asked and state is not None and state.distributed_type in ("NO", "MULTI_CPU"):
-        raise ConfigError(
-            "FSDP divides a model among the GPUs of several processes, but this run has only one "
-            "process or no GPU: turn FSDP off, or use DeepSpeed instead "
-            "(examples/accelerate/zero3.yaml)"
-        )
-
-
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
     """Set TRL's vLLM settings to match the setting ``generation`` if TRL's step samples.
 
@@ -116,7 +118,7 @@ def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
         args.use_vllm = False  # the kit samples
 
 
-def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
+def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float:
     """Set up the load-balancing loss of a mixture of experts, and return its coefficient.
 
     The coefficient is ``args.router_aux_loss_coef`` if that is set. If it is unset and the router
@@ -126,12 +128,10 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
 
     Args:
         args: Settings of the training, changed in place.
-        model: The policy, in whose config ``output_router_logits`` is turned off. A name or path
-            counts as a model whose router is trained.
+        model: The policy. A name or path counts as a model whose router is trained.
+        config: The config of the policy, in which ``output_router_logits`` is turned off.
     """
     whole = isinstance(model, str)
-    remote = args.trust_remote_code
-    config = AutoConfig.from_pretrained(model, trust_remote_code=remote) if whole else model.config
     config = config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         return args.router_aux_loss_coef or 0.0
@@ -146,29 +146,16 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model) -> float:
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
-def _check_settings(args: LeaveOneOutConfig, reason: str) -> None:
-    """Raise ConfigError for settings that have no effect on TRL's step or do not work with it."""
-    because = f"TRL's step is used because {reason}"
-    _check_defaults(args, OF_KIT_STEP, f"only the kit's step obeys, and {because}:")
-    if args.use_cpu and (args.use_vllm or args.generation in ("vllm", "server")):
-        raise ConfigError(
-            f"{because}, but on a CPU vLLM cannot load the "
-            "weights that TRL's step sends: set trainer.generation to transformers"
-        )
-    if args.stop_on and args.world_size > 1:
-        raise ConfigError(
-            f"trainer.stop_on works only with one process, but {args.world_size} processes train: "
-            "leave it out"
-        )
-
-
-def _check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
-    """Raise ConfigError if a setting that has no effect does not have its default value.
+def check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
+    """Check that settings that have no effect have their default values.
 
     Args:
         args: Settings of the training.
         names: Names of the settings that have no effect.
         why: The reason, as the end of a clause that begins with "which".
+
+    Raises:
+        ConfigError: One of them has another value.
     """
     for name in names:
         if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:

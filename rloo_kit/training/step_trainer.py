@@ -29,7 +29,7 @@ from rloo_kit.models.notes import notes_of
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.objective import LOSSES
+from rloo_kit.rloo.objective import LOSSES, RunningMoments
 from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step, all_rows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
@@ -40,7 +40,6 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.wording import format_value, text_of
 from rloo_kit.tools.environments import Environments
 from rloo_kit.tools.loop import ToolLoop
-from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.dry_run import DryRun, WorstCase
 from rloo_kit.training.dynamic_sampling import DynamicSampling
 from rloo_kit.training.partial_rollouts import InFlight
@@ -82,8 +81,39 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
-        self.sampler = self._make_sampler()
-        self.completer = self._make_completer(rewards)
+        self.sampler = Sampler(
+            model=self.model,
+            accelerator=self.accelerator,
+            args=args,
+            policy=self.policy,
+            log=self.step_log,
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_ids=self.eos_token_ids,
+            thought=thought_limit(self.tokenizer, args.thinking_budget),
+            generation_config=self.generation_config,
+            generation_kwargs=self.generation_kwargs,
+            trl_generate=super()._generate_single_turn,
+        )
+        self.completer = TrainingCompleter(
+            draw=self.sampler.draw,
+            processing_class=self.processing_class,
+            template_settings=self.chat_template_kwargs,
+            ends=frozenset((*self.eos_token_ids, self.tokenizer.pad_token_id)),
+            functions=lambda: self.reward_funcs,
+            tokenizers=self.reward_processing_classes,
+            for_rewards=lambda: {
+                "trainer_state": self.state,
+                "log_extra": self.step_log.note_extra,
+                "log_metric": self.step_log.note_of_reward,
+            },
+            tool_loop=self.tool_loop,
+            turns=self.sampler.turns,
+            loop=getattr(self, "async_loop", None),  # TRL's, if a reward is async
+            log=self.step_log,
+            rewards=rewards,
+            weights=self.reward_weights,
+            device=self.accelerator.device,
+        )
         self.dynamic_sampling = DynamicSampling(
             args=args, dataset=lambda: self.train_dataset, log=self.step_log
         )
@@ -107,6 +137,18 @@ class StepTrainer(ResumableTrainer, TrlStep):
             after_scoring=self.dynamic_sampling.after_scoring,
             overlap=not args.dynamic_sampling,
         )
+
+    def _restart(self) -> None:
+        """Forget the state of an earlier training."""
+        self.step_log.restart()
+        if not self.by_trl:
+            self.collected = []
+            self.sampler.is_synced = False
+            self.rloo.waiting = []
+            self.rloo.moments = RunningMoments()
+            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
+            if self.in_flight:
+                self.in_flight.restart()
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
         """Warn about rows and reward functions without scores; pass the batch to the callbacks.
@@ -138,53 +180,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.is_first_batch = False
         self.notify("on_completions", records=records, rollout=rollout)
 
-    def _make_completer(self, rewards: list[LoadedReward]) -> TrainingCompleter:
-        return TrainingCompleter(
-            draw=self.sampler.draw,
-            processing_class=self.processing_class,
-            template_settings=self.chat_template_kwargs,
-            ends=frozenset((*self.eos_token_ids, self.tokenizer.pad_token_id)),
-            functions=lambda: self.reward_funcs,
-            tokenizers=self.reward_processing_classes,
-            for_rewards=lambda: {
-                "trainer_state": self.state,
-                "log_extra": self.step_log.note_extra,
-                "log_metric": self.step_log.note_of_reward,
-            },
-            tool_loop=self.tool_loop,
-            turns=self.sampler.turns,
-            loop=getattr(self, "async_loop", None),  # TRL's, if a reward is async
-            log=self.step_log,
-            rewards=rewards,
-            weights=self.reward_weights,
-            device=self.accelerator.device,
-        )
-
-    def _make_sampler(self) -> Sampler:
-        return Sampler(
-            model=self.model,
-            accelerator=self.accelerator,
-            args=self.args,
-            policy=self.policy,
-            log=self.step_log,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_ids=self.eos_token_ids,
-            thought=thought_limit(self.tokenizer, self.args.thinking_budget),
-            generation_config=self.generation_config,
-            generation_kwargs=self.generation_kwargs,
-            trl_generate=super()._generate_single_turn,
-        )
-
     def _make_in_flight(self) -> InFlight:
         args = self.args
         batch = batch_plan(vars(args))
-        thought = self.sampler.thought
-
-        def has_ended(prompt_ids: list[int], ids: list[int]) -> bool:
-            if not ids:  # it is still waiting for a free slot of the engine
-                return False
-            is_over = len(ids) >= args.max_completion_length or ids[-1] in self.eos_token_ids
-            return is_over or bool(thought and thought.exceeds(prompt_ids, ids))
 
         def order() -> Iterator[int]:
             each_once = RepeatSampler(
@@ -201,15 +199,13 @@ class StepTrainer(ResumableTrainer, TrlStep):
 
         return InFlight(
             completer=self.completer,
-            grow=self.sampler.grow,
-            has_ended=has_ended,
+            sampler=self.sampler,
             order=order,
             dataset=lambda: self.train_dataset,
             num_generations=batch.num_generations,
             num_groups=batch.in_flight // batch.num_generations,
             max_age=args.max_rollout_age,
             num_wanted=num_wanted,
-            pieces=self.sampler.pieces,
         )
 
     @functools.cached_property
@@ -223,7 +219,22 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.engine:
             self.engine.sleep()  # frees its memory, so that the budget can use it
         level = args.rollout_correction
-        budget, overhead = _pass_sizes(args, self.model.config.get_text_config())
+        hardware = detect_hardware()
+        on_cpu = hardware.device == "cpu"
+        config = self.model.config.get_text_config()
+        layers, hidden = config.num_hidden_layers, config.hidden_size
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        budget = args.tokens_per_micro_batch or default_token_budget(
+            hardware.free_memory,
+            hidden,
+            layers,
+            intermediate_size=inner,
+            bytes_per_value=2 if args.bf16 or args.fp16 else 4,
+            checkpointing=args.gradient_checkpointing,
+            on_cpu=on_cpu,
+        )
+        # estimated from the config, because numel() of packed 4-bit weights is too small
+        weights = layers * hidden * (4 * hidden + 3 * inner)
         return Learner(
             forward=self.policy.run,
             backward=self.accelerator.backward,
@@ -231,7 +242,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             with_grad=self.compute_loss_context_manager,
             parameters=list(self.trained_parameters().values()),
             budget=budget,
-            overhead=overhead,
+            overhead=pass_overhead(layers, weights, on_cpu=on_cpu),
             pad_token_id=self.tokenizer.pad_token_id,
             device=self.accelerator.device,
             epsilon=(self.epsilon_low, self.epsilon_high),
@@ -289,7 +300,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        if not self.by_trl and self._worst_case(**how).is_wanted():
+        if not self.by_trl and WorstCase(self, self.policy, self.learner, **how).is_wanted():
             say(str(self.dry_run(**how)))
 
     def dry_run(self, **how: Any) -> DryRun:
@@ -301,26 +312,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
         Raises:
             MemoryRanOutError: The worst case does not fit into memory.
         """
-        found = self._worst_case(**how).run()
+        found = WorstCase(self, self.policy, self.learner, **how).run()
         self.dry_run_done = True
         return found
-
-    def _worst_case(self, **how: Any) -> WorstCase:
-        def new_optimizer() -> Any:
-            optimizer = self.create_optimizer()
-            self.optimizer = None  # the training makes its own
-            return optimizer
-
-        return WorstCase(
-            args=self.args,
-            model=self.model,
-            policy=self.policy,
-            learner=self.learner,
-            tokenizer=self.tokenizer,
-            dataset=self.train_dataset,
-            make_optimizer=new_optimizer if self.optimizer is None else None,
-            **how,
-        )
 
     def _generate_single_turn(
         self, prompt_ids: TokenIds, images: object, multimodal_fields: object
@@ -390,29 +384,3 @@ class StepTrainer(ResumableTrainer, TrlStep):
         elif "train_loss" in logs and not self.by_trl:
             logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
         super().log(logs, start_time)
-
-
-def _pass_sizes(args: LeaveOneOutConfig, config: Any) -> tuple[int, int]:
-    """Return the token budget and the overhead of a training pass on this machine, in positions.
-
-    Args:
-        args: Settings of the training.
-        config: The model's text config.
-    """
-    hardware = detect_hardware()
-    on_cpu = hardware.device == "cpu"
-    hidden = config.hidden_size
-    layers = config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    budget = args.tokens_per_micro_batch or default_token_budget(
-        hardware.free_memory,
-        hidden,
-        layers,
-        intermediate_size=inner,
-        bytes_per_value=2 if args.bf16 or args.fp16 else 4,
-        checkpointing=args.gradient_checkpointing,
-        on_cpu=on_cpu,
-    )
-    # estimated from the config, because numel() of packed 4-bit weights is too small
-    weights = layers * hidden * (4 * hidden + 3 * inner)
-    return budget, pass_overhead(layers, weights, on_cpu=on_cpu)

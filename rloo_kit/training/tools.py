@@ -9,6 +9,7 @@ from datasets import Dataset
 from rloo_kit.errors import ConfigError
 from rloo_kit.tools.loop import ToolLimits, ToolLoop
 from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.training.step_choice import check_defaults
 from rloo_kit.training.trl_step import run_tool_loop
 
 # A class whose public methods are tools, or a dict of such classes by name
@@ -37,9 +38,8 @@ def make_tool_loop(
             ``ToolLoop`` rejects the tools.
     """
     if not tools and environments is None:
-        for name in ("max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error"):
-            if getattr(args, name) != type(args).__dataclass_fields__[name].default:
-                raise ConfigError(f"trainer.{name} has no effect without tools: leave it out")
+        names = ("max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error")
+        check_defaults(args, names, "has no effect without tools:")
         return None
     if args.partial_rollouts:
         raise ConfigError(

@@ -6,11 +6,12 @@ module overrides the hooks of TRL's and transformers' trainers. docs/explanation
 which passes are saved, and why the gradient is exact.
 """
 
+import contextlib
 import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,6 @@ from rloo_kit.models.adapters import (
 )
 from rloo_kit.models.loading import keep_trainable_layout, set_padding
 from rloo_kit.models.notes import notes_of
-from rloo_kit.rloo.objective import RunningMoments
 from rloo_kit.sampling.choice import check_engine, check_partial, start_engine
 from rloo_kit.sampling.engine import Engine
 from rloo_kit.scoring.contract import guarded
@@ -137,7 +137,7 @@ class LeaveOneOutTrainer(StepTrainer):
         args = copy.copy(asked)  # the caller's stays as it is
         policy: Any = parts["model"]
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others.pop("ref_policy", None), policy, args)
+        reference = _own_reference(others, policy, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
@@ -145,22 +145,21 @@ class LeaveOneOutTrainer(StepTrainer):
         policy = _prepare_policy(parts, args, others)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
         specs = parts.pop("reward_funcs") or []
-        rewards = _load_weighted(specs, self.pool, args, parts["processing_class"])
-        rewards = with_tokenizers(rewards, others.get("reward_processing_classes"))
+        rewards = with_tokenizers(
+            _load_weighted(specs, self.pool, args, parts["processing_class"]),
+            others.get("reward_processing_classes"),
+        )
         drop_old_reference(policy)
         adapter = adapter_values(policy)
-        with precision_as_asked(args), without_engine(policy):
+        callbacks = [Boundary(self), *(callbacks or []), *self._views(args, policy)]
+        with precision_as_asked(args), without_engine(policy), _own_beta(args, reference):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
                     for reward in rewards
                 ],
                 args=args,
-                callbacks=[
-                    Boundary(self),
-                    *(callbacks or []),
-                    *self._views(args, policy),
-                ],
+                callbacks=callbacks,
                 **parts,
                 **others,
             )
@@ -199,13 +198,10 @@ class LeaveOneOutTrainer(StepTrainer):
                 "score held-out prompts with a run file (data.held_out)"
             )
         model = parts["model"]
-        limits = [args.vllm_max_model_length]
-        if isinstance(model, str):  # TRL loads it later, with these arguments
-            config = AutoConfig.from_pretrained(model, **_source(args))
-        else:
-            config = model.config
+        config = _model_config(model, args).get_text_config()
+        limits = [args.vllm_max_model_length, getattr(config, "max_position_embeddings", None)]
+        if not isinstance(model, str):
             limits.append(notes_of(model).max_seq_length)
-        limits.append(getattr(config, "max_position_embeddings", None))
         longest = min(filter(None, limits), default=sys.maxsize)
         loop = make_tool_loop(tools, environments, parts["processing_class"], args, longest)
         if loop and loop.environments:
@@ -231,7 +227,7 @@ class LeaveOneOutTrainer(StepTrainer):
         longest = asked.vllm_max_model_length
         if engine and longest and hasattr(self.train_dataset, "__len__"):
             remedy = "raise trainer.vllm_max_model_length to {}"
-            check_lengths(self.train_dataset, self.tokenizer, asked, longest, remedy=remedy)
+            check_lengths(self.train_dataset, self.tokenizer, self.args, longest, remedy=remedy)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
         """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
@@ -245,10 +241,11 @@ class LeaveOneOutTrainer(StepTrainer):
             check_images(parts["train_dataset"], parts["processing_class"])
         if args.ddp_find_unused_parameters is None and not images:
             args.ddp_find_unused_parameters = False  # every pass uses every adapter
+        model = parts["model"]
         choice = choose_step(
             args,
             images=images,
-            router_loss=set_router_loss(args, parts["model"]),
+            router_loss=set_router_loss(args, model, _model_config(model, args)),
             overridden=[
                 name
                 for name in TRL_METHODS
@@ -269,6 +266,7 @@ class LeaveOneOutTrainer(StepTrainer):
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
         if reference is not None:  # prepare it like a reference that TRL has loaded
+            self.beta = self.args.beta
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
@@ -278,8 +276,15 @@ class LeaveOneOutTrainer(StepTrainer):
             return []
         if not args.doctor:
             return [live_progress()]
+        path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
+        longest = 4 * args.max_completion_length
+        names = {*DEFAULTS, "steps_per_generation", "max_steps", "num_train_epochs"}
+        run = RunConfig(  # as of a run file with the same settings
+            model=ModelSection(name=Path(path).name, max_seq_length=longest),
+            trainer={name: getattr(args, name) for name in sorted(names)},
+        )
         self.watch = RunWatch(
-            _config_of(args, model),
+            run,
             tell=lambda findings: self.notify("on_findings", findings=findings),
             stop=self.stop,
             stop_on=args.stop_on or (),
@@ -292,10 +297,11 @@ class LeaveOneOutTrainer(StepTrainer):
     def release(self) -> None:
         """Free the memory of models, rewards, engine and optimizer; a second call does nothing."""
         # Weights shared with vLLM must be freed before the engine: see VllmEngine.close.
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                release_model(model)
-        self._release_rewards()
+        for one in (self.model, self.ref_model, *self.reward_funcs):
+            if hasattr(one, "release"):
+                one.release()
+            elif hasattr(one, "parameters"):
+                release_model(one)
         if self.pool:
             self.pool.release()
         if self.engine:
@@ -308,25 +314,14 @@ class LeaveOneOutTrainer(StepTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        if not self.by_trl:
-            self._release_parts()
+        if not self.by_trl:  # the parts of the kit's step refer to tensors
+            self.sampler.canary = self.sampler.engine = self.sampler.model = None
+            self.policy.model = self.policy.ref_model = None
+            self.rloo.rollout = None
+            self.rloo.waiting = []
+            self.__dict__.pop("learner", None)
         self.invalidate_snapshot()
         self.accelerator.free_memory()
-
-    def _release_rewards(self) -> None:
-        for reward in self.reward_funcs:
-            if hasattr(reward, "release"):
-                reward.release()
-            elif hasattr(reward, "parameters"):
-                release_model(reward)
-
-    def _release_parts(self) -> None:
-        """Drop the references to tensors in the parts of the kit's step."""
-        self.sampler.canary = self.sampler.engine = self.sampler.model = None
-        self.policy.model = self.policy.ref_model = None
-        self.rloo.rollout = None
-        self.rloo.waiting = []
-        self.__dict__.pop("learner", None)
 
     # --- hooks: checkpoints ----------------------------------------------------------------------
 
@@ -365,15 +360,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.has_own_optimizer = self.optimizer is not None
         if not self.has_own_optimizer:  # each training makes one, with its own learning rate
             self.optimizer = None
-        self.step_log.restart()
-        if not self.by_trl:
-            self.collected = []
-            self.sampler.is_synced = False
-            self.rloo.waiting = []
-            self.rloo.moments = RunningMoments()
-            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
-            if self.in_flight:
-                self.in_flight.restart()
+        self._restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):
                 self.dry_run_if_wanted(print)
@@ -382,6 +369,8 @@ class LeaveOneOutTrainer(StepTrainer):
             for callback in self.callback_handler.callbacks:
                 if callable(close := getattr(callback, "close", None)):
                     close()
+            if not self.by_trl:  # `load_best_model_at_end` may have changed the weights
+                self.sampler.is_synced = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the trainer's state, for a checkpoint."""
@@ -406,17 +395,6 @@ class LeaveOneOutTrainer(StepTrainer):
             part.load_state_dict(state)
         if self.in_flight:
             self.in_flight.load_state_dict(state["in_flight"])
-
-
-def _config_of(args: LeaveOneOutConfig, model: Model) -> RunConfig:
-    """Return the ``RunConfig`` of a run file with the same settings as a trainer's ``args``."""
-    names = {*DEFAULTS, "steps_per_generation", "max_steps", "num_train_epochs"}
-    path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
-    longest = 4 * args.max_completion_length
-    return RunConfig(
-        model=ModelSection(name=Path(path).name, max_seq_length=longest),
-        trainer={name: getattr(args, name) for name in sorted(names)},
-    )
 
 
 def _load_weighted(
@@ -542,36 +520,59 @@ def _translate_parts(
 
 
 def _own_reference(
-    ref_policy: object, model: Model, args: LeaveOneOutConfig
+    others: dict[str, Any], model: Model, args: LeaveOneOutConfig
 ) -> torch.nn.Module | None:
     """Return the caller's reference model; None if the reference is the policy before training.
+
+    Args:
+        others: Further arguments of the trainer; ``ref_policy`` is removed.
+        model: The policy, or its name.
+        args: Settings of the training.
 
     Raises:
         ConfigError: ``ref_policy`` is not a model or would have no effect, or TRL could not load
             the reference that ``beta`` needs.
     """
-    if ref_policy is None:
-        is_whole = isinstance(model, torch.nn.Module) and not hasattr(model, "peft_config")
-        if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
+    ref_policy = others.pop("ref_policy", None)
+    if ref_policy is not None:
+        if not isinstance(ref_policy, torch.nn.Module):
+            kind = type(ref_policy).__name__
+            raise ConfigError(f"ref_policy is a {kind}, must be a loaded model")
+        if not args.beta or args.sync_ref_model:
             raise ConfigError(
-                "beta needs a reference, but the model has no name or folder from which TRL could "
-                "load it again: train an adapter (attach_lora), give ref_policy, or set beta to 0"
+                "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
             )
-        return None
-    if not isinstance(ref_policy, torch.nn.Module):
-        raise ConfigError(f"ref_policy is a {type(ref_policy).__name__}, must be a loaded model")
-    if not args.beta or args.sync_ref_model:
+        trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
+        is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
+        if is_model:
+            text = "ref_policy is the policy itself, so the reference is the policy before training"
+        else:
+            text = "ref_policy needs memory of its own: leave it out if it equals the base model"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+        if not is_model:
+            return ref_policy
+    has_adapter = others.get("peft_config") or hasattr(model, "peft_config")
+    is_whole = isinstance(model, torch.nn.Module) and not has_adapter
+    if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
         raise ConfigError(
-            "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
+            "beta needs a reference, but the model has no name or folder from which TRL could "
+            "load it again: train an adapter (attach_lora), give another model as ref_policy, or "
+            "set beta to 0"
         )
-    trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
-    is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
-    if is_model:
-        text = "ref_policy is the policy itself, so the reference is the policy before training"
-    else:
-        text = "ref_policy needs memory of its own: leave it out if it equals the base model"
-    warnings.warn(text, FutureWarning, stacklevel=3)
-    return None if is_model else ref_policy
+    return None
+
+
+@contextlib.contextmanager
+def _own_beta(args: LeaveOneOutConfig, reference: Any) -> Iterator[None]:
+    """Hide ``beta`` from TRL during a ``with`` block if the caller gave a reference model.
+
+    Otherwise TRL would load a reference of its own by the policy's name, and keep it in memory.
+    """
+    beta = args.beta
+    if reference is not None:
+        args.beta = 0.0
+    yield
+    args.beta = beta
 
 
 def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict[str, Any]) -> Any:
@@ -617,6 +618,13 @@ def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
     }
 
 
+def _model_config(model: Any, args: LeaveOneOutConfig) -> Any:
+    """Return the config of the policy; if ``model`` is a name, as TRL will load it."""
+    if isinstance(model, str):
+        return AutoConfig.from_pretrained(model, **_source(args))
+    return model.config
+
+
 def follow_model(
     args: LeaveOneOutConfig,
     model: Any,
@@ -632,7 +640,7 @@ def follow_model(
     Args:
         args: Settings of the training, changed in place.
         model: The policy, or its name if TRL will load it.
-        tokenizer: The tokenizer or processor; None if TRL will load it.
+        tokenizer: The tokenizer or processor.
         peft_config: TRL's argument of this name.
 
     Raises:
@@ -642,8 +650,7 @@ def follow_model(
         raise ConfigError(NO_SYNC)
     if isinstance(model, str):  # TRL loads it
         return
-    if tokenizer is not None:
-        set_padding(model, getattr(tokenizer, "tokenizer", tokenizer))
+    set_padding(model, getattr(tokenizer, "tokenizer", tokenizer))
     choice = notes_of(model).gradient_checkpointing
     of_unsloth = getattr(model, "_unsloth_gradient_checkpointing", None)
     if choice is not None and args.follows_model:

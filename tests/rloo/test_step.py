@@ -169,6 +169,13 @@ def test_options_enter_at_three_places():
     assert step.log.tallies[0].trained == 1
 
 
+def test_a_hook_that_drops_prompts_leaves_a_rollout_its_number_of_slices():
+    step = step_of(Table(), num_slices=3, which_prompts=lambda rows: rows[:4])
+    step.run([ROWS] * 3, 1)
+    assert not step.waiting
+    assert step.log.tallies[0].rows == 4
+
+
 @pytest.mark.parametrize("where", ["in the middle of a rollout", "at its end"])
 def test_a_step_goes_on_where_its_state_was_kept(where):
     def begun():

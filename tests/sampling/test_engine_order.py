@@ -124,6 +124,28 @@ def test_weights_are_released_before_their_engine(recorded):
     assert recorded["release"][1][-1] == "close with 0 parameters"
 
 
+def test_an_evaluation_after_a_training_samples_from_its_last_weights(tmp_path):
+    model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+    engine = Engine(rk.attach_lora(model))
+    prompts = rk.load_prompts("arithmetic", num_prompts=16)
+    trainer = rk.LeaveOneOutTrainer(
+        model=engine.model,
+        processing_class=tokenizer,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        reward_funcs="length",
+        args=rk.LeaveOneOutConfig(
+            str(tmp_path), max_steps=1, max_completion_length=8, canary=False, save_strategy="no",
+            eval_strategy="steps", eval_steps=1,
+        ),
+        engine=engine,
+    )  # fmt: skip
+    trainer.train()  # transformers may load the best weights at its end
+    engine.calls.clear()
+    trainer.evaluate()
+    assert engine.calls[0] == "sync"
+
+
 def test_a_session_releases_models_before_engines():
     with rk.session():
         model, _ = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)

@@ -11,8 +11,9 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import MemoryRanOutError
+from rloo_kit.rloo.advantages import BASELINES
 from rloo_kit.rloo.token_budget import SMALLEST_BUDGET
-from rloo_kit.training.dry_run import largest_passes
+from rloo_kit.training.dry_run import WorstCase, largest_passes
 from rloo_kit.training.policy import Policy
 
 SHORT_RUN = [
@@ -144,6 +145,14 @@ def test_it_runs_the_longest_prompt_and_completion(trainer):
     assert len(learned) == 2
 
 
+def test_it_learns_with_a_baseline_that_finds_no_advantage_in_its_scores(trainer, monkeypatch):
+    monkeypatch.setitem(BASELINES, "none", torch.zeros_like)
+    vars(trainer.args).update(beta=0.0, baseline="none")
+    passes = watched(trainer)
+    trainer.dry_run()
+    assert passes
+
+
 @pytest.mark.parametrize("budget", [500, 10_000, 16_384])
 def test_no_micro_batch_is_larger_than_those_that_run(budget):
     width = 3000
@@ -210,13 +219,17 @@ def test_run_without_memory_ends_before_step_one(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def worst_case(trainer):
+    return WorstCase(trainer, trainer.policy, trainer.learner)
+
+
 # --- when it is made -----------------------------------------------------------------------------
 
 
 def test_on_a_cpu_it_is_made_only_on_request(trainer):
     for asked in (None, False, True):
         trainer.args.dry_run = asked
-        assert trainer._worst_case().is_wanted() is (asked is True)
+        assert worst_case(trainer).is_wanted() is (asked is True)
 
 
 @pytest.fixture
@@ -236,10 +249,10 @@ def on_a_gpu(trainer, monkeypatch):
     ],
 )
 def test_on_a_gpu_small_batches_have_none(on_a_gpu, more, settings, expected):
-    case = on_a_gpu._worst_case()
+    case = worst_case(on_a_gpu)
     width = len(case._longest_prompt()) + 24
-    on_a_gpu.learner.budget = 2 * width * case.args.generation_batch_size + more
-    vars(case.args).update(settings)
+    on_a_gpu.learner.budget = 2 * width * on_a_gpu.args.generation_batch_size + more
+    vars(on_a_gpu.args).update(settings)
     assert case.is_wanted() == expected
 
 
@@ -248,4 +261,4 @@ def test_the_smallest_budget_says_nothing_about_memory(on_a_gpu):
     on_a_gpu.args.max_completion_length = 1
     for budget, expected in ((SMALLEST_BUDGET, True), (SMALLEST_BUDGET + 1, False)):
         on_a_gpu.learner.budget = budget
-        assert on_a_gpu._worst_case().is_wanted() == expected
+        assert worst_case(on_a_gpu).is_wanted() == expected

@@ -30,6 +30,10 @@ class Dice:
         self.dice = random.Random(seed)
         self.rows = []  # of each call
         self.limit = None  # rows that fit into memory
+        self.pieces = Pieces("sampling", "buy memory")
+
+    def has_ended(self, prompt_ids, ids):
+        return ids[-1] == END
 
     def grow(self, begun):
         if self.limit is not None and len(begun.prompt_ids) > self.limit:
@@ -67,15 +71,13 @@ def pool(sampler, batches, in_flight=2 * GROUPS, max_age=3):
             completions=completions,
             log=SimpleNamespace(note_sampled=lambda *_: None),
         ),
-        grow=sampler.grow,
-        has_ended=lambda _, ids: ids[-1] == END,
+        sampler=sampler,
         order=lambda: (number % 7 for number in count()),
         dataset=lambda: [{"prompt": str(place)} for place in range(7)],
         num_generations=G,
         num_groups=in_flight,
         max_age=max_age,
         num_wanted=lambda: batches * GROUPS,
-        pieces=Pieces("sampling", "buy memory"),
     )
 
 
@@ -193,8 +195,8 @@ def test_lengths_have_the_distribution_of_whole_sampling():
     whole = complete(model, [[30, 31]] * num, 0, ENDS, generation_config=how())
     one = pool(Dice(0), num // (GROUPS * G), 4 * GROUPS, 4)
     one.completer.tokenize = lambda rows: [[30, 31]] * len(rows)
-    one.has_ended = lambda _, ids: len(ids) == LONGEST or ids[-1] in ENDS
-    one.grow = lambda begun: grow(model, begun, 0, generation_config=how())
+    one.sampler.has_ended = lambda _, ids: len(ids) == LONGEST or ids[-1] in ENDS
+    one.sampler.grow = lambda begun: grow(model, begun, 0, generation_config=how())
     found = []
     carried = 0
     while len(found) < num - num % (GROUPS * G):

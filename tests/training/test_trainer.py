@@ -12,13 +12,15 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import rloo_kit as rk
+from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.training import trainer
+from rloo_kit.training.step_choice import StepChoice
 
 HERE = Path(__file__).parents[1]
 TEXTS = Dataset.from_dict({"text": ["a"]})
@@ -26,6 +28,16 @@ TEXTS = Dataset.from_dict({"text": ["a"]})
 
 def odd_characters(completions, **_):
     return [sum(ord(c) % 2 for c in completion[-1]["content"]) / 100 for completion in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
 
 
 def test_of_several_gpus_one_trains(config, monkeypatch):
@@ -181,6 +193,22 @@ def test_a_model_without_a_name_has_no_reference(legacy_trainer, other_weights):
         legacy_trainer(None, other_weights)
 
 
+def test_the_base_is_the_reference_of_an_adapter_that_trl_makes(new_trainer, other_weights):
+    other_weights.config._name_or_path = ""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    assert new_trainer(model=other_weights, peft_config=lora).args.beta > 0
+
+
+def test_a_model_without_a_name_takes_the_reference_that_is_given(legacy_trainer, other_weights):
+    whole = AutoModelForCausalLM.from_pretrained(TINY_THINKER, dtype=torch.float32)
+    whole.config._name_or_path = ""  # TRL would load its own reference by this name
+    trainer = legacy_trainer(other_weights, whole)
+    assert trainer.ref_model is other_weights
+    assert trainer.beta == trainer.args.beta > 0
+    with pytest.raises(rk.ConfigError, match="give another model as ref_policy"):
+        legacy_trainer(whole, whole)
+
+
 def test_a_ref_policy_that_is_the_policy_needs_no_memory(policy, legacy_trainer):
     with pytest.warns(FutureWarning, match="ref_policy is the policy itself"):
         assert legacy_trainer(policy[0].get_base_model()).ref_model is None
@@ -229,6 +257,28 @@ def test_a_scheduled_weight_and_a_gate_in_training(new_trainer, config, step):
     for row in logs:
         parts = row["rewards/odd_characters/weight"] * row["rewards/odd_characters/mean"] + 3.0
         assert row["reward"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_tools_end_at_the_length_of_a_model_whose_text_config_is_inside(config):
+    shape = AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 77})
+    tokenizer = AutoTokenizer.from_pretrained(TINY_THINKER.parent / "tiny-caller")
+    parts = {"model": SimpleNamespace(config=shape), "processing_class": tokenizer}
+    kit = SimpleNamespace(step_choice=StepChoice())
+    make = rk.LeaveOneOutTrainer._make_tool_loop
+    assert make(kit, config(), parts, {}, [add], None).limits.max_length == 77
+
+
+def test_the_config_of_a_named_model_is_that_of_its_revision(new_trainer, config, monkeypatch):
+    asked = []
+
+    def load(name, **how):
+        asked.append((name, how["revision"]))
+        raise LookupError
+
+    monkeypatch.setattr(trainer.AutoConfig, "from_pretrained", load)
+    with pytest.raises(LookupError):
+        new_trainer(config(model_init_kwargs={"revision": "v2"}), model="org/name")
+    assert asked == [("org/name", "v2")]
 
 
 # --- thinking budget -----------------------------------------------------------------------------
@@ -315,6 +365,19 @@ def test_prompts_that_the_engine_cannot_take_whole_are_refused(new_trainer, conf
     new_trainer(args)  # the model itself samples
     with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
         new_trainer(args, engine=SimpleNamespace())
+
+
+def test_the_tools_in_a_prompt_count_towards_what_the_engine_takes(new_trainer, config):
+    model, tokenizer = rk.load_model("tiny-caller", max_seq_length=512)
+    tokenizer.chat_template = "{{ tools }}" + tokenizer.chat_template
+    rows = rk.load_prompts("arithmetic", num_prompts=16)
+    longest = max(len(prompt_ids(tokenizer, prompt)) for prompt in rows["prompt"])
+    how = {"model": rk.attach_lora(model), "processing_class": tokenizer}
+    how["engine"] = SimpleNamespace()
+    args = config(vllm_max_model_length=longest + 24, step="kit")
+    new_trainer(args, **how)
+    with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
+        new_trainer(args, tools=[add], **how)
 
 
 def test_a_correction_of_the_models_own_samples_is_warned_of(new_trainer, config):

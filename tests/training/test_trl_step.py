@@ -150,6 +150,20 @@ def test_a_full_disk_is_named_where_transformers_writes(new_trainer, config, mon
         new_trainer(config(save_strategy="steps", save_steps=1, step="trl")).train()
 
 
+def test_held_out_samples_use_one_gpu_and_keep_the_random_states(new_trainer, config, monkeypatch):
+    trainer = new_trainer(config(step="trl"))
+    trainer.train()
+    used = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", used.append)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    before = torch.get_rng_state()
+    found = trainer.sample_rows([trainer.train_dataset[0]], seed=1)
+    assert len(found.completions) == 1
+    assert used == []  # each would be a CUDA context on another process's GPU
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # --- rewards that return None, in both steps -----------------------------------------------------
 
 
