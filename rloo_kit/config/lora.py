@@ -54,8 +54,9 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
             f"but sampler, reference and export use the unchanged base: choose one of {names}"
         )
     for name in ("target_modules", "exclude_modules"):
+        text = settings.get(name)
         try:
-            re.compile(text if isinstance(text := settings.get(name), str) else "")
+            re.compile(text if isinstance(text, str) else "")
         except re.error as exc:
             errors.append(
                 f"{section}{name} is {format_value(text)}, which is no regular expression "

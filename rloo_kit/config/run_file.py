@@ -463,7 +463,7 @@ def _make_section(kind: type, content: object, path: str, errors: list[str]) -> 
         errors.append(f"{path[:-1]}: must have `key: value` lines, not {format_value(content)}")
         return kind()
     hints = typing.get_type_hints(kind)
-    known = {
+    known: dict[str, Any] = {
         one.name: one.metadata.get("rule")
         for one in dataclasses.fields(kind)
         if one.name != "others"

@@ -127,15 +127,13 @@ def _tokenizer_of(path: Path) -> Any:
     special["clean_up_tokenization_spaces"] = False
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     known = tokenizer.get_added_vocab()
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=kind == CONTROL)
-            for token, kind in zip(
-                vocabulary["tokens"], vocabulary.get("token_type", ()), strict=False
-            )
-            if kind in (CONTROL, USER_DEFINED) and token not in known
-        ]
-    )
+    kinds = zip(vocabulary["tokens"], vocabulary.get("token_type", ()), strict=False)
+    declared: list[Any] = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in kinds
+        if kind in (CONTROL, USER_DEFINED) and token not in known
+    ]
+    tokenizer.add_tokens(declared)
     return tokenizer
 
 

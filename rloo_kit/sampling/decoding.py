@@ -296,7 +296,7 @@ def _new_cache(model: Model) -> DynamicCache | None:
 
 def _decodes_itself(model: Model) -> bool:
     """Return True if Unsloth has replaced the model's forward pass, as it does on a GPU."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     return "unsloth" in type(base).forward.__module__
 
 

@@ -236,8 +236,9 @@ class ToolLoop:
                     RuntimeError: The tool raised an error, or ran longer than its time limit.
                 """
                 with self._watched(tool):
+                    limit = asyncio.timeout(timeout)
                     try:
-                        async with asyncio.timeout(timeout) as limit:
+                        async with limit:
                             result = await tool(**arguments)
                     except TimeoutError as exc:
                         if limit.expired():

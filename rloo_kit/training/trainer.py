@@ -297,7 +297,8 @@ class LeaveOneOutTrainer(StepTrainer):
     def release(self) -> None:
         """Free the memory of models, rewards, engine and optimizer; a second call does nothing."""
         # Weights shared with vLLM must be freed before the engine: see VllmEngine.close.
-        for one in (self.model, self.ref_model, *self.reward_funcs):
+        parts: list[Any] = [self.model, self.ref_model, *self.reward_funcs]
+        for one in parts:
             if hasattr(one, "release"):
                 one.release()
             elif hasattr(one, "parameters"):
