@@ -89,6 +89,15 @@ def latest_folder(wanted: str | Path) -> Path | None:
     return found[max(found)] if found else None
 
 
+def is_disk_error(exc: Exception) -> bool:
+    """Return True for an error of the system, also as the libraries that write files raise it."""
+    from safetensors import SafetensorError
+
+    # a bare Exception of tokenizers; a RuntimeError of the file in which torch.save writes
+    texts = ("(os error ", "inline_container")
+    return isinstance(exc, OSError | SafetensorError) or any(one in str(exc) for one in texts)
+
+
 @contextlib.contextmanager
 def whole_folder(goal: Path) -> Iterator[Path]:
     """Yield a temporary folder, and rename it to ``goal`` at the end of the block.
@@ -98,15 +107,15 @@ def whole_folder(goal: Path) -> Iterator[Path]:
     Raises:
         ModelError: The folder cannot be written.
     """
-    from safetensors import SafetensorError
-
     part = goal.with_name(f".{goal.name}.partial")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
         part.rename(goal)
-    except (OSError, SafetensorError) as exc:
+    except Exception as exc:
+        if not is_disk_error(exc):
+            raise
         raise ModelError(
             f"{str(goal)!r} cannot be written ({first_line(exc)}): free some space, or choose "
             "another folder"

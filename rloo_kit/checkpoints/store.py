@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
-from rloo_kit.output_folder import read_json
+from rloo_kit.output_folder import is_disk_error, read_json
 from rloo_kit.text.wording import first_line, format_name, format_value
 
 MANIFEST = "manifest.json"
@@ -102,13 +102,10 @@ def disk_errors(run: Path, step: int) -> Iterator[None]:
     Raises:
         DiskError: The disk is full, or the folder cannot be written to.
     """
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as exc:
-        # a RuntimeError of the file in which torch.save writes
-        if isinstance(exc, RuntimeError) and "inline_container" not in str(exc):
+    except Exception as exc:
+        if not is_disk_error(exc):
             raise
         raise DiskError(
             f"checkpoint {step} could not be written to {str(run)!r} ({first_line(exc)}): "

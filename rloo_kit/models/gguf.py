@@ -15,6 +15,7 @@ from typing import Any
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.environment import cache_folder
 from rloo_kit.machine.hardware import installed_version
+from rloo_kit.output_folder import is_disk_error
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -49,7 +50,6 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     if goal.is_dir():
         return goal
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
     auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
@@ -71,7 +71,9 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         )
     try:
         _write(model, tokenizer, goal)
-    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
+    except Exception as exc:
+        if not is_disk_error(exc):
+            raise
         raise ModelError(
             f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
             f"({first_line(exc)}); free some space there"

@@ -39,6 +39,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
+from rloo_kit.output_folder import is_disk_error
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -476,8 +477,6 @@ def save_adapter(
     Raises:
         ModelError: The folder cannot be written, or contains other files than an adapter's.
     """
-    from safetensors import SafetensorError
-
     folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")
     try:
@@ -491,7 +490,9 @@ def save_adapter(
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except (OSError, SafetensorError) as exc:  # safetensors wraps the system's error
+    except Exception as exc:
+        if not is_disk_error(exc):
+            raise
         raise ModelError(
             f"the adapter cannot be written to {str(folder)!r} ({first_line(exc)}): free some "
             "space or choose another output_dir"
