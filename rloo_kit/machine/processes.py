@@ -28,8 +28,9 @@ def use_own_card() -> None:
     """
     import torch
 
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    card = int(os.environ.get("LOCAL_RANK", "-1"))  # accelerate reads -1 as no launcher, too
+    if card >= 0 and torch.cuda.is_available():
+        torch.cuda.set_device(card % torch.cuda.device_count())
 
 
 @contextlib.contextmanager
@@ -43,7 +44,11 @@ def with_seed(seed: int) -> Iterator[None]:
 
     card = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(card):
-        torch.manual_seed(seed)
+        if card:  # torch.manual_seed would seed the other GPUs too
+            torch.default_generator.manual_seed(seed)
+            torch.cuda.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         yield
 
 

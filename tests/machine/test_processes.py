@@ -10,7 +10,7 @@ from rloo_kit.checkpoints import resume
 from rloo_kit.checkpoints.stopping import StopRequest
 from rloo_kit.errors import BackendError
 from rloo_kit.machine import environment
-from rloo_kit.machine.processes import with_seed
+from rloo_kit.machine.processes import use_own_card, with_seed
 
 
 @pytest.fixture
@@ -23,8 +23,9 @@ def second_of_two_cards(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda card: asked.append(("use", card)))
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda card: asked.append(("get", card)))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _, card: asked.append(("set", card)))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda _: asked.append(("seed", 1)))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: asked.append(("seed", "all")))
     return asked
 
 
@@ -41,7 +42,16 @@ def test_a_seed_leaves_the_other_cards_alone(second_of_two_cards):
         drawn = torch.rand(1)
     assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(3)))
     assert torch.equal(before, torch.get_rng_state())
-    assert second_of_two_cards == [("get", 1), ("set", 1)]
+    assert second_of_two_cards == [("get", 1), ("seed", 1), ("set", 1)]
+
+
+@pytest.mark.parametrize(("rank", "used"), [("-1", []), ("0", [("use", 0)]), ("3", [("use", 1)])])
+def test_the_local_rank_is_the_card_and_minus_1_is_none(
+    second_of_two_cards, monkeypatch, rank, used
+):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    use_own_card()
+    assert second_of_two_cards == used
 
 
 def training(**attributes):
