@@ -348,6 +348,9 @@ class ResumableTrainer(Trainer):
         """Load the checkpoint's weights into the model."""
         if self.by_trl:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            # transformers loads only `ref` if the checkpoint has it. FSDP's own file has both
+            if Path(resume_from_checkpoint, "ref").is_dir() and not self.is_fsdp_enabled:
+                self._policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             return
         read_weights(self._policy, Path(resume_from_checkpoint))
 
