@@ -135,7 +135,7 @@ class ResumableTrainer(Trainer):
         # Added last, after the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        with stop_signals(print if is_main else str) as self._signals:
+        with stop_signals(print) if is_main else stop_signals() as self._signals:
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -147,8 +147,9 @@ class ResumableTrainer(Trainer):
             finally:
                 self.state_read = None
                 self.remove_callback(last)
-        if self._signals.received is not None:  # also if it came after the last step
-            raise interrupt_for(self._signals.received)
+        # A signal may come after the last step, and to one process only: all of them stop
+        if signal := next(filter(None, gather_object([self._signals.received])), None):
+            raise interrupt_for(signal)
         return output
 
     # --- stopping --------------------------------------------------------------------------------
@@ -178,7 +179,9 @@ class ResumableTrainer(Trainer):
         )
         if not (signal or self.stop_reason):
             return False
-        if signal:
+        if signal and self._signals.received is None:
+            # This process's own copy of the signal may still come, and is not a second one
+            self._signals.received_at = time.monotonic()
             self._signals.received = signal
         self.control.should_training_stop = True
         return args.save_strategy != "no" and self.saved_at != self.state.global_step
@@ -557,7 +560,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     step = then["step"]
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
-        ("processes", f"{then['processes']} processes: set the number of processes"),
+        ("processes", f"another number of processes ({then['processes']}): set it"),
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
         ("prompts", "other prompts: set data, and the content of the file that it names,"),
         ("rewards", "other rewards: set rewards"),

@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import TrainerCallback
 
 import rloo_kit as rk
+from rloo_kit.checkpoints import resume
 from rloo_kit.checkpoints.resume import check_same_run
 from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
@@ -182,6 +183,17 @@ def test_a_reference_copied_from_the_adapter_is_kept(tmp_path, step):
     assert all(torch.allclose(end[name], values) for name, values in weights(second).items())
 
 
+def test_a_signal_that_another_process_got_after_the_last_step_is_raised_here_too(
+    tmp_path, monkeypatch
+):
+    def gather(rows):
+        return [*rows, signal.SIGTERM] if rows == [None] else rows
+
+    monkeypatch.setattr(resume, "gather_object", gather)
+    with pytest.raises(Terminated):
+        new_trainer(tmp_path, max_steps=1).train()
+
+
 @pytest.mark.faults
 def test_the_same_trainer_resumes(tmp_path):
     whole = new_trainer(tmp_path, max_steps=2)
@@ -235,7 +247,7 @@ def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_on
     del older["settings"]["baseline"], older["settings"]["combine"]
     check_same_run(checkpoint, now)  # settings that were newer had their defaults
     now["processes"] = 2
-    with pytest.raises(CheckpointError, match="1 processes: set the number of processes back"):
+    with pytest.raises(CheckpointError, match=r"another number of processes \(1\): set it back"):
         check_same_run(checkpoint, now)
     del older["processes"]
     check_same_run(checkpoint, now)  # of a version that did not store it

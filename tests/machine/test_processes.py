@@ -1,5 +1,6 @@
 """One of several processes: its own GPU, its own random states, and what all of them decide."""
 
+import signal
 import time
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from rloo_kit.checkpoints import resume
-from rloo_kit.checkpoints.stopping import StopRequest
+from rloo_kit.checkpoints.stopping import StopRequest, stop_signals
 from rloo_kit.errors import BackendError
 from rloo_kit.machine import environment
 from rloo_kit.machine.processes import use_own_card, with_seed
@@ -68,6 +69,14 @@ def test_the_reason_of_one_process_stops_all(monkeypatch):
     assert resume.ResumableTrainer.stop_if_asked(own)
     assert own.stop_reason == "max_hours 1"
     assert own._signals.received is None
+
+
+def test_the_own_copy_of_another_process_signal_is_no_second_one(monkeypatch):
+    monkeypatch.setattr(resume, "gather_object", lambda rows: [*rows, (signal.SIGTERM, None)])
+    with stop_signals() as signals:
+        assert resume.ResumableTrainer.stop_if_asked(training(_signals=signals))
+        signal.raise_signal(signal.SIGTERM)  # while the checkpoint is written
+    assert signals.received == signal.SIGTERM
 
 
 def test_a_signal_that_comes_after_all_have_decided_waits_for_the_next_decision(monkeypatch):
