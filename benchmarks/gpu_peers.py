@@ -4,8 +4,8 @@
 
 Each has what its own documentation gives it: the kit and Unsloth a 4-bit base shared with vLLM, TRL
 a 16-bit base and a vLLM with merged weights. ``kit-16bit`` is the kit with a 16-bit base, to
-compare with TRL's. Weights are random, so completions have full length. The first step compiles
-and is not counted. On a CPU all sample by transformers.
+compare with TRL's. All have 8-bit Adam. Weights are random, so completions have full length. The
+first step compiles and is not counted. On a CPU all sample by transformers.
 
 ``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C D
 A B C D: each one is timed on a quiet card, and what slows the card down slows all of them. The
@@ -145,6 +145,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         "num_generations": 8, "max_completion_length": options.length, "beta": 0.02,
         "learning_rate": 1e-6, "temperature": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
         "gradient_accumulation_steps": 1,  # Unsloth's default is 2
+        **({"optim": "adamw_8bit"} if on_gpu else {}),
     }  # fmt: skip
 
     def reward(completions, **_):
@@ -156,7 +157,7 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
         "callbacks": [steps.callback()],
     }  # fmt: skip
     if arm.startswith("kit"):
-        fixed |= {"doctor": False, "dry_run": False} | ({"optim": "adamw_8bit"} if on_gpu else {})
+        fixed |= {"doctor": False, "dry_run": False}
         made = rk.LeaveOneOutTrainer(args=rk.LeaveOneOutConfig(**fixed), **parts)
         made.completer.draw = steps.sampled(made.completer.draw)
         return made
