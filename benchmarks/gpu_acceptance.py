@@ -5,7 +5,8 @@
     bash benchmarks/gpu_acceptance.sh --toy                   # a rehearsal, also on a CPU
 
 A part that fails or hangs costs no other. The result is written after every part:
-gpu_acceptance_CARD.json and .md. A part that passed with the same versions is not run again
+gpu_acceptance_CARD.json and .md; versions that differ from those of that file are in the name of
+another. A part that passed with the same versions is not run again
 (--again), so the same call continues what was cut off. Nothing is downloaded: random weights and
 compiled kernels stay in --keep. Exit code 0: every part passed or was skipped with a reason.
 """
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree
+
+from shared import markdown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -235,11 +238,16 @@ class Result:
         folder.mkdir(parents=True, exist_ok=True)
         name = "".join(c if c.isalnum() else "-" for c in machine["card"].lower()).strip("-")
         self.path = folder / f"gpu_acceptance_{name}{'_toy' if toy else ''}.json"
-        self.rows: dict[str, dict] = {}
-        known = json.loads(self.path.read_text()) if self.path.exists() else {}
-        if known.get("versions") == machine["versions"]:
-            self.rows = {row["name"]: row for row in known["parts"]}
+        known, now = self.known(), machine["versions"]
+        if (was := known.get("versions", now)) != now:  # that file stays as it is
+            names = (f"_{one}-{now.get(one)}" for one in was | now if was.get(one) != now.get(one))
+            self.path = self.path.with_stem(self.path.stem + "".join(names))
+            known = self.known()
+        self.rows: dict[str, dict] = {row["name"]: row for row in known.get("parts", ())}
         self.facts = {"date": datetime.date.today().isoformat(), **machine}
+
+    def known(self) -> dict:
+        return json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def add(self, row: dict) -> None:
         self.rows[row["name"]] = row
@@ -251,22 +259,21 @@ class Result:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps({**self.facts, "parts": rows}, indent=1))
         partial.replace(self.path)
-        self.path.with_suffix(".md").write_text(markdown(self.facts, rows))
+        self.path.with_suffix(".md").write_text(page(self.facts, rows))
 
 
-def markdown(facts: dict, rows: list[dict]) -> str:
+def page(facts: dict, rows: list[dict]) -> str:
     """Return the table of a result."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    lines = [f"# {facts['card']}, {facts['date']}", "", versions, ""]
-    lines += ["| call | part | result | seconds | measured |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
         values = "; ".join(f"{k} {v}" for k, v in row.get("measured", {}).items())
         cell = " ".join(part for part in (row.get("reason", ""), values) if part)
         shown = cell.replace("|", "/").replace("\n", " ")[:600]
-        lines.append(
-            f"| {row['call']} | {row['name']} | {row['status']} | {row['seconds']:.0f} | {shown} |"
-        )
-    return "\n".join(lines) + "\n"
+        seconds = f"{row['seconds']:.0f}"
+        lines.append([str(row["call"]), row["name"], row["status"], seconds, shown])
+    table = markdown(("call", "part", "result", "seconds", "measured"), lines)
+    return f"# {facts['card']}, {facts['date']}\n\n{versions}\n\n{table}\n"
 
 
 def run_call(number: int, parts: list[Part], options, result: Result, variables: dict) -> None:

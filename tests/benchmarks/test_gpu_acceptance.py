@@ -77,14 +77,19 @@ def test_a_part_that_passed_is_not_run_again(broken, tmp_path):
     assert run(tmp_path, holds, "--again")[1]["holds"]["measured"] == {"cosine": "0.5"}
 
 
-def test_what_passed_with_other_versions_is_run_again(tmp_path):
+def test_what_passed_with_other_versions_is_run_again_and_kept(tmp_path):
     def result(torch):
         machine = {"card": "A Card", "memory": 0, "versions": {"torch": torch}}
         return acceptance.Result(tmp_path, machine, toy=False)
 
     result("2.11").add({"call": 1, "name": "holds", "status": "passed", "seconds": 1.0})
     assert list(result("2.11").rows) == ["holds"]
-    assert result("2.13").rows == {}
+    newer = result("2.13")
+    assert newer.rows == {}
+    newer.add({"call": 1, "name": "fails", "status": "failed", "seconds": 1.0})
+    assert newer.path.name == "gpu_acceptance_a-card_torch-2.13.json"
+    assert list(result("2.13").rows) == ["fails"]
+    assert list(result("2.11").rows) == ["holds"]
 
 
 def test_a_part_runs_on_a_card_of_its_size_or_of_twice_that():
