@@ -23,6 +23,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "trl-rloo": (RLOOTrainer, RLOOConfig),
     "trl-grpo": (GRPOTrainer, GRPOConfig),
 }
+RECOMPUTES = torch.cuda.is_available()  # activations, in all arms; in each row of a result
 
 
 def prepare() -> None:
@@ -43,8 +44,8 @@ def make_trainer(
 ) -> Any:
     """Return one of ``TRAINERS``, in float32 by default, without checkpoints, reports, progress."""
     of_kind, config_class = TRAINERS[kind]
-    on_gpu = torch.cuda.is_available()
-    fixed = {"bf16": False, "use_cpu": not on_gpu, "gradient_checkpointing": on_gpu}  # in all arms
+    fixed = {"bf16": False, "use_cpu": not torch.cuda.is_available()}
+    fixed |= {"gradient_checkpointing": RECOMPUTES}
     fixed |= {"output_dir": tempfile.gettempdir(), "save_strategy": "no", "report_to": "none"}
     fixed |= {"doctor": False, "dry_run": False} if kind == "kit" else {}
     args = config_class(**{**fixed, "disable_tqdm": True, **settings})

@@ -76,6 +76,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def recomputed(row: Mapping[str, Any]) -> bool:
+    """Return whether an arm recomputed activations; in rows that do not tell, TRL's arms did."""
+    return row.get("gradient_checkpointing", True)
+
+
 def write_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
     """Write such a file; return its path."""
     Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -23,8 +23,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compared import environment, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, append_line, parser_of, read_lines
+from compared import RECOMPUTES, environment, make_trainer, prepare  # sets Unsloth up
+from shared import RESULTS, append_line, parser_of, read_lines, recomputed
 
 # isort: split
 
@@ -233,14 +233,15 @@ def main() -> None:
     known = {
         (row["task"], row["arm"], row["seed"])
         for row in read_lines(path)
-        if row["quiet"] or not options.quiet
+        if (row["quiet"] or not options.quiet) and recomputed(row) == RECOMPUTES
     }
     for seed in range(1, 6):
         for name, arm in ((n, a) for n, task in chosen.items() if seed <= task.seeds for a in arms):
             if (name, arm, seed) in known or time.monotonic() > end:
                 continue
             about = {"task": name, "arm": arm, "seed": seed, "quiet": options.quiet}
-            row = about | {"machine": environment.hardware.name} | run(tasks[name], arm, seed)
+            about |= {"machine": environment.hardware.name, "gradient_checkpointing": RECOMPUTES}
+            row = about | run(tasks[name], arm, seed)
             append_line(path, row)
             print(name, arm, seed, row["curve"], flush=True)
             gc.collect()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from shared import ROOT, interval, markdown, start_pyplot, write_part
+from shared import ROOT, interval, markdown, recomputed, start_pyplot, write_part
 
 pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "study.md"
@@ -126,10 +126,16 @@ def together(tasks: dict[str, Runs], model: str) -> dict[str, Runs]:
     }
 
 
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of each task that recompute activations if its newest row does."""
+    newest = {row["task"]: recomputed(row) for row in rows}
+    return [row for row in rows if recomputed(row) == newest[row["task"]]]
+
+
 def write(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
     """Write the table, the sentences and the picture."""
     tasks: dict[str, Runs] = {}
-    for row in rows:
+    for row in comparable(rows):
         runs = tasks.setdefault(titles[row["task"]], {})
         runs.setdefault(row["arm"], {})[row["seed"]] = row
     table = [

@@ -17,8 +17,8 @@ import statistics
 import time
 from typing import Any
 
-from compared import TRAINERS, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, parser_of, write_result
+from compared import RECOMPUTES, TRAINERS, make_trainer, prepare  # sets Unsloth up
+from shared import RESULTS, parser_of, recomputed, write_result
 
 # isort: split
 
@@ -82,6 +82,7 @@ def train(arm: str, seed: int, partial: dict[str, Any] | None = None) -> dict[st
     row = {
         "arm": arm,
         "seed": seed,
+        "gradient_checkpointing": RECOMPUTES,
         "steps": until.steps or len(until.scores),
         "seconds": round(until.seconds, 1) if until.seconds else None,
     }
@@ -105,6 +106,8 @@ def main() -> None:
     prepare()
     result = PARTIAL if options.partial else RESULT
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
+    # --partial has the kit alone, which never recomputed on a CPU
+    rows = [row for row in rows if options.partial or recomputed(row) == RECOMPUTES]
     done = {(row["arm"], row["seed"]) for row in rows}
     for seed in options.seeds:
         for arm in PARTIAL_ARMS if options.partial else TRAINERS:
