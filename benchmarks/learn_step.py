@@ -334,11 +334,6 @@ COLUMNS = {
     "memory": ("peak_ratio", ".2f"),
     "gradient": ("gradient_difference", ".0e"),
 }
-SECOND_STEPS = (
-    "gradient_difference",
-    "second_step_difference",
-    "second_step_difference_double_sums",
-)
 
 
 def cells_of(row: dict[str, object]) -> list[str]:
@@ -351,7 +346,8 @@ def cells_of(row: dict[str, object]) -> list[str]:
 
 def second_steps(content: dict) -> str:
     """Return the largest gradient differences of the cells with two iterations."""
-    first, second, exact = (max(row[name] for row in content["rows"]) for name in SECOND_STEPS)
+    names = "gradient_difference", "second_step_difference", "second_step_difference_double_sums"
+    first, second, exact = (max(row[name] for row in content["rows"]) for name in names)
     return (
         f"The gradients differ by at most {first:.0e} in the first step and {second:.0e} in the "
         f"second ({exact:.0e} with TRL's sums in float64)."
@@ -366,13 +362,8 @@ def summary(content: dict) -> str:
         "beta 0.05": rows["skewed/half/0.05/1"],
         "beta 0, half of the groups without signal": rows["skewed/half/0/1"],
     }
-    return shared.markdown(
-        head,
-        (
-            [words, f"{row['time_ratio']:.1f}x", *cells_of(row)[-2:]]
-            for words, row in chosen.items()
-        ),
-    )
+    lines = ([words, f"{r['time_ratio']:.1f}x", *cells_of(r)[-2:]] for words, r in chosen.items())
+    return shared.markdown(head, lines)
 
 
 def picture(content: dict) -> None:
@@ -422,13 +413,7 @@ def main() -> None:
         write_report()
         return
     prepare()
-    cells = [
-        Cell(lengths, signal, beta, iterations)
-        for lengths in DISTRIBUTIONS
-        for signal in SIGNALS
-        for beta in (0.05, 0.0)
-        for iterations in (1, 2)
-    ]
+    cells = [Cell(*one) for one in itertools.product(DISTRIBUTIONS, SIGNALS, (0.05, 0.0), (1, 2))]
     cells = [cell for cell in cells if any(part in str(cell) for part in options.cells)]
     bench = Bench(options)
     rows: list[dict[str, object]] = []

@@ -467,7 +467,6 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
         axis.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
-    PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, metadata={"Date": None})
 
 

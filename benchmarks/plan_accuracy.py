@@ -167,18 +167,11 @@ def libraries():
 
 def compare(name, scratch):
     overrides = with_model(name, scratch)
-    plan = planned(overrides)
     started = time.perf_counter()
     peak, _ = measured(overrides, scratch / f"run-{name}")
-    return {
-        "name": name,
-        "settings": RUNS[name],
-        "planned": plan.peak_bytes,
-        "measured": peak,
-        "error": plan.peak_bytes / peak - 1,
-        "phase": plan.memory.phase,
-        "seconds": round(time.perf_counter() - started, 1),
-    }
+    seconds = round(time.perf_counter() - started, 1)
+    row = {"name": name, "settings": RUNS[name], "measured": peak, "seconds": seconds}
+    return planned_again(row, scratch)
 
 
 def known():
@@ -190,8 +183,7 @@ def planned_again(row, scratch):
     """Return a row with the plan of now; its peak is the one that was measured."""
     plan = planned(with_model(row["name"], scratch))
     error = plan.peak_bytes / row["measured"] - 1
-    now = {"planned": plan.peak_bytes, "error": error, "phase": plan.memory.phase}
-    return {**row, **now}
+    return row | {"planned": plan.peak_bytes, "error": error, "phase": plan.memory.phase}
 
 
 def row_of(found):
