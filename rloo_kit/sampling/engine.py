@@ -1,8 +1,8 @@
 """The interface of sampling engines, the folder for sent adapters, and the choice of an engine.
 
 The base model stays in the engine. After every optimizer step only the LoRA adapter is sent, as a
-small folder in shared memory. The adapter is not merged into the base, so 4-bit weights are not
-rounded again.
+small folder in shared memory or, if that is short of room, in the system's temporary folder. The
+adapter is not merged into the base, so 4-bit weights are not rounded again.
 """
 
 import os
@@ -219,12 +219,12 @@ class AdapterFolder:
     """
 
     def __init__(self, parent: str | None = None) -> None:
+        _remove_leftovers()
         place = SHARED_MEMORY
         if not os.access(place, os.W_OK) or shutil.disk_usage(place).free < SMALLEST_SHARED:
             place = Path(tempfile.gettempdir())
-        _remove_leftovers(place)
         if parent:
-            place = Path(parent).expanduser().resolve()
+            place = Path(os.path.expanduser(parent)).resolve()
             if not (place.is_dir() and os.access(place, os.W_OK)):
                 raise GenerationError(
                     f"trainer.vllm_adapter_dir {parent!r} is not a writable folder: set it to one "
@@ -270,11 +270,15 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
 
 
-def _remove_leftovers(parent: Path) -> None:
-    """Delete the adapter folders that killed runs have left in ``parent``."""
+def _remove_leftovers() -> None:
+    """Delete the adapter folders that killed runs have left in shared memory.
+
+    Those in a temporary folder stay, because other machines, whose processes are not seen here, may
+    share it.
+    """
     import psutil
 
-    for folder in parent.glob(f"rloo-kit-{_namespace()}-*-*"):
+    for folder in SHARED_MEMORY.glob(f"rloo-kit-{_namespace()}-*-*"):
         pid = folder.name.split("-")[3]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
