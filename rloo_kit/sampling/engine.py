@@ -128,6 +128,7 @@ class Engine(Protocol):
 
     name: str  # name for messages, such as "vLLM in this process"
     sync_seconds: float  # duration of the last sync
+    max_length: int  # maximum tokens of prompt and completion together
     adapter_dtype: Any  # torch dtype to which an adapter is rounded when it is sent
 
     def sync(self, model: Model) -> None:
@@ -155,7 +156,8 @@ def draw_from(
     The limit of a thought is ``sampling.thought``. An engine's own limit of thoughts would insert
     the closing token of the thought, which the policy has not sampled. So this function first
     samples all completions up to the limit. Of those that have not ended by then, it continues the
-    ones whose thought is closed; the others end at the limit.
+    ones whose thought is closed, if the engine has room for more tokens; the others end at the
+    limit.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:
@@ -165,6 +167,7 @@ def draw_from(
         row
         for row, ids in enumerate(first.completion_ids)
         if len(ids) == limit.tokens
+        and len(prompt_ids[row] + ids) < engine.max_length
         and ids[-1] not in sampling.stop_token_ids
         and not limit.exceeds(prompt_ids[row], ids)
     ]

@@ -91,6 +91,7 @@ def error(status, message):
         ({"models": (200, "<html>")}, r"answers 200 \(<html>\): look at its log, .* vllm serve"),
         ({"models": (200, {"data": []})}, "answers 200 .*start it with"),
         ({"models": (200, {"data": [{"id": "another"}]})}, "answers 200 .*start it with"),
+        ({"models": (200, {"data": [CARD | {"max_model_len": None}]})}, "answers 200 .*start it"),
         ({"models": error(401, "Unauthorized")}, "401 .*environment variable VLLM_API_KEY"),
         ({"models": (503, "")}, r"answers 503 \(.*\): look at its log"),
         (
@@ -195,6 +196,7 @@ def test_a_server_that_comes_up_late_is_waited_for(serve):
         ({"root": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-4B", False),
         ({"root": "/models/any"}, "Qwen/Qwen3-4B", True),  # the canary finds out
         ({"root": "Qwen/Qwen3-8B"}, "/", True),
+        ({"root": None, "id": "Qwen/Qwen3-4B"}, "Qwen/Qwen3-4B", True),
     ],
 )
 def test_hub_names_are_compared_and_folders_are_not(served, model, same, serve):
