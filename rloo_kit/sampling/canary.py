@@ -159,6 +159,7 @@ def is_other(positions: Sequence[Position]) -> bool:
     exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
     if sure or exact or len(positions) < 3:
         return sure or exact
+    # its `fit` means nothing and is not read
     together = Position(*map(sum, zip(*positions, strict=True)))
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 

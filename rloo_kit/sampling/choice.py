@@ -14,7 +14,7 @@ from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.hardware import detect_hardware, why_not_vllm
-from rloo_kit.models.adapters import base_name
+from rloo_kit.models.adapters import adapter_in, base_of, revision_of
 from rloo_kit.models.engine_memory import MAX_SEQUENCES
 from rloo_kit.models.loading import find_model
 from rloo_kit.models.notes import notes_of
@@ -134,7 +134,7 @@ def _in_process(model: Model, args: Any) -> Engine:
     if notes.engine is not None:  # an earlier trainer has started it for this model
         engine, had = notes.engine
         may_differ = {name: how[name] for name in ("max_length", "num_sequences", "seed")}
-        fits = had | may_differ == how and how["max_length"] <= had["max_length"]
+        fits = (had | may_differ) == how and how["max_length"] <= had["max_length"]
         if fits and not engine.is_closed:
             return engine
     engine = VllmEngine(model, **how)
@@ -177,6 +177,7 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
         GenerationError: The engine was requested by name and is not installed, or its server cannot
             be reached or serves another model.
         ConfigError: A setting has no effect on the engine, or vLLM does not support a LoRA setting.
+        ModelError: The base model, whose name is compared with that of the server, is missing.
     """
     asked = requested_engine(args)
     why_not = None if asked == "server" else why_not_vllm()  # a server has its own vLLM
@@ -190,9 +191,12 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
         from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
         model = run.model
-        name = find_model(base_name(model.name))
+        adapter = adapter_in(model.name)
+        name, revision = (
+            (base_of(adapter), revision_of(adapter)) if adapter else (model.name, model.revision)
+        )
         length = args.vllm_max_model_length or model.max_seq_length
-        needs = Needs(name, length, run.lora.r, model.load_in_4bit, model.revision)
+        needs = Needs(find_model(name), length, run.lora.r, model.load_in_4bit, revision)
         VllmServer(args, needs).close()
 
 

@@ -413,13 +413,10 @@ def sample_rows(
         if growth is not None:
             over = over | growth.note(live, input_ids, logits, ~ended, generation_config)
         ended = ended | over
-        num_ended = int(ended.sum())
-        if num_ended == len(live) or (
-            growth is not None
-            and growth.begun.is_enough({*range(num_rows)} - {*live[~ended].tolist()})
-        ):
+        left = {*live[~ended].tolist()}
+        if not left or (growth is not None and growth.begun.is_enough({*range(num_rows)} - left)):
             return all_ids[:, : input_ids.shape[1]]
-        if num_ended >= max(1, LEAVING_SHARE * len(live)):
+        if len(live) - len(left) >= max(1, LEAVING_SHARE * len(live)):
             stay = (~ended).nonzero().flatten()
             kwargs = _select(kwargs, stay)
             input_ids, live, ended = input_ids[stay], live[stay], ended[stay]
@@ -453,13 +450,16 @@ def _draw(scores: torch.Tensor, chances: torch.Tensor | None) -> torch.Tensor:
     Raises:
         RuntimeError: The scores contain NaN or Inf.
     """
-    if not scores.amax(-1).isfinite().all():
-        raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
     if chances is None:
-        return scores.argmax(-1)
-    sums = scores.softmax(-1).double().cumsum(-1)
-    # the first token whose cumulative sum is greater, so that its probability is above 0
-    return torch.searchsorted(sums, (chances * sums[:, -1])[:, None], right=True).squeeze(1)
+        checked, tokens = scores.amax(-1), scores.argmax(-1)
+    else:
+        sums = scores.softmax(-1).double().cumsum(-1)
+        checked = sums[:, -1]
+        # the first token whose cumulative sum is greater, so that its probability is above 0
+        tokens = torch.searchsorted(sums, (chances * checked)[:, None], right=True).squeeze(1)
+    if not checked.isfinite().all():
+        raise RuntimeError("probability tensor contains NaN or Inf")  # as torch.multinomial says
+    return tokens
 
 
 def _shared_prefill(

@@ -1,8 +1,8 @@
 """The interface of sampling engines, the folder for sent adapters, and the choice of an engine.
 
 The base model stays in the engine. After every optimizer step only the LoRA adapter is sent, as a
-small folder in shared memory. The adapter is not merged into the base, so 4-bit weights are not
-rounded again.
+small folder in shared memory or, if that is short of room, in the system's temporary folder. The
+adapter is not merged into the base, so 4-bit weights are not rounded again.
 """
 
 import os
@@ -128,6 +128,7 @@ class Engine(Protocol):
 
     name: str  # name for messages, such as "vLLM in this process"
     sync_seconds: float  # duration of the last sync
+    max_length: int  # maximum tokens of prompt and completion together
     adapter_dtype: Any  # torch dtype to which an adapter is rounded when it is sent
 
     def sync(self, model: Model) -> None:
@@ -155,7 +156,8 @@ def draw_from(
     The limit of a thought is ``sampling.thought``. An engine's own limit of thoughts would insert
     the closing token of the thought, which the policy has not sampled. So this function first
     samples all completions up to the limit. Of those that have not ended by then, it continues the
-    ones whose thought is closed; the others end at the limit.
+    ones whose thought is closed, if the engine has room for more tokens; the others end at the
+    limit.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:
@@ -165,6 +167,7 @@ def draw_from(
         row
         for row, ids in enumerate(first.completion_ids)
         if len(ids) == limit.tokens
+        and len(prompt_ids[row] + ids) < engine.max_length
         and ids[-1] not in sampling.stop_token_ids
         and not limit.exceeds(prompt_ids[row], ids)
     ]
@@ -219,12 +222,12 @@ class AdapterFolder:
     """
 
     def __init__(self, parent: str | None = None) -> None:
+        _remove_leftovers()
         place = SHARED_MEMORY
         if not os.access(place, os.W_OK) or shutil.disk_usage(place).free < SMALLEST_SHARED:
             place = Path(tempfile.gettempdir())
-        _remove_leftovers(place)
         if parent:
-            place = Path(parent).expanduser().resolve()
+            place = Path(os.path.expanduser(parent)).resolve()
             if not (place.is_dir() and os.access(place, os.W_OK)):
                 raise GenerationError(
                     f"trainer.vllm_adapter_dir {parent!r} is not a writable folder: set it to one "
@@ -270,11 +273,15 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
 
 
-def _remove_leftovers(parent: Path) -> None:
-    """Delete the adapter folders that killed runs have left in ``parent``."""
+def _remove_leftovers() -> None:
+    """Delete the adapter folders that killed runs have left in shared memory.
+
+    Those in a temporary folder stay, because other machines, whose processes are not seen here, may
+    share it.
+    """
     import psutil
 
-    for folder in parent.glob(f"rloo-kit-{_namespace()}-*-*"):
+    for folder in SHARED_MEMORY.glob(f"rloo-kit-{_namespace()}-*-*"):
         pid = folder.name.split("-")[3]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -117,7 +117,7 @@ class VllmEngine:
         Args:
             model: The policy.
             memory_share: Fraction of the GPU's memory for the engine; None computes it.
-            given: Arguments of ``vllm.LLM`` that the user has set.
+            given: Arguments of ``vllm.LLM`` that replace the computed ones.
         """
         config = model.get_base_model().config
         in_4bit = is_4bit(model)
@@ -350,6 +350,11 @@ class VllmEngine:
                     "the GPU has no memory left to wake vLLM: close other programs on it, lower "
                     "trainer.vllm_gpu_memory_utilization, or set trainer.generation: transformers"
                 ) from exc
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and completion together."""
+        return self._llm.llm_engine.vllm_config.model_config.max_model_len
 
     @property
     def is_closed(self) -> bool:

@@ -15,7 +15,6 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,12 +114,12 @@ class VllmServer:
         """
         (models,) = self._ask("/v1/models", None)
         (adapters,) = self._ask("/v1/load_lora_adapter", {})  # status 400 if the path exists
-        card_of = itemgetter("id", "root", "max_model_len")
-        name, root, self._longest = self._read(models, lambda found: card_of(found["data"][0]))
+        name, root, self.max_length = self._read(models, _card)
         if adapters.status_code == httpx.codes.NOT_FOUND:
             reason = "does not accept adapters at run time"
-        elif self._longest < needs.max_length:
-            reason = f"accepts {self._longest} tokens at most, but the run needs {needs.max_length}"
+        elif self.max_length < needs.max_length:
+            most = self.max_length
+            reason = f"accepts {most} tokens at most, but the run needs {needs.max_length}"
         elif self.adapter_dtype is None and needs.is_other(name, root):
             reason = f"serves {root!r}, but the run trains {needs.base!r}"
         else:
@@ -167,7 +166,7 @@ class VllmServer:
                 "prompt": ids,
                 "seed": (seed + row) % 2**31,
                 # the server refuses a request that may not fit, such as a later turn with tools
-                "max_tokens": max(1, min(sampling.max_tokens, self._longest - len(ids))),
+                "max_tokens": max(1, min(sampling.max_tokens, self.max_length - len(ids))),
             }
             for row, ids in enumerate(prompt_ids)
         ]
@@ -256,6 +255,12 @@ class VllmServer:
             remedy = "set trainer.vllm_adapter_dir to a folder that both machines can access"
         what = f"{answer.status_code} ({first_line(Exception(text))})"
         raise GenerationError(f"{self.name} answers {what}: {remedy}")
+
+
+def _card(found: dict[str, Any]) -> tuple[str, str, int]:
+    """Return the name, the loaded model and the context length in the JSON of ``/v1/models``."""
+    card = found["data"][0]
+    return card["id"], card["root"] or card["id"], int(card["max_model_len"])
 
 
 def _completion(found: dict[str, Any]) -> tuple[list[int], list[float]]:

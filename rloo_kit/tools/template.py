@@ -24,9 +24,10 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
         Trainer attributes from which TRL's loop reads the template, as name -> value.
 
     Raises:
-        ConfigError: The tokenizer is a processor for images, the chat template cannot show tool
-            calls, or the format in which the model writes a call is unknown. Or the chat template
-            changes earlier turns when a turn is added, and TRL has no variant that does not.
+        ConfigError: The tokenizer is a processor for images, it has no default chat template, the
+            template cannot show tool calls, or the format in which the model writes a call is
+            unknown. Or the chat template changes earlier turns when a turn is added, and TRL has no
+            variant that does not.
     """
     from transformers import ProcessorMixin
     from trl import chat_template_utils as templates
@@ -35,17 +36,18 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
         raise ConfigError(
             "tools need a model without images: pass its tokenizer instead of a processor"
         )
-    if not templates.supports_tool_calling(tokenizer):
+    named = tokenizer.chat_template
+    named = named if isinstance(named, dict) else {"default": named}
+    if "default" not in named or not templates.supports_tool_calling(tokenizer):
         raise ConfigError(
-            "the model's chat template shows no tool calls: use a model that was trained to "
-            "call tools, or set model.chat_template"
+            "the model has no default chat template, or it shows no tool calls: use a model that "
+            "was trained to call tools, or set model.chat_template"
         )
     if getattr(tokenizer, "response_template", None) is None:
         try:
             templates.add_response_schema(tokenizer)
         except ValueError as exc:
-            # a tokenizer may have several templates by name
-            if "<tool_call>\n{" not in str(tokenizer.chat_template).replace(r"\n", "\n"):
+            if not any("<tool_call>\n{" in one.replace(r"\n", "\n") for one in named.values()):
                 raise ConfigError(
                     "the kit does not know how this model writes a tool call: set "
                     "tokenizer.response_template, as the page on response parsing in "

@@ -296,10 +296,12 @@ def test_a_long_thought_ends_a_completion(family):
 class Sequences:
     """An engine whose next token follows from what is there, so that it can continue anything."""
 
-    def __init__(self):
+    def __init__(self, max_length=64):
+        self.max_length = max_length
         self.calls = []
 
     def generate(self, prompt_ids, sampling, seed):
+        assert max(map(len, prompt_ids)) < self.max_length  # vLLM refuses others
         self.calls.append((len(prompt_ids), sampling.max_tokens, seed))
         rows = [self.row(ids, sampling) for ids in prompt_ids]
         return Generations(rows, [[-float(token) for token in row] for row in rows])
@@ -331,3 +333,10 @@ def test_an_engine_draws_up_to_the_limit_and_then_the_rest(limit):
     assert engine.calls[1][1:] == (limit.tokens, 3)
     assert engine.calls[2][1:] == (40 - limit.tokens, 3 + len(PROMPTS))
     assert "thought" not in plain.as_vllm()
+
+
+def test_a_completion_that_fills_the_context_at_the_limit_is_not_continued():
+    limit = ThoughtLimit(5, ThoughtMarks(Mark("", token=-1), Mark("", token=-2)))  # no thought
+    found = draw_from(Sequences(9), [[20], [20] * 3, [20] * 4], Sampling(40, (), thought=limit), 3)
+    assert list(map(len, found.completion_ids)) == [40, 40, 5]
+    assert list(map(len, found.log_probs)) == [40, 40, 5]

@@ -25,6 +25,7 @@ from rloo_kit.sampling.engine import (
     AdapterFolder,
     Choice,
     Sampling,
+    _namespace,
     active_adapter,
     choose,
     reserved_rank_of,
@@ -62,9 +63,9 @@ def adapter_folder():
 
 def test_a_place_for_the_adapter_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    for name in ("file", "gone"):
+    for name in (tmp_path / "file", tmp_path / "gone", "~no-such-user/adapters"):
         with pytest.raises(GenerationError, match="is not a writable folder"):
-            AdapterFolder(str(tmp_path / name))
+            AdapterFolder(str(name))
 
 
 def test_a_place_for_the_adapter_may_be_in_the_home_folder(tmp_path, monkeypatch):
@@ -245,3 +246,19 @@ def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder, monkey
     other = AdapterFolder()  # as in a container with the usual 64 MiB
     assert other.root.parent == Path(tempfile.gettempdir())
     other.close()
+
+
+def test_folders_of_killed_runs_leave_shared_memory_and_no_other_place(tmp_path, monkeypatch):
+    shared, temporary = tmp_path / "shared", tmp_path / "temporary"
+    monkeypatch.setattr("rloo_kit.sampling.engine.SHARED_MEMORY", shared)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    name = f"rloo-kit-{_namespace()}-{2**22 + 1}-left"  # above the largest process number
+    for place in (shared, temporary):
+        (place / name).mkdir(parents=True)
+    full = SimpleNamespace(free=GIB // 16)  # while a folder is left, there is no room
+    room = SimpleNamespace(free=GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda at: full if any(at.iterdir()) else room)
+    assert AdapterFolder().root.parent == shared
+    assert AdapterFolder().root.parent == temporary
+    assert not (shared / name).exists()
+    assert (temporary / name).exists()

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo_kit import LeaveOneOutConfig
 from rloo_kit.cli import main
+from rloo_kit.config.run_file import find_run_file, read_run_file
 from rloo_kit.errors import GenerationError
+from rloo_kit.sampling import choice
 from rloo_kit.sampling.engine import Sampling
 from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
@@ -91,6 +94,7 @@ def error(status, message):
         ({"models": (200, "<html>")}, r"answers 200 \(<html>\): look at its log, .* vllm serve"),
         ({"models": (200, {"data": []})}, "answers 200 .*start it with"),
         ({"models": (200, {"data": [{"id": "another"}]})}, "answers 200 .*start it with"),
+        ({"models": (200, {"data": [CARD | {"max_model_len": None}]})}, "answers 200 .*start it"),
         ({"models": error(401, "Unauthorized")}, "401 .*environment variable VLLM_API_KEY"),
         ({"models": (503, "")}, r"answers 503 \(.*\): look at its log"),
         (
@@ -172,6 +176,17 @@ def test_a_run_needs_no_vllm_of_its_own(serve, monkeypatch, tmp_path, capsys):
     assert "accepts 8 tokens at most, but the run needs 256" in capsys.readouterr().err
 
 
+def test_the_command_for_an_adapter_has_the_revision_of_its_base(serve, monkeypatch, tmp_path):
+    config = {"base_model_name_or_path": "me/base", "revision": "v1"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(choice, "find_model", str)
+    url = serve(models=(200, {"data": [CARD | {"max_model_len": 8}]})).url
+    args = LeaveOneOutConfig(str(tmp_path), generation="server", vllm_server_base_url=url)
+    run = read_run_file(find_run_file("quickstart"), [f"model.name={tmp_path}"])
+    with pytest.raises(GenerationError, match=r"vllm serve me/base .* --revision v1$"):
+        choice.check_engine(args, run)
+
+
 def test_a_server_that_comes_up_late_is_waited_for(serve):
     with Answers() as server:
         port = server.server_port
@@ -195,6 +210,7 @@ def test_a_server_that_comes_up_late_is_waited_for(serve):
         ({"root": "Qwen/Qwen3-8B"}, "Qwen/Qwen3-4B", False),
         ({"root": "/models/any"}, "Qwen/Qwen3-4B", True),  # the canary finds out
         ({"root": "Qwen/Qwen3-8B"}, "/", True),
+        ({"root": None, "id": "Qwen/Qwen3-4B"}, "Qwen/Qwen3-4B", True),
     ],
 )
 def test_hub_names_are_compared_and_folders_are_not(served, model, same, serve):

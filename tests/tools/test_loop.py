@@ -56,6 +56,12 @@ def qwen3_thinking():
     return bytes_with("<|im_end|>", "<|im_start|>", template=template[:end] + opened)
 
 
+def several():
+    tokenizer = qwen3_thinking()
+    tokenizer.chat_template = {"rag": "{{ messages }}", "default": tokenizer.chat_template}
+    return tokenizer
+
+
 def llama():
     text = (TEMPLATES / "llama3_1.jinja").read_text()
     special = ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>")
@@ -134,9 +140,18 @@ def played(*rounds, tools=(calculator,), rows=1, **how):
         (lambda: qwen3("qwen2_5"), CALL, "<|im_end|>"),
         (lambda: qwen3("qwen3_instruct_2507"), CALL, "<|im_end|>"),
         (qwen3_thinking, CALL, "<|im_end|>"),
+        (several, CALL, "<|im_end|>"),
         (llama, IN_LLAMA, "<|eot_id|>"),
     ],
-    ids=["tiny-caller", "qwen3", "qwen2.5", "qwen3-instruct", "qwen3-thinking", "llama3.1"],
+    ids=[
+        "tiny-caller",
+        "qwen3",
+        "qwen2.5",
+        "qwen3-instruct",
+        "qwen3-thinking",
+        "several",
+        "llama3.1",
+    ],
 )
 def test_what_is_trained_is_what_was_sampled(make, call, end, log_probs):
     tokenizer = make()
@@ -543,14 +558,16 @@ def test_what_does_not_fit_is_refused():
         def __init__(self, size): ...
 
     plain = bytes_with("<eos>", template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    unknown, changed, named = qwen3(), tiny_caller(), qwen3()
+    unknown, changed, named, other = qwen3(), tiny_caller(), qwen3(), qwen3()
     unknown.chat_template = unknown.chat_template.replace("<tool_call>", "<call>")
     changed.chat_template = changed.chat_template.replace(
         "{{- content -}}", "{{- content + ('!' if loop.last else '') -}}"
     )
     named.chat_template = {"default": unknown.chat_template}
+    other.chat_template = {"tool_use": other.chat_template}
     for message, given in {
         "shows no tool calls": (plain,),
+        "no default chat template": (other,),
         "does not know how this model writes a tool call": (named,),
         "untyped cannot be shown": (qwen3(), [untyped]),
         r"many has the parameter \*words": (qwen3(), [many]),
