@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         return dict(json.loads(path.read_bytes()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError) as exc:
         raise ModelError(f"{str(path)!r} cannot be read ({exc}); write it again") from exc

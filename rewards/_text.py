@@ -71,6 +71,13 @@ def is_unclosed(text: str, *, opened: bool) -> bool:
     return THINK_OPEN in tail or (opened and not close)
 
 
+# Columns that the caller of a reward makes -> what to do if one is missing
+_NOT_OF_THE_DATASET = {
+    "prompts": "pass it",
+    "completion_ids": "pass it, or, in length_band or repetition, set unit to 'words'",
+}
+
+
 def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
     """Return the values of the column that a reward reads.
 
@@ -83,9 +90,9 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
         RewardContractError: The column is missing.
     """
     if columns.get(name) is None:
+        remedy = _NOT_OF_THE_DATASET.get(name, "add it, or name another one in data.columns")
         raise RewardContractError(
-            f"reward {reward!r} needs the argument {name!r}, which is missing; if it is a column "
-            "of the dataset, add it, or name another one in data.columns"
+            f"reward {reward!r} needs the column {name!r}, which is missing; {remedy}"
         )
     return columns[name]
 
@@ -136,7 +143,9 @@ def check_least(reward: object, name: str, least: float, below: float = math.inf
     """
     value = getattr(reward, name)
     if not least <= value < below:
-        raise ValueError(f"{name} is {value!r}; set it to {least} or more, below {below}")
+        limit = f", below {below}" if below < math.inf else ", and finite"
+        most = "" if value < least else limit
+        raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")
 
 
 def check_order(reward: object, *names: str) -> None:

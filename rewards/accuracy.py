@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Context, Decimal
 from typing import Literal
 
 from rloo_kit.types import Score
@@ -175,8 +175,11 @@ class Accuracy(TextReward, AnswerReward):
             if number is None:
                 return None
             found = last_number(given)
-            # A difference is rounded to 28 digits, which never makes it 0
-            return float(found is not None and abs(found - number) <= Decimal(str(self.tolerance)))
+            if found is None:
+                return 0.0
+            # Rounded to 28 digits, which never makes it 0, and infinite if it is too large
+            difference = abs(Context(traps=[]).subtract(found, number))
+            return float(difference <= Decimal(str(self.tolerance)))
         if not expected:
             return None
         return float(given == expected or (number is not None and parse_number(given) == number))

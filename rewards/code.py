@@ -115,7 +115,9 @@ class Code(AnswerReward):
     def _limits(self) -> Limits:
         return Limits(self.timeout_seconds, self.memory_mib, allow_weak=self.allow_weak)
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(
+        self, completions: Completions, prompts: Completions | None = None, **columns: Any
+    ) -> Scores:
         """Return one score per completion; None for a row without tests.
 
         Raises:
@@ -125,7 +127,7 @@ class Code(AnswerReward):
         """
         column = column_of(columns, self.column, self.__name__)
         tests = [_read_tests(value, self.column) for value in column]
-        rows = self.rows(completions, columns.get("prompts"), tests)
+        rows = self.rows(completions, prompts, tests)
         stopped = threading.Event()
         with ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code") as pool:
             try:
@@ -136,7 +138,7 @@ class Code(AnswerReward):
     def _score(
         self, text: str, opened: bool, tests: list[_Test], stopped: threading.Event
     ) -> Score:
-        if not tests:
+        if not tests or stopped.is_set():
             return None
         answer = self.answer(text, opened)
         program = fenced_code(answer or "")
@@ -195,11 +197,11 @@ def _read_tests(value: Any, column: str) -> list[_Test]:
             value = [value] if value.strip() else None
     if is_missing(value):
         return []
-    match value:
-        case {"inputs": list(given), "outputs": list(wanted)} | {
-            "input": list(given),
-            "output": list(wanted),
-        } if "fn_name" not in value and len(given) == len(wanted):
+    if isinstance(value, dict) and "fn_name" not in value:
+        # {"inputs": [...], "outputs": [...]}; each key may also be singular
+        given = value.get("inputs", value.get("input"))
+        wanted = value.get("outputs", value.get("output"))
+        if isinstance(given, list) and isinstance(wanted, list) and len(given) == len(wanted):
             pairs = zip(given, wanted, strict=True)
             value = [{"input": one, "output": other} for one, other in pairs]
     if isinstance(value, list | tuple):
@@ -246,7 +248,8 @@ def _checks(source: str, column: str) -> list[_Test]:
     if not asserts and all(isinstance(node, idle) for node in body):
         raise RewardContractError(
             f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
-            "add an assert, or a call of the function that has the asserts"
+            "add an assert, or a call of the function that has the asserts, outside of "
+            "`if __name__ == '__main__'`"
         )
     if not asserts or body != [*setup, *asserts]:
         return [{"setup": [], "check": source, "sides": None}]
@@ -284,12 +287,16 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
 def _does_nothing(node: ast.stmt) -> bool:
     """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``.
 
-    Code for ``__name__ == "__main__"`` has none either, since the tests run in a module.
+    Code that runs only as a script has none either, since the tests run in a module.
     """
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):
             return True
-        case ast.If(ast.Compare(ast.Name("__name__"), [ast.Eq()])):
+        case ast.If(
+            ast.Compare(ast.Name("__name__"), [ast.Eq()], [ast.Constant("__main__")])
+            | ast.Compare(ast.Constant("__main__"), [ast.Eq()], [ast.Name("__name__")]),
+            orelse=[],
+        ):
             return True
         case ast.Assert(ast.Constant(value)):
             return bool(value)

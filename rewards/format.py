@@ -94,11 +94,14 @@ class TagFormat(TextReward):
     def __post_init__(self) -> None:
         """Convert a list or a single name to a tuple, and check the names."""
         names = (self.tags,) if isinstance(self.tags, str) else tuple(self.tags)
-        if not all(map(_TAG_NAME.fullmatch, names)) or not 0 < len(names) == len(set(names)):
-            raise ValueError(
-                f"tags is {self.tags!r}; give one or more names of tags, each once and without "
-                "brackets, such as 'answer'"
-            )
+        for name in names:
+            if not isinstance(name, str) or not _TAG_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} in tags is not the name of a tag; write it without brackets, such "
+                    "as 'answer'"
+                )
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"tags is {self.tags!r}; give one or more names, each once")
         check_choices(self)
         object.__setattr__(self, "tags", names)
 

@@ -154,7 +154,9 @@ class Math(AnswerReward):
         check_least(self, "timeout_seconds", 0.1, 2**22)
         check_least(self, "memory_mib", 256, 2**31)
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(
+        self, completions: Completions, prompts: Completions | None = None, **columns: Any
+    ) -> Scores:
         """Return one score per completion: 1.0, 0.0, or None.
 
         None means that the row has no expected answer, or one that math-verify cannot read.
@@ -174,7 +176,7 @@ class Math(AnswerReward):
         if unread and "log_metric" in columns:
             columns["log_metric"](f"rewards/{self.__name__}/gold_not_parsed", float(unread))
         scores: Scores = []
-        for text, opened, gold in self.rows(completions, columns.get("prompts"), golds):
+        for text, opened, gold in self.rows(completions, prompts, golds):
             answer = (self.answer(text, opened) or "").strip()
             answer = last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
             is_right = gold and answer and ask(gold=gold, answer=answer)

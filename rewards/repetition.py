@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ._text import check_choices, check_least, n_grams
-from .thinking import RowReward
+from .thinking import IdsReward
 
 
 @dataclass(frozen=True)
-class Repetition(RowReward):
+class Repetition(IdsReward):
     """Penalise n-grams that are repeated in a completion, including its thought.
 
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
@@ -47,7 +47,7 @@ class Repetition(RowReward):
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the arguments that the reward cannot do without."""
-        return ("completion_ids",) if self.unit == "tokens" else ()
+        return super().reads if self.unit == "tokens" else ()
 
     def _score(self, text: str, opened: bool, ids: list[int] | None = None) -> float:
         found = n_grams(text.lower().split() if ids is None else ids, self.ngram_size)

@@ -200,7 +200,9 @@ def _mean_and_std(source: Source) -> tuple[float, float]:
         ModelError: The file cannot be read, or its numbers are invalid.
     """
     path = source.folder / CALIBRATION
-    content = read_json(path) or {"mean": 0.0, "std": 1.0}
+    if not path.is_file():
+        return 0.0, 1.0
+    content = read_json(path)
     mean, std = (finite_number(content.get(name)) for name in ("mean", "std"))
     if mean is None or std is None or std <= 0:
         raise ModelError(

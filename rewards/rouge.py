@@ -67,6 +67,9 @@ class Rouge(TextReward):
         return common / sizes[self.measure] if common else 0.0
 
 
+_SHARED_WORDS = Rouge("1", "precision")
+
+
 @dataclass(frozen=True)
 class Coverage(TextReward):
     """Reward the share of the answer's words that are also in the source text.
@@ -92,7 +95,7 @@ class Coverage(TextReward):
     message."""
 
     def _score(self, text: str, opened: bool, source: object) -> Score:
-        return Rouge("1", "precision")._score(text, opened, text_of(source))
+        return _SHARED_WORDS._score(text, opened, text_of(source))
 
 
 def longest_common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -72,9 +72,12 @@ class Rows:
         column = getattr(self, "column", None)
         return self._reads if column is None else (column,)
 
-    def is_opened(self, prompt: Completion) -> bool:
-        """Return whether a prompt opens the thought; False if the reward does not ask for it."""
-        return False
+    def opened(self, completions: Completions, prompts: Completions | None) -> Iterable[bool]:
+        """Return for each row whether its prompt opens the thought; False without ``prompts``.
+
+        A reward that does not ask for this does not read the prompts.
+        """
+        return [False] * len(completions)
 
     def rows(
         self, completions: Completions, prompts: Completions | None, *columns: list[Any]
@@ -83,7 +86,7 @@ class Rows:
 
         Any further items are the row's values in ``columns``.
         """
-        opened = [False] * len(completions) if prompts is None else map(self.is_opened, prompts)
+        opened = self.opened(completions, prompts)
         return list(zip(map(completion_text, completions), opened, *columns, strict=True))
 
 
@@ -121,6 +124,12 @@ class TemplateAware(Bound, Rows):
             opened = template_opens_thought(tokenizer)
         return replace(super().bind(tokenizer), thought_opened=opened)
 
+    def opened(self, completions: Completions, prompts: Completions | None) -> Iterable[bool]:
+        """Return for each row whether its prompt ends with an opening ``<think>``."""
+        if prompts is None:
+            return super().opened(completions, prompts)
+        return map(self.is_opened, prompts)
+
     def is_opened(self, prompt: Completion) -> bool:
         """Return whether a prompt ends with an opening ``<think>``."""
         if not isinstance(prompt, str):
@@ -137,11 +146,13 @@ class RowReward(Rows):
 
     _score: Callable[..., Score]
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+    def __call__(
+        self, completions: Completions, prompts: Completions | None = None, **columns: Any
+    ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
+        columns["prompts"] = prompts
         read = [self._column(name, columns) for name in self.reads]
-        rows = self.rows(completions, columns.get("prompts"), *read)
-        return [self._score(*row) for row in rows]
+        return [self._score(*row) for row in self.rows(completions, prompts, *read)]
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
         return column_of(columns, name, self.__name__)
@@ -221,14 +232,28 @@ class ThoughtTokens(Bound):
         )
 
 
-class TokenReward(RowReward):
-    """Base class of rewards that score a completion from its token ids.
-
-    The last item of a row are the token ids of each turn of the model. Without tools, a completion
-    is a single turn.
-    """
+class IdsReward(RowReward):
+    """Base class of rewards that score each row from the token ids of its completion."""
 
     _reads = ("completion_ids",)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - ids before prompts
+        self,
+        completions: Completions,
+        completion_ids: list[list[int]] | None = None,
+        prompts: Completions | None = None,
+        **columns: Any,
+    ) -> Scores:
+        """Return one score per completion; None for a row to which the reward does not apply."""
+        return super().__call__(completions, prompts, completion_ids=completion_ids, **columns)
+
+
+class TokenReward(IdsReward):
+    """Base class of rewards that score each row from the token ids of each turn of the model.
+
+    The last item of a row is the list of token ids of each turn. Without tools, a completion is a
+    single turn.
+    """
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
         ids = super()._column(name, columns)
@@ -351,7 +376,11 @@ class ThinkingBudget(ThoughtTokens, TokenReward):
 
     def __post_init__(self) -> None:
         """Check that the budget is not negative and the limit is greater than the budget."""
-        check_least(self, "budget", 0, self.limit)
+        if not 0 <= self.budget < self.limit:
+            raise ValueError(
+                f"budget {self.budget!r} and limit {self.limit!r} are not in order; "
+                "set 0 <= budget < limit (tokens)"
+            )
 
     def _score(self, text: str, opened: bool, turns: list[list[int]]) -> float:
         thought = self.marks.thought_of(turns)

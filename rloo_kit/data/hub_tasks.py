@@ -138,7 +138,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     for place, row in placed:
         try:
             converted = task.convert(row)
-            if not converted["prompt"].strip():
+            if not (converted["prompt"] or "").strip():
                 raise ValueError("the question is empty")
         except Exception as exc:  # rows of any other dataset fail in their own way
             raise DataError(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 
 from rloo_kit.errors import DataError
-from rloo_kit.rewards.countdown import evaluate_expression
 from rloo_kit.text.wording import format_value
 from rloo_kit.types import Row
 
@@ -77,29 +76,37 @@ def _is_kept(*key: object) -> bool:
 # --- arithmetic ----------------------------------------------------------------------------------
 
 
-# Level -> (expression, lowest and highest value of each number in it)
-_ARITHMETIC = {
-    1: ("{} + {}", [(100, 999)] * 2),
-    2: ("{} + {} + {}", [(100, 999)] * 3),
-    3: ("{} {sign} {}", [(10_000, 99_999)] * 2),
-    4: ("{} * {} + {}", [(11, 99), (11, 99), (100, 999)]),
-    5: ("({} + {}) * {} - {}", [(11, 99)] * 4),
-}
-
-
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
     """Make an arithmetic problem of a level, and return (columns, whether it is held out).
 
     Level 1 adds two numbers of 3 digits, and level 2 three of them. Level 3 adds or subtracts
     numbers of 5 digits. Level 4 multiplies and adds. Level 5 has brackets and three operators.
     """
-    form, ranges = _ARITHMETIC[level]
-    numbers = [rng.randint(low, high) for low, high in ranges]
-    text = form.format(*numbers, sign=rng.choice("+-") if level == 3 else "")
-    found = evaluate_expression(text)
-    assert found is not None
-    kept = is_held_out(*numbers) if level == 1 else _is_kept("arithmetic", text)
-    return {"prompt": f"What is {text}?", "answer": str(found[0])}, kept
+    if level == 1:
+        a = rng.randint(100, 999)
+        b = rng.randint(100, 999)
+        return {"prompt": arithmetic_prompt(a, b), "answer": str(a + b)}, is_held_out(a, b)
+    if level == 2:
+        a, b, c = (rng.randint(100, 999) for _ in range(3))
+        text = f"{a} + {b} + {c}"
+        value = a + b + c
+    elif level == 3:
+        a = rng.randint(10_000, 99_999)
+        b = rng.randint(10_000, 99_999)
+        sign = rng.choice("+-")
+        text = f"{a} {sign} {b}"
+        value = _OPERATORS[sign](a, b)
+    elif level == 4:
+        a = rng.randint(11, 99)
+        b = rng.randint(11, 99)
+        c = rng.randint(100, 999)
+        text = f"{a} * {b} + {c}"
+        value = a * b + c
+    else:
+        a, b, c, d = (rng.randint(11, 99) for _ in range(4))
+        text = f"({a} + {b}) * {c} - {d}"
+        value = (a + b) * c - d
+    return {"prompt": f"What is {text}?", "answer": str(value)}, _is_kept("arithmetic", text)
 
 
 def is_held_out(a: int, b: int) -> bool:

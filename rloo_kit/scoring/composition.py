@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rloo_kit.rewards._text import column_of
+from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.contract import (
     AsyncCheckedReward,
     CheckedReward,
@@ -21,7 +21,7 @@ from rloo_kit.scoring.contract import (
     guarded,
     take_rows,
 )
-from rloo_kit.text.wording import format_value
+from rloo_kit.text.wording import format_name, format_value
 from rloo_kit.types import Score, Tokenizer
 
 
@@ -181,6 +181,15 @@ class Composed:
         """Names of the arguments that the parts cannot do without."""
         return tuple(name for part in self.parts for name in columns_read(part.reward))
 
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Check that a dataset has the columns that the parts read.
+
+        Raises:
+            RewardContractError: A column is missing.
+        """
+        for part in self.parts:
+            part.check_columns(names)
+
     def release(self) -> None:
         """Release the memory of the parts."""
         for part in self.parts:
@@ -232,16 +241,30 @@ class _Routed(Composed):
         """Names of the arguments that the part and ``only_for`` cannot do without."""
         return (*super().reads, *self.only_for)
 
+    def check_columns(self, names: Iterable[str]) -> None:
+        """Check that a dataset has the columns that the part and ``only_for`` read.
+
+        Raises:
+            RewardContractError: A column is missing.
+        """
+        super().check_columns(names)
+        self._check_only_for(names)
+
+    def _check_only_for(self, names: Iterable[str]) -> None:
+        for column in self.only_for.keys() - set(names):
+            raise RewardContractError(
+                f"reward {self.__name__!r} is only for some values of {format_name(column)}, but "
+                f"the dataset has no column {format_value(column)}; add the column, or drop "
+                "only_for"
+            )
+
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
         """Call the reward for the chosen rows; the others get None."""
-        wanted = [
-            (column_of(columns, column, self.__name__), values)
-            for column, values in self.only_for.items()
-        ]
+        self._check_only_for(columns)
         rows = [
             row
             for row in range(len(columns["completions"]))
-            if all(found[row] in values for found, values in wanted)
+            if all(columns[column][row] in values for column, values in self.only_for.items())
         ]
         return await _scores_of(self.parts[0], rows, columns, None)
 

@@ -121,6 +121,8 @@ class CheckedReward:
         Raises:
             RewardContractError: A column is missing.
         """
+        if hasattr(self.reward, "check_columns"):
+            self.reward.check_columns(names)
         columns = reward_columns([dict.fromkeys(["prompt", *names])], [""], [[]])
         self._require(columns_read(self.reward), columns)
 

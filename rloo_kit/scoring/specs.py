@@ -217,16 +217,22 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
     if isinstance(name, str):
         target_name, weight = _split_weight(name)
         if target_name not in BUILTIN and _is_model(target_name, base):
-            parameters = {"model": target_name, **parameters}
-            target_name = "reward_model"
+            if "model" in parameters:
+                raise RewardLoadError(
+                    f"reward {format_value(target_name)} is a model by its name, and its table "
+                    "names another one; remove 'model', or write name: reward_model"
+                )
+            parameters["model"] = target_name
+            target = RewardModel
+        else:
+            target = BUILTIN.get(target_name) or find_object(target_name, base, say, "reward")
+        if target is None:
+            raise RewardLoadError(_unknown(target_name))
         model = parameters.get("model")
-        if target_name == "reward_model" and isinstance(model, str):
+        if target is RewardModel and isinstance(model, str):
             # A folder, unless it is a hub name
             path = _path(model, base)
             parameters["model"] = str(path) if path.is_dir() else model
-        target = BUILTIN.get(target_name) or find_object(target_name, base, say, "reward")
-        if target is None:
-            raise RewardLoadError(_unknown(target_name))
     reward = _with_parameters(target, parameters, target_name)
     reward = checked(_composed(reward, composing, target_name, base, say))
     weight = _checked_weight(weight if given is None else given, target_name)

@@ -44,6 +44,8 @@ SETTINGS = {
     ),
     "data.skip_empty=true": "skip_empty has no effect on the prompts 'arithmetic': drop it",
     "rewards=[rouge]": "asks for 'reference', which the dataset lacks; add",
+    "rewards=[{name: length, only_if: rouge}]": "reward 'rouge' asks for 'reference'",
+    "rewards=[{name: accuracy, only_for: {knd: sum}}]": "no column 'knd'; add the column, or drop",
     "rewards=['mine.py:asks']": "add the column",
     "rewards=[{name: length, only_if: 'mine.py:asks'}]": "asks for 'gold'",
     "trainer.deepspeed=ds.json": "examples/accelerate/zero3.yaml -m rloo_kit train RUN.yaml",

@@ -149,7 +149,7 @@ WRONG_ROWS = {
     ),
     '{"question": "1 + 1?", "answer": "2"}': "the answer '2' has no ####",
     '{"question": "1 + 1?", "answer": null}': "line 1 is not a row of gsm8k",
-    '{"question": null, "answer": "#### 2"}': "line 1 is not a row of gsm8k",
+    '{"question": null, "answer": "#### 2"}': "line 1 is not .* the question is empty",
     '{"question": " ", "answer": "#### 2"}': "line 1 is not .* the question is empty",
 }
 

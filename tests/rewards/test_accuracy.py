@@ -81,6 +81,12 @@ def test_tolerance_is_an_absolute_difference():
     assert [score(text, 3.14, reward=reward) for text in given] == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 0.01])
+def test_a_number_too_large_to_subtract_from_is_wrong(tolerance):
+    reward = Accuracy(match="number", tolerance=tolerance)
+    assert score("9" * 1_000_001, "1", reward=reward) == 0.0
+
+
 LETTERS = {
     "B": "B",
     "(B)": "B",

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rloo_kit.rewards import Code
@@ -92,6 +93,7 @@ OF_OUTPUT = {
     '[{"input": "a b", "output": "a b"}, {"input": "a", "output": "b"}]': 0.5,
     '{"inputs": ["a\\n", "b\\n"], "outputs": ["a\\n", "b\\n"]}': 1.0,
     '{"input": ["a"], "output": ["c"]}': 0.0,
+    '{"inputs": ["a"], "output": ["a"]}': 1.0,
     '[{"input": ["1", "2"], "output": ["1  ", "2", ""], "id": 7}]': 1.0,
     '[{"input": "é\\n", "output": "é"}]': 1.0,
     '[{"input": " a", "output": "a"}, {"input": "a", "output": "\\na"}]': 0.0,
@@ -136,11 +138,27 @@ def test_what_is_no_test_is_named(tests):
         "def f(): 0\n'f'",
         "async def test_add():\n    assert add(1, 2) == 4",
         "def test_add():\n    assert add(1, 2) == 4\nif __name__ == '__main__':\n    test_add()",
+        "def test_add():\n    assert add(1, 2) == 4\nif '__main__' == __name__:\n    test_add()",
     ],
 )
 def test_a_test_that_every_program_passes_is_refused(test):
-    with pytest.raises(RewardContractError, match="which every program passes; add an assert"):
+    with pytest.raises(
+        RewardContractError, match=r"every program passes; add an assert.*, outside of `if __n"
+    ):
         Code()(completions=["x"], tests=[[test]])
+
+
+OF_A_MODULE = {
+    "if __name__ == 'program':\n    assert add(1, 2) == 4": 0.0,
+    "if __name__ == '__main__':\n    pass\nelse:\n    assert add(1, 2) == 4": 0.0,
+    "assert add(1, 2) == 3\nassert add(1, 2) == 4\nif __name__ == '__main__':\n    f()": 0.5,
+}
+
+
+@strong
+@pytest.mark.parametrize(("test", "wanted"), OF_A_MODULE.items())
+def test_only_code_that_runs_as_a_script_is_left_out(test, wanted):
+    assert score(ADD, [test]) == wanted
 
 
 # --- a verdict cannot be had by other means -------------------------------------------------------
@@ -381,6 +399,27 @@ OF_A_CLASS = {
 def test_an_expected_value_may_be_of_a_class_of_the_test(test, value):
     assert score(f"def f(): return {value}", [test]) == 1.0
     assert score("def f(): return 1", [test]) == 0.0
+
+
+def test_ctrl_c_ends_what_has_not_begun(monkeypatch):
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            if self._work_queue.qsize() > 20:
+                raise KeyboardInterrupt
+            return super().submit(*arguments)
+
+    runs = []
+
+    def run(program, **_):
+        time.sleep(0.1)
+        runs.append(program)
+        return Outcome(ok=True, reason="", stdout="", layers=())
+
+    monkeypatch.setattr("rloo_kit.rewards.code.run_python", run)
+    monkeypatch.setattr("rloo_kit.rewards.code.ThreadPoolExecutor", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Code(max_workers=1)(completions=[fenced(ADD)] * 40, tests=[TESTS] * 40)
+    assert len(runs) < 5
 
 
 # --- an error in one row --------------------------------------------------------------------------

@@ -197,6 +197,26 @@ def test_importing_every_reward_loads_nothing_heavy_and_needs_no_extra_package()
     assert done.stdout.strip() == ""
 
 
+BY_POSITION = {
+    rloo_kit.rewards.Accuracy: "prompts",
+    rloo_kit.rewards.ClosedOnce: "completion_ids",
+    rloo_kit.rewards.Code: "prompts",
+    rloo_kit.rewards.Coverage: "prompts",
+    rloo_kit.rewards.LengthBand: "completion_ids",
+    rloo_kit.rewards.Math: "prompts",
+    rloo_kit.rewards.Repetition: "completion_ids",
+    rloo_kit.rewards.Thinking: "completion_ids",
+    rloo_kit.rewards.ThinkingFormat: "prompts",
+}
+
+
+@pytest.mark.parametrize(("kind", "second"), BY_POSITION.items())
+def test_a_reward_may_be_called_by_position(kind, second):
+    reward = kind()
+    rest = {name: values for name, values in COLUMNS.items() if name not in ("completions", second)}
+    assert reward(TEXTS, COLUMNS[second], **rest) == reward(**COLUMNS)
+
+
 def test_public_names_and_submodules_do_not_depend_on_import_order():
     rewards = rloo_kit.rewards
     assert rewards.length is importlib.import_module("rloo_kit.rewards.length")
@@ -208,13 +228,15 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
 REMEDIES = {
     "{name: accuracy, match: fuzzy}": "give one of: auto, exact, number, choice",
     "{name: accuracy, match: number, tolerance: -1}": "tolerance is -1; set it to 0 or more",
-    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, below inf",
+    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, and finite",
     "{name: accuracy, tolerance: 0.1}": "set match to 'number', or remove tolerance",
+    "{name: code, max_workers: 0}": r"max_workers is 0; set it to 1 or more\);",
     "{name: code, memory_mib: 1}": "memory_mib is 1; set it to 64 or more",
     "{name: code, timeout_seconds: .nan}": "timeout_seconds is nan; set it to",
     "{name: countdown, valid_score: 1.0}": r"valid_score is 1\.0; set it to 0 or more, below 1",
     "{name: format}": "has no format; give exactly one of pattern, tags and schema",
     "{name: format, pattern: a, tags: [a]}": "has pattern and tags; give exactly one",
+    "{name: format, tags: [a, 5]}": "5 in tags is not the name of a tag; write it without",
     "{name: format, tags: [a], full: true}": "full has no effect on 'tags'; remove it",
     "{name: format, schema: {}, part: answer}": "part has no effect on 'schema'; remove it",
     "{name: format, pattern: (}": r"'\(' is not a regular expression .* correct it",
@@ -231,7 +253,7 @@ REMEDIES = {
     "{name: rouge, measure: f2}": "give one of",
     "{name: soft_overlong, max_completion_length: 1, soft_punish_cache: 2}": "set 0 <= soft_punis",
     "{name: thinking, short: 99}": "set 0 <= short <= long",
-    "{name: thinking_budget, budget: 9, limit: 9}": "budget is 9; set it to 0 or more, below 9",
+    "{name: thinking_budget, budget: 9, limit: 9}": "set 0 <= budget < limit",
     "{name: thinking_questions, most: 0}": "set it to 1 or more",
 }
 

@@ -19,6 +19,10 @@ def test_score_follows_the_number_of_words_and_a_full_stop_at_the_end(text, scor
     assert length(completions=[text]) == [score]
 
 
+def test_prompts_that_are_not_read_may_be_missing():
+    assert length(completions=["word", "word"], prompts=["Q"]) == [-0.5, -0.5]
+
+
 # --- the band -------------------------------------------------------------------------------------
 
 
@@ -64,8 +68,8 @@ def test_band_binds_to_what_its_part_needs(plain_tokenizer):
         LengthBand(unit="tokens", part="thought").bind(plain_tokenizer)
 
 
-def test_tokens_that_are_not_there_are_named():
-    with pytest.raises(RewardContractError, match="needs the argument 'completion_ids', which"):
+def test_tokens_that_are_not_there_are_named_with_the_remedy():
+    with pytest.raises(RewardContractError, match="set unit to 'words'"):
         LengthBand(unit="tokens")(completions=["a"])
 
 

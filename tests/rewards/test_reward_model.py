@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from rloo_kit.rewards import RewardModel
-from rloo_kit.rewards._classifier import fingerprint, token_ids
+from rloo_kit.rewards._classifier import find_source, fingerprint, token_ids
 
 from rloo_kit.errors import ModelError
 from rloo_kit.models.shape import TINY_THINKER
@@ -75,7 +75,11 @@ def test_a_calibration_in_the_folder_centres_and_scales(calibrated_folder, model
 
 @pytest.mark.parametrize(
     ("content", "remedy"),
-    [('{"mean": 0, "std": 0}', "std to a number above 0"), ("[1, 2]", "write it again")],
+    [
+        ('{"mean": 0, "std": 0}', "std to a number above 0"),
+        ("{}", "std to a number above 0"),
+        ("[1, 2]", "write it again"),
+    ],
 )
 def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
     (calibrated_folder / "calibration.json").write_text(content)
@@ -191,6 +195,12 @@ def test_an_adapter_that_records_no_base_does_not_take_the_working_folder(
     monkeypatch.chdir(base_folder)
     with pytest.raises(ModelError, match="is an adapter on '', which is missing; give the folder"):
         one(folder)
+
+
+def test_a_file_with_the_name_of_an_organisation_hides_no_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").write_text("notes")
+    assert find_source("org/taste").facts == {}
 
 
 def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, model_folder, tmp_path):

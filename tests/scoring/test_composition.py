@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import yaml
-from rloo_kit.rewards import Accuracy, Length
+from rloo_kit.rewards import Accuracy, Length, Rouge
 
 from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.scoring.composition import WeightSchedule, gated, rescaled, routed
@@ -84,7 +84,7 @@ def test_a_routed_reward_scores_its_own_rows_alone():
 
 def test_a_missing_routing_column_is_named():
     with pytest.raises(
-        RewardContractError, match="'short' needs the argument 'kind', which is missing"
+        RewardContractError, match="no column 'kind'; add the column, or drop only_for"
     ):
         score(routed(short, kind="sum"))
     with pytest.raises(ValueError, match="routed\\(reward, task='math'\\)"):
@@ -96,6 +96,22 @@ def test_a_column_of_rows_that_are_not_there_may_be_missing():
     assert reward(**COLUMNS) == [None] * 4
     with pytest.raises(RewardContractError, match=r"asks for 'solution', .* add the column, name"):
         reward.check_columns(COLUMNS)
+
+
+def test_the_part_that_lacks_a_column_is_named():
+    with pytest.raises(RewardContractError, match="reward 'rouge' asks for 'reference'"):
+        checked(gated(short, by=Rouge())).check_columns(COLUMNS)
+    with pytest.raises(RewardContractError, match="no column 'kind'; add the column, or drop"):
+        checked(routed(short, kind="sum")).check_columns(COLUMNS)
+
+
+def test_a_reward_may_check_the_columns_itself():
+    class Strict(Counting):
+        def check_columns(self, names):
+            raise RewardContractError(f"not {sorted(names)}")
+
+    with pytest.raises(RewardContractError, match=r"not \['answer', 'task'\]"):
+        checked(routed(Strict(), task="sum")).check_columns(["task", "answer"])
 
 
 def test_what_a_routed_reward_logs_keeps_its_rows():

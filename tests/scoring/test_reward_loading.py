@@ -119,6 +119,12 @@ def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
     assert tabled.func.reward == RewardModel(str(tmp_path / "taste"), max_length=2)
     assert tabled.name == "reward_model_3"
     assert set_up.func.reward == tabled.func.reward
+    for setting, remedy in {
+        "model": "remove 'model'",
+        "max_lenght": "did you mean 'max_length'",
+    }.items():
+        with pytest.raises(RewardLoadError, match=f"reward 'taste' .*{remedy}"):
+            load_reward({"name": "taste", setting: "org/other"}, base_dir=tmp_path)
 
 
 def test_same_names_get_a_number():
