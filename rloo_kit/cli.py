@@ -8,7 +8,7 @@ The exit codes are:
   unexpected error occurred (with a traceback);
 - 2: the input is wrong; one sentence says what to change;
 - 130: the command was ended by Ctrl-C;
-- 143: the command was ended by SIGTERM.
+- 143: the command was ended by SIGTERM or SIGHUP (a closed terminal).
 """
 
 import argparse

@@ -35,7 +35,7 @@ class RunResult:
     steps: int
     seconds: float  # of the training alone, since the start or the last resume
     interrupted: bool = False  # True after Ctrl-C or SIGTERM
-    terminated: bool = False  # True after SIGTERM
+    terminated: bool = False  # True after SIGTERM or SIGHUP
     released: Released | None = None  # the memory that was released at the end
 
     @property
