@@ -81,7 +81,7 @@ def write_checkpoint(
         run.mkdir(parents=True, exist_ok=True)
         # Hidden folders that were left by a killed process
         for left in run.glob(".checkpoint-*.*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)  # a network disk keeps files that are open
         part.mkdir()
         fill(part)
         seal_checkpoint(part, step, facts=facts, score=score)
