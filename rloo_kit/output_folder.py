@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.errors import ConfigError, DiskError, ModelError
 from rloo_kit.text.wording import first_line
 
 
@@ -98,21 +98,29 @@ def whole_folder(goal: Path) -> Iterator[Path]:
     Raises:
         ModelError: The folder cannot be written.
     """
-    from safetensors import SafetensorError
-
     part = goal.with_name(f".{goal.name}.partial")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
         part.rename(goal)
-    except (OSError, SafetensorError) as exc:
+    except Exception as exc:
+        if not cannot_write(exc):
+            raise
         raise ModelError(
             f"{str(goal)!r} cannot be written ({first_line(exc)}): free some space, or choose "
             "another folder"
         ) from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def cannot_write(exc: Exception) -> bool:
+    """Return True if an error says that the system cannot write a file.
+
+    For this, safetensors and tokenizers raise errors of their own classes.
+    """
+    return isinstance(exc, OSError) or "(os error " in str(exc)
 
 
 # --- atomic files ---------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that even after a crash it has either its old or its whole new content.
 
     Raises:
-        OSError: The file cannot be written. Its old content is unchanged.
+        DiskError: The file cannot be written. Its old content is unchanged.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -131,12 +139,21 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as exc:
+        raise DiskError(
+            f"{str(path)!r} cannot be written ({exc.strerror or exc}): free some space, or make "
+            "the folder writable"
+        ) from exc
     finally:
         part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
-    """Write a JSON file atomically. NaN and infinities are written as null."""
+    """Write a JSON file atomically. NaN and infinities are written as null.
+
+    Raises:
+        DiskError: The file cannot be written. Its old content is unchanged.
+    """
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
@@ -167,6 +184,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run has locked the folder.
+        DiskError: The folder cannot be locked, such as on a network disk without locks.
     """
     from filelock import FileLock, Timeout
 
@@ -178,6 +196,11 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         raise ConfigError(
             f"run folder {str(folder)!r} is in use by another run: wait for it, or choose another "
             f"output_dir"
+        ) from exc
+    except OSError as exc:
+        raise DiskError(
+            f"run folder {str(folder)!r} cannot be locked ({exc.strerror or exc}): free some "
+            f"space, or choose an output_dir on a disk that has file locks"
         ) from exc
     try:
         yield

@@ -15,6 +15,7 @@ from typing import Any
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.environment import cache_folder
 from rloo_kit.machine.hardware import installed_version
+from rloo_kit.output_folder import cannot_write
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -70,10 +71,12 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         )
     try:
         _write(model, tokenizer, goal)
-    except OSError as exc:
+    except Exception as exc:
+        if not cannot_write(exc):
+            raise
         raise ModelError(
             f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
-            f"({first_line(exc)}); free some space there"
+            f"({first_line(exc)}); free some space there, or set XDG_CACHE_HOME to another folder"
         ) from exc
     return goal
 

@@ -38,6 +38,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
+from rloo_kit.output_folder import cannot_write
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -502,7 +503,9 @@ def save_adapter(
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except OSError as exc:
+    except Exception as exc:
+        if not cannot_write(exc):
+            raise
         raise ModelError(
             f"the adapter cannot be written to {str(folder)!r} ({exc}): free some space or choose "
             f"another output_dir"
@@ -613,6 +616,11 @@ def _ask_hub(name: str, revision: str | None) -> str:
         return snapshot_download(name, revision=revision, ignore_patterns=OTHER_WEIGHTS)
     except tuple(reasons) as exc:
         reason = next(text for kind, text in reasons.items() if isinstance(exc, kind))
+        if isinstance(exc, OSError) and exc.errno:  # of the system, and not of the network
+            reason = (
+                f"cannot be stored in the hub's cache ({first_line(exc)}): free some space there, "
+                "or set HF_HOME to a folder that can be written"
+            )
         raise ModelError(f"model {format_value(name)} {reason}") from exc
 
 

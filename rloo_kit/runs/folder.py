@@ -14,7 +14,7 @@ from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.config.trainer_settings import trl_defaults
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
@@ -190,7 +190,7 @@ def opened_folder(
             if recorder.make_ready is None and (folder / "metrics.jsonl").exists():
                 reason = f"{type(exc).__name__}: {exc}"
                 # an error of a full disk must not hide the first error
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(DiskError):
                     recorder.write_end("failed", reason, recorder.steps, time.monotonic() - started)
             raise
 

@@ -61,8 +61,9 @@ def of_the_hub(kind):
         (of_the_hub(errors.RepositoryNotFoundError), "is not on the hub: check the spelling"),
         (of_the_hub(errors.RemoteEntryNotFoundError), r"holds no config\.json on the hub"),
         (errors.LocalEntryNotFoundError("no network"), "the hub cannot be reached"),
+        (OSError(28, "No space left on device"), r"stored in the hub's cache .*or set HF_HOME"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_what_the_hub_answers_is_one_sentence(fault, says, monkeypatch):
     def answer(*_, **__):
