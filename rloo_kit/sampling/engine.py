@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rloo_kit.config.lora import why_not_vllm_takes
 from rloo_kit.errors import GenerationError
-from rloo_kit.machine.hardware import SHARED_MEMORY
+from rloo_kit.machine.hardware import GIB, SHARED_MEMORY
 from rloo_kit.models.adapters import write_adapter
 from rloo_kit.models.engine_memory import LORA_RANKS, reserved_rank
 from rloo_kit.text.thoughts import ThoughtMarks
@@ -202,8 +202,8 @@ class AdapterFolder:
     """Temporary folder for the newest adapter, and for other files that an engine reads.
 
     Args:
-        parent: The folder in which it is created; None for shared memory or, if that is missing,
-            the system's temporary folder.
+        parent: The folder in which it is created; None for shared memory or, if that is missing
+            or small, the system's temporary folder.
 
     Raises:
         GenerationError: ``parent`` does not exist, or cannot be written to.
@@ -213,6 +213,8 @@ class AdapterFolder:
         place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         if place is not None:
             _remove_leftovers(place)
+            if shutil.disk_usage(place).free < GIB:  # a container has 64 MiB by default
+                place = None
         if parent:
             place = Path(parent).resolve()
             if not (place.is_dir() and os.access(place, os.W_OK)):

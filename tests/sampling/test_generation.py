@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -218,3 +219,13 @@ def test_the_newest_adapter_takes_the_place_of_the_one_before(dtype, adapter_fol
 def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder):
     assert adapter_folder.root.parent == SHARED_MEMORY
     assert f"-{os.getpid()}-" in adapter_folder.root.name
+
+
+def test_a_containers_small_shared_memory_is_not_used(tmp_path, monkeypatch):
+    """The adapter of a model with 4B parameters, rank 16 in bf16, has 66 MB."""
+    monkeypatch.setattr("rloo_kit.sampling.engine.SHARED_MEMORY", tmp_path)
+    free = shutil.disk_usage(tmp_path)._replace(free=64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    made = AdapterFolder()
+    made.close()
+    assert made.root.parent != tmp_path
