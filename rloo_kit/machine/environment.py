@@ -202,8 +202,9 @@ def set_variables() -> None:
 
 def cache_folder() -> Path:
     """Return the kit's cache folder for this user, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
+    # without a home folder it is ./~/.cache, as that of huggingface_hub; Path.home() would raise
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "rloo-kit"
 
 
 def _hide_broken_packages() -> None:

@@ -85,6 +85,15 @@ def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given
     assert environment.os.environ.get("GOMP_SPINCOUNT") == count
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="the home folder is a variable there")
+def test_a_user_without_a_home_folder_can_start(monkeypatch):
+    """A container's user that has a number and no name."""
+    monkeypatch.setattr(environment.os, "environ", {})
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)
+    environment.set_variables()
+    assert environment.cache_folder().name == "rloo-kit"
+
+
 @pytest.mark.long
 def test_an_early_import_is_refused_for_unsloth_and_a_process_keeps_its_backend(tmp_path):
     done = python(
