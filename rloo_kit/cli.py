@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # print a ? for a character it cannot encode
-        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # print a ? for a character it cannot encode, and show each line at once, in a log file too
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     with redacted_logs():
         return _run(words or ["--help"])
 
