@@ -192,6 +192,11 @@ def _why_hidden(cuda: str | None) -> str | None:
         return None
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.stdout.startswith("Failed to initialize NVML"):  # after an update of the driver
+        return (
+            f"nvidia-smi cannot reach the card ({done.stdout.splitlines()[0]}): restart this "
+            f"machine or container (CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
+        )
     if done.returncode != 0 or not done.stdout.strip():
         return None
     driver = done.stdout.split()[0]
@@ -225,6 +230,8 @@ def why_not_unsloth(device: str) -> str | None:
     """
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
+    if sys.platform == "darwin":  # its import replaces TRL's trainers by stubs
+        return "Unsloth trains with MLX on a Mac, and not with torch"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 is set, so Unsloth does not run without a GPU"
     return None

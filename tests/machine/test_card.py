@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from rloo_kit.cli import main
-from rloo_kit.machine.hardware import check_card, detect_hardware, why_not_together
+from rloo_kit.machine.hardware import (
+    check_card,
+    detect_hardware,
+    why_not_together,
+    why_not_unsloth,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = " ".join((ROOT / "docs/how-to/install.md").read_text(encoding="utf-8").split())
@@ -26,6 +31,7 @@ WORKS = {
     "kernels": KERNELS,
     "installed": ["gcc", "Python.h"],
 }
+BROKEN = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.144"
 HIDDEN = {"card": None, "driver": "550.54.14"}
 
 
@@ -45,7 +51,7 @@ def why_not(monkeypatch, tmp_path):
         programs = [*facts["installed"], *(["nvidia-smi"] if facts["driver"] else [])]
         monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
         said = f"{facts['driver']}\n"
-        answer = subprocess.CompletedProcess([], 0, stdout=said)
+        answer = subprocess.CompletedProcess([], 18 * (BROKEN in said), stdout=said)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -72,6 +78,7 @@ REFUSED = [
     (HIDDEN | {"driver": "515.1", "cuda": "12.8"}, "update the driver to 525 or later"),
     (HIDDEN | {"cuda": None}, "torch is built without CUDA: install its CUDA build"),
     (HIDDEN | {"driver": "580.65"}, "look at CUDA_VISIBLE_DEVICES"),
+    (HIDDEN | {"driver": BROKEN}, "(Failed to initialize NVML: Driver/library version mismatch)"),
     ({"capability": (6, 1)}, "has compute capability 6.1; torch, vLLM and bitsandbytes have"),
     (
         {"capability": (7, 0), "kernels": ["sm_70", *KERNELS]},
@@ -93,6 +100,14 @@ def test_the_install_page_says_the_same(why_not):
         assert why_not(**facts) in INSTALL
     assert "torch, vLLM and bitsandbytes have kernels for 7.5 (T4, RTX 20) to 12.x" in INSTALL
     assert why_not_together("0.26.0", "2.11.0+cu128") in INSTALL
+
+
+def test_a_mac_trains_without_unsloth(monkeypatch):
+    """Where mlx is installed, unsloth/__init__.py replaces the trainers of TRL by stubs."""
+    monkeypatch.setattr("rloo_kit.machine.hardware.installed_version", lambda _: "2026.10.9")
+    assert why_not_unsloth("cpu") is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "MLX" in why_not_unsloth("cpu")
 
 
 @pytest.mark.parametrize(
