@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_kit.errors import BackendError, ImportOrderError
+from rloo_kit.errors import BackendError, ConfigError, ImportOrderError
 from rloo_kit.machine.hardware import (
     Hardware,
     check_card,
@@ -89,6 +89,7 @@ def setup(backend: str = "auto") -> Environment:
             it (see ``check_import_order``).
         BackendError: The backend is unknown; ``unsloth`` was requested but cannot start; this
             process has already started another backend; or the GPU of this machine cannot train.
+        ConfigError: ``.env`` cannot be read.
     """
     global _environment
     if backend not in BACKENDS:
@@ -161,14 +162,22 @@ def load_env_file() -> str | None:
 
     The file is searched in the working folder, and then in the folders above it. None means that
     there is no such file.
+
+    Raises:
+        ConfigError: The file cannot be read.
     """
     from dotenv import dotenv_values, find_dotenv, load_dotenv
 
     path = find_dotenv(usecwd=True)
     if not path:
         return None
-    remember_settings(dotenv_values(path))  # the environment may have other values for them
-    load_dotenv(path)
+    try:
+        remember_settings(dotenv_values(path))  # the environment may have other values for them
+        load_dotenv(path)
+    except (OSError, ValueError) as exc:  # such as the UTF-16 that PowerShell writes
+        raise ConfigError(
+            f"{path!r} cannot be read ({first_line(exc)}): save it as UTF-8 text"
+        ) from exc
     return path
 
 
