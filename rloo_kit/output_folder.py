@@ -62,13 +62,17 @@ def check_writable(folder: Path) -> None:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
-    nearest = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     try:
-        tempfile.TemporaryFile(dir=nearest).close()
+        tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
     except OSError as exc:
         raise ConfigError(
             f"{str(folder)!r} cannot be written ({exc.strerror or exc}): give another folder"
         ) from exc
+
+
+def nearest_folder(folder: Path) -> Path:
+    """Return a folder or, if it does not exist, the nearest folder above it that does."""
+    return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
 
 
 def latest_folder(wanted: str | Path) -> Path | None:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rloo_kit.errors import ConfigError
+from rloo_kit.output_folder import nearest_folder
 from rloo_kit.text.wording import format_value
 
 GIB = 1024**3
@@ -179,7 +180,15 @@ def check_card() -> str | None:
             missing = "C compiler: install gcc"
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
             missing = "Python.h: install python3-dev"
+        elif not os.access(nearest_folder(_triton_cache()), os.W_OK):
+            missing = "folder to write to: set HOME to one"
     return f"Triton compiles for the card and finds no {missing}" if missing else None
+
+
+def _triton_cache() -> Path:
+    """Return the folder in which Triton stores compiled kernels; it may not exist yet."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
 
 
 def _why_hidden(cuda: str | None) -> str | None:

@@ -90,6 +90,16 @@ REFUSED = [
 ]
 
 
+def test_a_home_folder_that_cannot_be_written_is_named(why_not, monkeypatch, tmp_path):
+    """As in a container whose user has no home folder: Triton stores compiled kernels there."""
+    monkeypatch.setattr(os, "access", lambda path, _: path == tmp_path)
+    assert why_not() == (
+        "Triton compiles for the card and finds no folder to write to: set HOME to one"
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    assert why_not() is None
+
+
 @pytest.mark.parametrize(("facts", "says"), REFUSED)
 def test_what_to_change_is_said(facts, says, why_not):
     assert says in why_not(**facts)
