@@ -46,6 +46,11 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
+FULL = "No space left on device"
+NOT_STORED = (
+    "cannot be stored in the hub's cache ({}): free some space there, or set HF_HOME to a folder "
+    "that can be written"
+)
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
@@ -614,13 +619,14 @@ def _ask_hub(name: str, revision: str | None) -> str:
         if revision is None:
             return name
         return snapshot_download(name, revision=revision, ignore_patterns=OTHER_WEIGHTS)
-    except tuple(reasons) as exc:
-        reason = next(text for kind, text in reasons.items() if isinstance(exc, kind))
-        if isinstance(exc, OSError) and exc.errno:  # of the system, and not of the network
-            reason = (
-                f"cannot be stored in the hub's cache ({first_line(exc)}): free some space there, "
-                "or set HF_HOME to a folder that can be written"
-            )
+    except Exception as exc:  # a proxy that refuses or cannot be used raises errors of all classes
+        other = (
+            f"cannot be looked up on the hub ({type(exc).__name__}: {first_line(exc)}): check the "
+            "network and the proxy (ALL_PROXY, HTTPS_PROXY), or give a local folder"
+        )
+        reason = next((text for kind, text in reasons.items() if isinstance(exc, kind)), other)
+        if getattr(exc, "errno", None) or FULL in str(exc):  # of the system, not of the network
+            reason = NOT_STORED.format(first_line(exc))
         raise ModelError(f"model {format_value(name)} {reason}") from exc
 
 
@@ -658,6 +664,8 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
                 "has no safetensors: if you trust it, load it with transformers and save it again "
                 "with save_pretrained"
             )
+        elif FULL in str(exc):
+            reason = NOT_STORED.format(first_line(exc))
         elif is_out_of_memory(exc):
             reason = (
                 "does not fit into memory: close other programs, use a smaller model or, for "
