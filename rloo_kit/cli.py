@@ -12,6 +12,7 @@ The exit codes are:
 """
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -85,7 +86,8 @@ def _show_warning(
     """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if is_first() and (of_the_kit or issubclass(category, FutureWarning | UserWarning)):
-        print(f"note: {redact(str(message))}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal may be gone; Python ignores that too
+            print(f"note: {redact(str(message))}", file=sys.stderr)
 
 
 # --- the parser ----------------------------------------------------------------------------------

@@ -34,11 +34,12 @@ def test_a_signal_stops_after_the_step(trial, number, code):
         trial.keeps_all(trial.saved)
 
 
-def test_a_closed_terminal_stops_after_the_step(trial):
-    """Where an ssh connection is lost: SIGHUP comes, and from then on printing fails."""
+def train_until_the_terminal_closes(trial, hangup):
+    """Train in a terminal that is closed after step 1; return the exit code."""
     terminal, inner = pty.openpty()
 
     def use_terminal():
+        signal.signal(signal.SIGHUP, hangup)
         fcntl.ioctl(inner, termios.TIOCSCTTY)
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(inner, number)
@@ -52,11 +53,23 @@ def test_a_closed_terminal_stops_after_the_step(trial):
     while b"step 1/" not in text:
         text += os.read(terminal, 1 << 16)
     os.close(terminal)
-    assert life.finish() == 143
+    return life.finish()
+
+
+def test_a_closed_terminal_stops_after_the_step(trial):
+    """Where an ssh connection is lost: SIGHUP comes, and from then on printing fails."""
+    assert train_until_the_terminal_closes(trial, signal.SIG_DFL) == 143
     assert trial.ended["reason"] == "by SIGHUP"
     assert 1 <= trial.ended["steps"] == trial.saved < STEPS
     assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
     trial.keeps_all(trial.saved)
+
+
+def test_a_run_that_ignores_the_end_of_its_terminal_finishes(trial):
+    """As after `disown`: printing fails, and nothing else."""
+    train_until_the_terminal_closes(trial, signal.SIG_IGN)
+    assert trial.ended["how"] == "finished"
+    assert trial.differs() == []
 
 
 @pytest.mark.fault(
