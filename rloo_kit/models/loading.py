@@ -730,7 +730,23 @@ def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any
     from unsloth import FastLanguageModel, FastVisionModel
 
     loader = FastVisionModel if images else FastLanguageModel
-    return loader.from_pretrained(source, **kwargs)
+    return loader.from_pretrained(source, **{"use_exact_model_name": _is_here(source)} | kwargs)
+
+
+def _is_here(source: str) -> bool:
+    """Return True if the weights of a model are on this machine and must be loaded from here.
+
+    Unsloth replaces many hub names by its own copies, also the name of a folder in the working
+    folder such as ``Qwen/Qwen3-4B``. In offline mode it would not find a copy that was never
+    downloaded.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(source).is_dir():
+        return True
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    in_cache = (isinstance(try_to_load_from_cache(source, file), str) for file in weights)
+    return constants.HF_HUB_OFFLINE and any(in_cache)
 
 
 def _load_transformers(
