@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import BackendError, ConfigError
 from rloo_kit.output_folder import nearest_folder
-from rloo_kit.text.wording import format_value
+from rloo_kit.text.wording import first_line, format_value
 
 GIB = 1024**3
 # Share of a card's memory that the driver does not use: torch reports 23.65 of 24 GiB, 11.76 of 12
@@ -121,15 +121,25 @@ def _without_brand(name: str) -> str:
 
 
 def detect_hardware() -> Hardware:
-    """Return the hardware of this machine as torch sees it; imports torch."""
+    """Return the hardware of this machine as torch sees it; imports torch.
+
+    Raises:
+        BackendError: The GPU cannot be used now, for example because its memory is full.
+    """
     import torch
 
     for kind in ("cuda", "xpu"):
         api = getattr(torch, kind)
         if api.is_available():
-            free, total = api.mem_get_info()
-            bf16 = api.is_bf16_supported(including_emulation=False)
             name = api.get_device_properties(api.current_device()).name
+            try:
+                free, total = api.mem_get_info()
+            except RuntimeError as exc:  # no memory is left for a context of this process
+                raise BackendError(
+                    f"{name} cannot be used now ({first_line(exc)}): end the other programs and "
+                    "notebook kernels that use it (nvidia-smi lists them)"
+                ) from exc
+            bf16 = api.is_bf16_supported(including_emulation=False)
             return Hardware(kind, name, total, free, bf16, api.device_count())
     capabilities = torch.cpu.get_capabilities()
     name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"

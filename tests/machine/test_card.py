@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rloo_kit.cli import main
+from rloo_kit.errors import BackendError
 from rloo_kit.machine.hardware import (
     check_card,
     detect_hardware,
@@ -143,6 +144,7 @@ def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
     program.chmod(0o755)
     code = """
 from rloo_kit.cli import main
+from rloo_kit.errors import BackendError
 print(main(["train", "qwen3-4b-thinking-12gb"]), main(["doctor"]))
 """
     done = subprocess.run(
@@ -186,16 +188,32 @@ def test_memory_of_a_cpu_is_that_of_its_container(monkeypatch, tmp_path, limit, 
     assert (found.total_memory, found.free_memory) == (total, free)
 
 
-def test_name_and_memory_are_of_the_same_card(monkeypatch):
+def see_cards(monkeypatch, mem_get_info):
+    """Let torch see two cards, of which the second is the current one."""
     monkeypatch.setattr(
         "torch.cuda",
         SimpleNamespace(
             is_available=lambda: True,
-            mem_get_info=lambda: (1, 2),
+            mem_get_info=mem_get_info,
             is_bf16_supported=lambda including_emulation: True,
             device_count=lambda: 2,
             current_device=lambda: 1,
             get_device_properties=lambda index: SimpleNamespace(name=f"card {index}"),
         ),
     )
+
+
+def test_name_and_memory_are_of_the_same_card(monkeypatch):
+    see_cards(monkeypatch, lambda: (1, 2))
     assert detect_hardware().name == "card 1"
+
+
+def test_a_card_that_another_kernel_fills_is_one_sentence(monkeypatch):
+    def full():
+        raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be")
+
+    see_cards(monkeypatch, full)
+    with pytest.raises(
+        BackendError, match=r"^card 1 cannot be used now \(CUDA error: out of memory\): end the"
+    ):
+        detect_hardware()
