@@ -8,10 +8,11 @@ The exit codes are:
   unexpected error occurred (with a traceback);
 - 2: the input is wrong; one sentence says what to change;
 - 130: the command was ended by Ctrl-C;
-- 143: the command was ended by SIGTERM.
+- 143: the command was ended by SIGTERM or SIGHUP (a closed terminal).
 """
 
 import argparse
+import contextlib
 import io
 import os
 import re
@@ -43,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # print a ? for a character it cannot encode
-        sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # print a ? for a character it cannot encode, and show each line at once, in a log file too
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     with redacted_logs():
         return _run(words or ["--help"])
 
@@ -84,7 +86,8 @@ def _show_warning(
     """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if is_first() and (of_the_kit or issubclass(category, FutureWarning | UserWarning)):
-        print(f"note: {redact(str(message))}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal may be gone; Python ignores that too
+            print(f"note: {redact(str(message))}", file=sys.stderr)
 
 
 # --- the parser ----------------------------------------------------------------------------------

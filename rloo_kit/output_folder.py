@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.errors import ConfigError, DiskError, ModelError
 from rloo_kit.text.wording import first_line
 
 
@@ -62,13 +62,17 @@ def check_writable(folder: Path) -> None:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
-    nearest = next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
     try:
-        tempfile.TemporaryFile(dir=nearest).close()
+        tempfile.TemporaryFile(dir=nearest_folder(folder)).close()
     except OSError as exc:
         raise ConfigError(
             f"{str(folder)!r} cannot be written ({exc.strerror or exc}): give another folder"
         ) from exc
+
+
+def nearest_folder(folder: Path) -> Path:
+    """Return a folder or, if it does not exist, the nearest folder above it that does."""
+    return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
 
 
 def latest_folder(wanted: str | Path) -> Path | None:
@@ -131,7 +135,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that even after a crash it has either its old or its whole new content.
 
     Raises:
-        OSError: The file cannot be written. Its old content is unchanged.
+        DiskError: The file cannot be written. Its old content is unchanged.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -140,12 +144,21 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+    except OSError as exc:
+        raise DiskError(
+            f"{str(path)!r} cannot be written ({exc.strerror or exc}): free some space, or make "
+            "the folder writable"
+        ) from exc
     finally:
         part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None) -> None:
-    """Write a JSON file atomically. NaN and infinities are written as null."""
+    """Write a JSON file atomically. NaN and infinities are written as null.
+
+    Raises:
+        DiskError: The file cannot be written. Its old content is unchanged.
+    """
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
@@ -176,6 +189,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run has locked the folder.
+        DiskError: The folder cannot be locked, such as on a network disk without locks.
     """
     from filelock import FileLock, Timeout
 
@@ -187,6 +201,11 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         raise ConfigError(
             f"run folder {str(folder)!r} is in use by another run: wait for it, or choose another "
             f"output_dir"
+        ) from exc
+    except OSError as exc:
+        raise DiskError(
+            f"run folder {str(folder)!r} cannot be locked ({exc.strerror or exc}): free some "
+            f"space, or choose an output_dir on a disk that has file locks"
         ) from exc
     try:
         yield

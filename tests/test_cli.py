@@ -114,3 +114,17 @@ def test_a_reader_that_stops_early_is_no_error():
     ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_log_file_gets_each_line_at_once(tmp_path):
+    """As under nohup, slurm and docker logs, where sampling may take minutes."""
+    code = """
+import os
+import rloo_kit as rk
+from rloo_kit.cli import main
+rk.calibrate = lambda **_: (print("sampling"), os._exit(0))
+main(["calibrate", "run.yaml"])
+"""
+    with (tmp_path / "log").open("wb") as log:
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "sampling\n"

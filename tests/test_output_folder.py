@@ -1,5 +1,6 @@
 """A run folder of its own, and one process in it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from rloo_kit.errors import ConfigError
+from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import run_file_in
 from rloo_kit.output_folder import (
     check_writable,
@@ -15,6 +16,7 @@ from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
     make_run_folder,
+    write_json,
 )
 
 
@@ -180,3 +182,27 @@ while entered < 150:
 """
     lines_of([start(code, tmp_path) for _ in range(3)])
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="other locks")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(DiskError, match=r"cannot be locked .*that has file locks"):
+        lock_folder(tmp_path).__enter__()
+
+
+def test_a_file_is_not_lost_if_the_disk_is_full(tmp_path, monkeypatch):
+    write_json(tmp_path / "end.json", {"how": "finished"})
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match=r"\(No space left on device\): free some space"):
+        write_json(tmp_path / "end.json", {})
+    assert (tmp_path / "end.json").read_text() == '{"how": "finished"}\n'
+    assert os.listdir(tmp_path) == ["end.json"]

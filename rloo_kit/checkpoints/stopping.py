@@ -1,4 +1,4 @@
-"""Handle the signals SIGINT (Ctrl-C) and SIGTERM, which end a run.
+"""Handle the signals that end a run: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (a lost terminal).
 
 The first signal asks the training to finish its step and save. A second signal raises
 KeyboardInterrupt at once.
@@ -6,7 +6,9 @@ KeyboardInterrupt at once.
 
 import _thread
 import contextlib
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +16,16 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh connection; not on Windows
+ENDINGS = (signal.SIGTERM, *([HANGUP] if HANGUP else []))  # these end a run in the same way
+SIGNALS = (signal.SIGINT, *ENDINGS)
 # Signals that arrive within this many seconds count as one, because the command `timeout` sends
 # SIGTERM to a process and then again to its whole group.
 APART = 0.2
 
 
 class Terminated(KeyboardInterrupt):
-    """The KeyboardInterrupt for SIGTERM.
+    """The KeyboardInterrupt for SIGTERM and SIGHUP; its text is the name of the signal.
 
     It is a subclass, so that code that cleans up after Ctrl-C also cleans up after SIGTERM.
     """
@@ -38,7 +42,9 @@ def exit_code(raised: KeyboardInterrupt) -> int:
 
 def interrupt_for(received: int) -> KeyboardInterrupt:
     """Return the exception to raise for a signal of this number."""
-    return Terminated() if received == signal.SIGTERM else KeyboardInterrupt()
+    if received == signal.SIGINT:
+        return KeyboardInterrupt()
+    return Terminated(signal.Signals(received).name)
 
 
 @contextlib.contextmanager
@@ -48,13 +54,23 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
     A signal that this process already ignores stays ignored. Outside the main thread no handler is
     installed, because Python can install handlers only there.
 
+    At SIGHUP, the output goes to the null device if its terminal is gone: printing would fail.
+
     Args:
         handle: Called with the number of the signal and the interrupted frame.
         *numbers: Signals, such as ``signal.SIGTERM``.
     """
+
+    def call(number: int, frame: FrameType | None) -> None:
+        for output in (1, 2) if number == HANGUP else ():
+            with contextlib.suppress(OSError):  # it may be closed
+                if stat.S_ISCHR(os.fstat(output).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+        handle(number, frame)
+
     is_main = threading.current_thread() is threading.main_thread()
     wanted = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, handle) for number in wanted if is_main}
+    before = {number: signal.signal(number, call) for number in wanted if is_main}
     try:
         yield
     finally:
@@ -72,7 +88,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM while the body runs; raise an exception at each later one.
+    """Record the first of ``SIGNALS`` while the body runs; raise an exception at each later one.
 
     Signals that arrive within 0.2 seconds of the first one count as the same signal.
 
@@ -84,7 +100,7 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
     Raises:
         KeyboardInterrupt: A later SIGINT has arrived.
-        Terminated: A later SIGTERM has arrived.
+        Terminated: A later SIGTERM or SIGHUP has arrived.
     """
     request = StopRequest()
 
@@ -98,7 +114,7 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
         Raises:
             KeyboardInterrupt: A later SIGINT, at least ``APART`` seconds after the first signal.
-            Terminated: A later SIGTERM, at least ``APART`` seconds after the first signal.
+            Terminated: A later SIGTERM or SIGHUP, as late.
         """
         now = time.monotonic()
         if request.received is None:
@@ -116,13 +132,13 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Raise Terminated in the body when SIGTERM arrives, so that the body can clean up.
+    """Raise Terminated in the body when SIGTERM or SIGHUP arrives, so that the body can clean up.
 
     It is used when no optimizer step has to be finished: before and after training, and in all
     other commands.
 
     Raises:
-        Terminated: SIGTERM has arrived.
+        Terminated: SIGTERM or SIGHUP has arrived.
     """
 
     def end(number: int, _: FrameType | None) -> None:
@@ -132,7 +148,7 @@ def terminate_as_interrupt() -> Iterator[None]:
             Terminated: Always.
         """
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
-        raise Terminated
+        raise interrupt_for(number)
 
-    with handled(end, signal.SIGTERM):
+    with handled(end, *ENDINGS):
         yield

@@ -78,7 +78,7 @@ def write_checkpoint(
             run.mkdir(parents=True, exist_ok=True)
             # Hidden folders that were left by a killed process
             for left in run.glob(".checkpoint-*.*"):
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)  # a network disk keeps open files
             part.mkdir()
             fill(part)
             seal_checkpoint(part, step, facts=facts, score=score)

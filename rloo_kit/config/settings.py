@@ -174,7 +174,7 @@ class KitSettings:
     vllm_adapter_dir: str | None = setting(
         None,
         "Folder in which the adapter is saved for vLLM's server, which must see it under the same "
-        "path; null: shared memory or, with less than 256 MiB free, the temporary folder, for a "
+        "path; null: shared memory or, with less than 1 GiB free, the temporary folder, for a "
         "server on the same machine.",
     )
     thinking_budget: int | None = setting(

@@ -6,6 +6,7 @@ bindings. The package xllamacpp has wheels, but its library lacks the quantiser.
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def find_converter(given: str | Path | None = None) -> list[str]:
     Raises:
         ConfigError: No converter is found.
     """
-    usual = [cache_folder() / "llama.cpp", Path.home() / ".unsloth" / "llama.cpp"]
+    usual = [cache_folder() / "llama.cpp", Path(os.path.expanduser("~/.unsloth/llama.cpp"))]
     places = [Path(given).expanduser()] if given else usual
     for place in places:
         script = place if place.name == SCRIPT else place / SCRIPT

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rloo_kit.errors import BackendError, ImportOrderError
+from rloo_kit.errors import BackendError, ConfigError, ImportOrderError
 from rloo_kit.machine.hardware import (
     Hardware,
     check_card,
@@ -89,6 +89,7 @@ def setup(backend: str = "auto") -> Environment:
             it (see ``check_import_order``).
         BackendError: The backend is unknown; ``unsloth`` was requested but cannot start; this
             process has already started another backend; or the GPU of this machine cannot train.
+        ConfigError: ``.env`` cannot be read.
     """
     global _environment
     if backend not in BACKENDS:
@@ -162,14 +163,22 @@ def load_env_file() -> str | None:
 
     The file is searched in the working folder, and then in the folders above it. None means that
     there is no such file.
+
+    Raises:
+        ConfigError: The file cannot be read.
     """
     from dotenv import dotenv_values, find_dotenv, load_dotenv
 
     path = find_dotenv(usecwd=True)
     if not path:
         return None
-    remember_settings(dotenv_values(path))  # the environment may have other values for them
-    load_dotenv(path)
+    try:
+        remember_settings(dotenv_values(path))  # the environment may have other values for them
+        load_dotenv(path)
+    except (OSError, ValueError) as exc:  # such as the UTF-16 that PowerShell writes
+        raise ConfigError(
+            f"{path!r} cannot be read ({first_line(exc)}): save it as UTF-8 text"
+        ) from exc
     return path
 
 
@@ -203,8 +212,9 @@ def set_variables() -> None:
 
 def cache_folder() -> Path:
     """Return the kit's cache folder for this user, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "rloo-kit"
+    # without a home folder it is ./~/.cache, as that of huggingface_hub; Path.home() would raise
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "rloo-kit"
 
 
 def _hide_broken_packages() -> None:

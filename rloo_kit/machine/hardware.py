@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rloo_kit.errors import ConfigError
-from rloo_kit.text.wording import format_value
+from rloo_kit.errors import BackendError, ConfigError
+from rloo_kit.output_folder import nearest_folder
+from rloo_kit.text.wording import first_line, format_value
 
 GIB = 1024**3
 # Share of a card's memory that the driver does not use: torch reports 23.65 of 24 GiB, 11.76 of 12
@@ -120,15 +121,25 @@ def _without_brand(name: str) -> str:
 
 
 def detect_hardware() -> Hardware:
-    """Return the hardware of this machine as torch sees it; imports torch."""
+    """Return the hardware of this machine as torch sees it; imports torch.
+
+    Raises:
+        BackendError: The GPU cannot be used now, for example because its memory is full.
+    """
     import torch
 
     for kind in ("cuda", "xpu"):
         api = getattr(torch, kind)
         if api.is_available():
-            free, total = api.mem_get_info()
-            bf16 = api.is_bf16_supported(including_emulation=False)
             name = api.get_device_properties(api.current_device()).name
+            try:
+                free, total = api.mem_get_info()
+            except RuntimeError as exc:  # no memory is left for a context of this process
+                raise BackendError(
+                    f"{name} cannot be used now ({first_line(exc)}): end the other programs and "
+                    "notebook kernels that use it (nvidia-smi lists them)"
+                ) from exc
+            bf16 = api.is_bf16_supported(including_emulation=False)
             return Hardware(kind, name, total, free, bf16, api.device_count())
     capabilities = torch.cpu.get_capabilities()
     name = f"{capabilities.get('cpu_name') or 'CPU'}, {os.cpu_count()} cores"
@@ -179,7 +190,15 @@ def check_card() -> str | None:
             missing = "C compiler: install gcc"
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
             missing = "Python.h: install python3-dev"
+        elif not os.access(nearest_folder(_triton_cache()), os.W_OK):
+            missing = "folder to write to: set HOME to one"
     return f"Triton compiles for the card and finds no {missing}" if missing else None
+
+
+def _triton_cache() -> Path:
+    """Return the folder in which Triton stores compiled kernels; it may not exist yet."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
 
 
 def _why_hidden(cuda: str | None) -> str | None:
@@ -192,6 +211,11 @@ def _why_hidden(cuda: str | None) -> str | None:
         return None
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.stdout.startswith("Failed to initialize NVML"):  # after an update of the driver
+        return (
+            f"nvidia-smi cannot reach the card ({done.stdout.splitlines()[0]}): restart this "
+            f"machine or container (CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
+        )
     if done.returncode != 0 or not done.stdout.strip():
         return None
     driver = done.stdout.split()[0]
@@ -225,6 +249,8 @@ def why_not_unsloth(device: str) -> str | None:
     """
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
+    if sys.platform == "darwin":  # its import replaces TRL's trainers by stubs
+        return "Unsloth trains with MLX on a Mac, and not with torch"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 is set, so Unsloth does not run without a GPU"
     return None

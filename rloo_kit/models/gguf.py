@@ -76,7 +76,7 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
             raise
         raise ModelError(
             f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
-            f"({first_line(exc)}); free some space there"
+            f"({first_line(exc)}); free some space there, or set XDG_CACHE_HOME to another folder"
         ) from exc
     return goal
 

@@ -47,6 +47,11 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
+FULL = "No space left on device"
+NOT_STORED = (
+    "cannot be stored in the hub's cache ({}): free some space there, or set HF_HOME to a folder "
+    "that can be written"
+)
 
 
 def load_model(
@@ -601,8 +606,14 @@ def _ask_hub(name: str, revision: str | None) -> str:
         if revision is None:
             return name
         return snapshot_download(name, revision=revision, ignore_patterns=OTHER_WEIGHTS)
-    except tuple(reasons) as exc:
-        reason = next(text for kind, text in reasons.items() if isinstance(exc, kind))
+    except Exception as exc:  # a proxy that refuses or cannot be used raises errors of all classes
+        other = (
+            f"cannot be looked up on the hub ({type(exc).__name__}: {first_line(exc)}): check the "
+            "network and the proxy (ALL_PROXY, HTTPS_PROXY), or give a local folder"
+        )
+        reason = next((text for kind, text in reasons.items() if isinstance(exc, kind)), other)
+        if getattr(exc, "errno", None) or FULL in str(exc):  # of the system, not of the network
+            reason = NOT_STORED.format(first_line(exc))
         raise ModelError(f"model {format_value(name)} {reason}") from exc
 
 
@@ -640,6 +651,8 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
                 "has no safetensors: if you trust it, load it with transformers and save it again "
                 "with save_pretrained"
             )
+        elif FULL in str(exc):
+            reason = NOT_STORED.format(first_line(exc))
         elif is_out_of_memory(exc):
             reason = (
                 "does not fit into memory: close other programs, use a smaller model or, for "
@@ -704,7 +717,23 @@ def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any
     from unsloth import FastLanguageModel, FastVisionModel
 
     loader = FastVisionModel if images else FastLanguageModel
-    return loader.from_pretrained(source, **kwargs)
+    return loader.from_pretrained(source, **{"use_exact_model_name": _is_here(source)} | kwargs)
+
+
+def _is_here(source: str) -> bool:
+    """Return True if the weights of a model are on this machine and must be loaded from here.
+
+    Unsloth replaces many hub names by its own copies, also the name of a folder in the working
+    folder such as ``Qwen/Qwen3-4B``. In offline mode it would not find a copy that was never
+    downloaded.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if Path(source).is_dir():
+        return True
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    in_cache = (isinstance(try_to_load_from_cache(source, file), str) for file in weights)
+    return constants.HF_HUB_OFFLINE and any(in_cache)
 
 
 def _load_transformers(

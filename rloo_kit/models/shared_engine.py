@@ -169,7 +169,11 @@ def why_no_start(exc: Exception) -> str:
     low = text.lower()
     remedy = "set trainer.generation: transformers"
     if "expandable" in low:
-        remedy = "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF and restart"
+        # Unsloth sets the variable when it is imported before `setup` has set the others
+        remedy = (
+            "restart, call rk.setup() before unsloth is imported, and leave "
+            "expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        )
     elif "bitsandbytes" in low or "bnb" in low:
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif "error in memory profiling" in low:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.diagnosis.record import read_run
-from rloo_kit.errors import DataError
+from rloo_kit.errors import DataError, DiskError
 from rloo_kit.live.series import Chart
 from rloo_kit.machine.hardware import installed_version
 from rloo_kit.output_folder import without_nan, write_atomically
@@ -66,9 +66,9 @@ def write_report(
     page = _page(charts, runs).encode("utf-8", "replace")  # texts may contain a lone surrogate
     try:
         write_atomically(target, page)
-    except OSError as exc:
+    except DiskError as exc:
         raise DataError(
-            f"the report cannot be written to {str(target)!r} ({exc}): give another path"
+            f"the report cannot be written to {str(target)!r} ({exc.__cause__}): give another path"
         ) from exc
     for run in runs:
         say(run["verdict"] if len(runs) == 1 else f"{run['name']}: {run['verdict']}")

@@ -22,7 +22,13 @@ from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.evaluation.evaluator import sample_and_score
 from rloo_kit.job import PreparedJob, read_config, template_settings
 from rloo_kit.machine.cleanup import add_to_session, session
-from rloo_kit.output_folder import check_writable, free_folder, make_run_folder, write_json
+from rloo_kit.output_folder import (
+    check_writable,
+    free_folder,
+    make_run_folder,
+    write_atomically,
+    write_json,
+)
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
 from rloo_kit.reward_lab.rules import find_all, verdict
@@ -325,11 +331,12 @@ def _examined(
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
-    with (folder / "completions.jsonl").open("w", encoding="utf-8") as lines:
-        for row in rows:
-            # A reward may read any column again: its name alone, such as answer_key, hides nothing
-            shown = {name: redact_tree(value) for name, value in row.items()}
-            lines.write(f"{json.dumps(shown, default=str)}\n")
+    lines = ""
+    for row in rows:
+        # A reward may read any column again: its name alone, such as answer_key, hides nothing
+        shown = {name: redact_tree(value) for name, value in row.items()}
+        lines += f"{json.dumps(shown, default=str)}\n"
+    write_atomically(folder / "completions.jsonl", lines.encode())
     say(
         f"\nwritten to {folder}; to check again without the model, add "
         f"--completions {shlex.quote(str(folder / 'completions.jsonl'))}"

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from rloo_kit.runs.child import call_in_child
 from rloo_kit.runs.precision import PRECISIONS, job_in, mismatch
 from rloo_kit.scoring.specs import with_weights
 from rloo_kit.text.redaction import redact_tree, redacting
-from rloo_kit.text.wording import format_value
+from rloo_kit.text.wording import format_value, shell_path
 from rloo_kit.types import Row, Say
 
 # A level may be chosen only if its mean score, the share of solved completions, is in this range
@@ -122,7 +121,7 @@ def calibrate(  # noqa: PLR0913
         what = f"the level's prompts without {dropped} that are always or never solved"
     _write_rows(completions_file, sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
-    say(f"{what}; train with rloo-kit train {shlex.quote(str(file))}")
+    say(f"{what}; train with rloo-kit train {shell_path(file)}")
     return file
 
 

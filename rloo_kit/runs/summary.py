@@ -1,6 +1,5 @@
 """The result of a run, and the lines that a run prints before and after training."""
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
-from rloo_kit.text.wording import resume_command, text_of
+from rloo_kit.text.wording import resume_command, shell_path, text_of
 from rloo_kit.types import Say
 
 # Number of held-out prompts whose completions before and after are printed
@@ -35,7 +34,7 @@ class RunResult:
     steps: int
     seconds: float  # of the training alone, since the start or the last resume
     interrupted: bool = False  # True after Ctrl-C or SIGTERM
-    terminated: bool = False  # True after SIGTERM
+    terminated: bool = False  # True after SIGTERM or SIGHUP
     released: Released | None = None  # the memory that was released at the end
 
     @property
@@ -144,5 +143,5 @@ def conclude(say: Say, result: RunResult) -> None:
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:
         say("next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your model")
     else:
-        run = shlex.quote(str(result.folder))
+        run = shell_path(result.folder)
         say(f"next: rloo-kit chat {run} to try it, rloo-kit export {run} --to merged to use it")

@@ -186,7 +186,7 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
         steps,
         seconds,
         interrupted=bool(by),
-        terminated=by == "SIGTERM",
+        terminated=by not in ("", "the user"),
     )
 
 
@@ -336,9 +336,9 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
 def _until_interrupted(call: Callable[[], Any]) -> tuple[Any, str]:
     """Return the result of a call, and "".
 
-    If it was interrupted, return None and "SIGTERM" or "the user" (Ctrl-C) instead.
+    If it was interrupted, return None and the name of the signal or "the user" (Ctrl-C) instead.
     """
     try:
         return call(), ""
     except KeyboardInterrupt as exc:
-        return None, "SIGTERM" if isinstance(exc, Terminated) else "the user"
+        return None, str(exc) if isinstance(exc, Terminated) else "the user"

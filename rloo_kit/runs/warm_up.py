@@ -123,7 +123,7 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
 def _next_command(source: object, overrides: Sequence[str], config: RunConfig, folder: Path) -> str:
     """Return the command that starts a run which trains the adapter in ``folder`` further."""
     words = ["rloo-kit", "train", "RUN.yaml" if isinstance(source, RunConfig) else str(source)]
-    settings = [*overrides, f"model.name={folder}"]
+    settings = [*overrides, f"model.name={folder.as_posix()}"]
     layers = lora_settings(folder, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
         settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear

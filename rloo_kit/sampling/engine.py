@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # With less free shared memory, an adapter is written to the system's temporary folder
-SMALLEST_SHARED = GIB // 4
+SMALLEST_SHARED = GIB
 
 
 @dataclass(frozen=True)

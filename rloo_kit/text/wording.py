@@ -10,7 +10,7 @@ import os
 import reprlib
 import shlex
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from rloo_kit.text.redaction import redact
@@ -46,9 +46,18 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 12
 _SHORT.maxstring = _SHORT.maxother = LONGEST_VALUE
 
 
-def resume_command(run: str | Path) -> str:
+def resume_command(run: str | PurePath) -> str:
     """Return the command that resumes the run in a folder, as it can be pasted into a shell."""
-    return f"rloo-kit train {shlex.quote(str(run))} --resume"
+    return f"rloo-kit train {shell_path(run)} --resume"
+
+
+def shell_path(path: str | PurePath) -> str:
+    """Return a path as it can be pasted into a shell.
+
+    It has slashes on Windows too, where a backslash would bring single quotes, which cmd.exe takes
+    for a part of the name.
+    """
+    return shlex.quote(PurePath(path).as_posix())
 
 
 def format_value(value: object) -> str:

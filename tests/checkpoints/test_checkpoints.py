@@ -213,6 +213,23 @@ def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, number, cal
     assert hidden(tmp_path) == []
 
 
+def test_what_cannot_be_removed_stops_no_run(tmp_path, monkeypatch):
+    """A network disk keeps a removed file that is open, and its folder."""
+    left = tmp_path / ".checkpoint-10.gone"
+    left.mkdir()
+    (left / ".nfs0001").touch()
+    unlink = os.unlink
+
+    def refuse(path, *others, **more):
+        if os.path.basename(path) == ".nfs0001":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, *others, **more)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    write(tmp_path, 20)
+    assert read_checkpoint(tmp_path / "checkpoint-20").step == 20
+
+
 # --- killed --------------------------------------------------------------------------------------
 
 KILLER = r'''

@@ -1,7 +1,11 @@
 """Signals, two runs in one folder, an output that nobody reads."""
 
+import fcntl
 import os
+import pty
 import signal
+import sys
+import termios
 import time
 from pathlib import Path
 
@@ -10,10 +14,12 @@ from trials import SLOW, STEPS, Trial
 
 
 @pytest.mark.fault(
-    "Ctrl-C, SIGTERM",
+    "Ctrl-C, SIGTERM, SIGHUP",
     "the step is finished and saved; exit code 130 or 143",
 )
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
 def test_a_signal_stops_after_the_step(trial, number, code):
     life = trial.begin()
     life.until("step 1/")
@@ -26,6 +32,44 @@ def test_a_signal_stops_after_the_step(trial, number, code):
     assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
     if number == signal.SIGTERM:
         trial.keeps_all(trial.saved)
+
+
+def train_until_the_terminal_closes(trial, hangup):
+    """Train in a terminal that is closed after step 1; return the exit code."""
+    terminal, inner = pty.openpty()
+
+    def use_terminal():
+        signal.signal(signal.SIGHUP, hangup)
+        fcntl.ioctl(inner, termios.TIOCSCTTY)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(inner, number)
+            setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
+        os.close(terminal)
+        os.close(inner)
+
+    life = trial.begin(before=use_terminal)
+    os.close(inner)
+    text = b""
+    while b"step 1/" not in text:
+        text += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    return life.finish()
+
+
+def test_a_closed_terminal_stops_after_the_step(trial):
+    """Where an ssh connection is lost: SIGHUP comes, and from then on printing fails."""
+    assert train_until_the_terminal_closes(trial, signal.SIG_DFL) == 143
+    assert trial.ended["reason"] == "by SIGHUP"
+    assert 1 <= trial.ended["steps"] == trial.saved < STEPS
+    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    trial.keeps_all(trial.saved)
+
+
+def test_a_run_that_ignores_the_end_of_its_terminal_finishes(trial):
+    """As after `disown`: printing fails, and nothing else."""
+    train_until_the_terminal_closes(trial, signal.SIG_IGN)
+    assert trial.ended["how"] == "finished"
+    assert trial.differs() == []
 
 
 @pytest.mark.fault(

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from rloo_kit.cli import main
-from rloo_kit.machine.hardware import check_card, detect_hardware, why_not_together
+from rloo_kit.errors import BackendError
+from rloo_kit.machine.hardware import (
+    check_card,
+    detect_hardware,
+    why_not_together,
+    why_not_unsloth,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = " ".join((ROOT / "docs/how-to/install.md").read_text(encoding="utf-8").split())
@@ -26,6 +32,7 @@ WORKS = {
     "kernels": KERNELS,
     "installed": ["gcc", "Python.h"],
 }
+BROKEN = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.144"
 HIDDEN = {"card": None, "driver": "550.54.14"}
 
 
@@ -45,7 +52,7 @@ def why_not(monkeypatch, tmp_path):
         programs = [*facts["installed"], *(["nvidia-smi"] if facts["driver"] else [])]
         monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
         said = f"{facts['driver']}\n"
-        answer = subprocess.CompletedProcess([], 0, stdout=said)
+        answer = subprocess.CompletedProcess([], 18 * (BROKEN in said), stdout=said)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -72,6 +79,7 @@ REFUSED = [
     (HIDDEN | {"driver": "515.1", "cuda": "12.8"}, "update the driver to 525 or later"),
     (HIDDEN | {"cuda": None}, "torch is built without CUDA: install its CUDA build"),
     (HIDDEN | {"driver": "580.65"}, "look at CUDA_VISIBLE_DEVICES"),
+    (HIDDEN | {"driver": BROKEN}, "(Failed to initialize NVML: Driver/library version mismatch)"),
     ({"capability": (6, 1)}, "has compute capability 6.1; torch, vLLM and bitsandbytes have"),
     (
         {"capability": (7, 0), "kernels": ["sm_70", *KERNELS]},
@@ -81,6 +89,16 @@ REFUSED = [
     ({"installed": ["Python.h"]}, "finds no C compiler: install gcc"),
     ({"installed": ["clang"]}, "finds no Python.h: install python3-dev"),
 ]
+
+
+def test_a_home_folder_that_cannot_be_written_is_named(why_not, monkeypatch, tmp_path):
+    """As in a container whose user has no home folder: Triton stores compiled kernels there."""
+    monkeypatch.setattr(os, "access", lambda path, _: path == tmp_path)
+    assert why_not() == (
+        "Triton compiles for the card and finds no folder to write to: set HOME to one"
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    assert why_not() is None
 
 
 @pytest.mark.parametrize(("facts", "says"), REFUSED)
@@ -93,6 +111,14 @@ def test_the_install_page_says_the_same(why_not):
         assert why_not(**facts) in INSTALL
     assert "torch, vLLM and bitsandbytes have kernels for 7.5 (T4, RTX 20) to 12.x" in INSTALL
     assert why_not_together("0.26.0", "2.11.0+cu128") in INSTALL
+
+
+def test_a_mac_trains_without_unsloth(monkeypatch):
+    """Where mlx is installed, unsloth/__init__.py replaces the trainers of TRL by stubs."""
+    monkeypatch.setattr("rloo_kit.machine.hardware.installed_version", lambda _: "2026.10.9")
+    assert why_not_unsloth("cpu") is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "MLX" in why_not_unsloth("cpu")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +144,7 @@ def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
     program.chmod(0o755)
     code = """
 from rloo_kit.cli import main
+from rloo_kit.errors import BackendError
 print(main(["train", "qwen3-4b-thinking-12gb"]), main(["doctor"]))
 """
     done = subprocess.run(
@@ -161,16 +188,32 @@ def test_memory_of_a_cpu_is_that_of_its_container(monkeypatch, tmp_path, limit, 
     assert (found.total_memory, found.free_memory) == (total, free)
 
 
-def test_name_and_memory_are_of_the_same_card(monkeypatch):
+def see_cards(monkeypatch, mem_get_info):
+    """Let torch see two cards, of which the second is the current one."""
     monkeypatch.setattr(
         "torch.cuda",
         SimpleNamespace(
             is_available=lambda: True,
-            mem_get_info=lambda: (1, 2),
+            mem_get_info=mem_get_info,
             is_bf16_supported=lambda including_emulation: True,
             device_count=lambda: 2,
             current_device=lambda: 1,
             get_device_properties=lambda index: SimpleNamespace(name=f"card {index}"),
         ),
     )
+
+
+def test_name_and_memory_are_of_the_same_card(monkeypatch):
+    see_cards(monkeypatch, lambda: (1, 2))
     assert detect_hardware().name == "card 1"
+
+
+def test_a_card_that_another_kernel_fills_is_one_sentence(monkeypatch):
+    def full():
+        raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be")
+
+    see_cards(monkeypatch, full)
+    with pytest.raises(
+        BackendError, match=r"^card 1 cannot be used now \(CUDA error: out of memory\): end the"
+    ):
+        detect_hardware()

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from rloo_kit.errors import ConfigError
 from rloo_kit.machine import environment
 
 
@@ -83,6 +84,22 @@ def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given
     monkeypatch.setattr(environment.os, "environ", dict(given))
     environment.set_variables()
     assert environment.os.environ.get("GOMP_SPINCOUNT") == count
+
+
+def test_an_env_file_of_powershell_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("HF_TOKEN=hf_abc", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"\.env' cannot be read .*: save it as UTF-8 text"):
+        environment.load_env_file()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the home folder is a variable there")
+def test_a_user_without_a_home_folder_can_start(monkeypatch):
+    """A container's user that has a number and no name."""
+    monkeypatch.setattr(environment.os, "environ", {})
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)
+    environment.set_variables()
+    assert environment.cache_folder().name == "rloo-kit"
 
 
 @pytest.mark.long

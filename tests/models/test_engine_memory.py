@@ -268,6 +268,14 @@ def test_a_model_that_unsloth_loaded_has_its_notes():
             "Error in memory profiling.",
             "close other programs on the GPU and try again",
         ),
+        (
+            AssertionError(
+                "Standby mode is not supported with expandable segments.\n"
+                "Please set environment variable PYTORCH_ALLOC_CONF without it."
+            ),
+            "not supported with expandable segments",
+            "call rk.setup() before unsloth is imported",
+        ),
         (ValueError("1 validation error\nValue error, no such model"), "no such model", "set"),
         (RuntimeError(), "RuntimeError", "set trainer.generation: transformers"),
     ],

@@ -1,6 +1,7 @@
 """A revision of a hub model, and a chat template from a file."""
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained, load_base
 from rloo_kit.export.exporter import export_model
 from rloo_kit.job import PreparedJob, read_config
+from rloo_kit.models import loading
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.planning.planner import make_plan
 
@@ -58,6 +60,24 @@ def test_a_revision_is_loaded_trained_and_found_again_from_its_adapter(
     assert norm(again.get_base_model()) == norm(model)
     with pytest.raises(rk.ModelError, match=r"^model 'some-org/thinker' "):
         load(revision="v9")
+
+
+def test_unsloths_copies_do_not_replace_weights_that_are_here(cache, tmp_path, monkeypatch):
+    """Unsloth replaces hub names, also that of a folder, and offline it has not its own copy."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    shutil.copytree(TINY_THINKER, tmp_path / "Qwen" / "Qwen3-4B")
+    load = mock.Mock()
+    monkeypatch.setattr("unsloth.FastLanguageModel.from_pretrained", load)
+    found = []
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        for name in ("Qwen/Qwen3-4B", "some-org/thinker", "some-org/other"):
+            loading._load_unsloth(name, None, False)
+            found.append(load.call_args.kwargs["use_exact_model_name"])
+    assert found == [True, False, False, True, True, False]
+    loading._load_unsloth("Qwen/Qwen3-4B", None, False, use_exact_model_name=False)
+    assert load.call_args.kwargs == {"use_exact_model_name": False}
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.text.chat_templates import end_of_turn_id
 
@@ -88,8 +89,15 @@ def of_the_hub(kind):
         (of_the_hub(errors.RepositoryNotFoundError), "is not on the hub: check the spelling"),
         (of_the_hub(errors.RemoteEntryNotFoundError), r"holds no config\.json on the hub"),
         (errors.LocalEntryNotFoundError("no network"), "the hub cannot be reached"),
+        (OSError(28, "No space left on device"), r"stored in the hub's cache .*or set HF_HOME"),
+        (
+            RuntimeError("Data processing error: No space left on device (os error 28)"),
+            "stored in the hub's cache",
+        ),
+        (httpx.ProxyError("407"), r"\(ProxyError: 407\): check the network and the proxy"),
+        (ImportError("Using SOCKS proxy, but the 'socksio' package is not"), "and the proxy"),
     ],
-    ids=range(4),
+    ids=range(8),
 )
 def test_what_the_hub_answers_is_one_sentence(fault, says, monkeypatch):
     def answer(*_, **__):
@@ -99,6 +107,16 @@ def test_what_the_hub_answers_is_one_sentence(fault, says, monkeypatch):
     with pytest.raises(rk.ModelError, match=says) as caught:
         rk.load_model("org/name")
     assert str(caught.value).startswith("model 'org/name' ")
+
+
+def test_a_disk_that_is_full_of_weights_is_named(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: "")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", full)
+    with pytest.raises(rk.ModelError, match="stored in the hub's cache"):
+        load_tokenizer("org/name")
 
 
 @pytest.mark.parametrize("name", ["~nobody-here", "a\0b", "x" * 300, "no model"], ids=range(4))

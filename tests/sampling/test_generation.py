@@ -239,7 +239,7 @@ def test_the_newest_adapter_takes_the_place_of_the_one_before(dtype, adapter_fol
 
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
 def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder, monkeypatch):
-    large = shutil.disk_usage(SHARED_MEMORY).free >= GIB // 4
+    large = shutil.disk_usage(SHARED_MEMORY).free >= GIB
     assert (adapter_folder.root.parent == SHARED_MEMORY) == large
     assert f"-{os.getpid()}-" in adapter_folder.root.name
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB // 16))

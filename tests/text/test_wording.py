@@ -1,6 +1,7 @@
 """Messages show what is wrong on one short line, whatever the value is."""
 
 import math
+from pathlib import PureWindowsPath
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from rloo_kit.text.wording import (
     format_name,
     format_value,
     printable,
+    resume_command,
 )
 
 ANY = st.recursive(
@@ -82,3 +84,9 @@ def test_duration_has_at_most_two_units(seconds, text):
 def test_a_misspelling_is_recognised_and_nothing_unlike():
     assert did_you_mean("betta", ["beta"]) == "; did you mean 'beta'?"
     assert (did_you_mean("zzz", ["beta"]), did_you_mean(3, ["beta"])) == ("", "")
+
+
+def test_a_command_can_be_pasted_into_any_shell():
+    """cmd.exe takes the single quotes that a backslash would bring for a part of the name."""
+    command = resume_command(PureWindowsPath(r"runs\mine"))
+    assert command == resume_command("runs/mine") == "rloo-kit train runs/mine --resume"
