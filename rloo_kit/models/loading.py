@@ -391,7 +391,8 @@ def _new_adapter(
         peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
     head = peft_model.get_output_embeddings()
-    if not hasattr(head, "bias"):  # PEFT's wrapper of a tied head, for `trainable_token_indices`
+    # PEFT's wrapper of a tied head, for `trainable_token_indices`, has no bias
+    if head is not None and not hasattr(head, "bias"):
         head.bias = None  # TRL's forward reads it
     if hub := notes_of(model).hub:  # the base was loaded from a downloaded copy of this revision
         config = peft_model.peft_config["default"]
