@@ -611,10 +611,11 @@ _group("reward-model", "train a reward model")
 def _reward_model_train(overrides: list[str], **options: Any) -> None:
     from rloo_kit.config.run_file import read_overrides
 
-    options["say"] = print
     given = read_overrides(overrides)
+    if "say" in given:
+        raise ConfigError("--set 'say' is not a setting of a reward model: leave it out")
     for name in given:
         if options.get(name) is not None:
             raise ConfigError(f"{name} is given twice, also with --set: leave --set {name} out")
-    options |= given
+    options |= given | {"say": print}
     rk.train_reward_model(**{name: value for name, value in options.items() if value is not None})

@@ -249,7 +249,7 @@ def template_settings(config: RunConfig) -> dict[str, Any]:
     ``data.enable_thinking`` if that is set.
     """
     given = config.trainer.get("chat_template_kwargs") or {}
-    given = json.loads(given) if isinstance(given, str) else given  # TRL accepts JSON text too
+    given = json.loads(given) if isinstance(given, str) else given
     wanted = config.data.enable_thinking
     return given if wanted is None else {**given, "enable_thinking": wanted}
 

@@ -7,7 +7,6 @@ memory.
 import base64
 import contextlib
 import html
-import json
 import signal
 import subprocess
 import sys
@@ -142,17 +141,12 @@ class Form:
             OSError: The file cannot be written.
         """
         values = {name: field.value.strip() for name, field in self.fields.items()}
-        # in quotes, because YAML reads `my data #2.csv` and 2024 as something else
-        model, prompts = (
-            json.dumps(values[name] or None, ensure_ascii=False) for name in ("model", "prompts")
-        )
-        overrides = [
-            f"model.name={model}",
-            f"data.prompts={prompts}",
-            f"rewards=[{values['rewards']}]",
-            *filter(str.strip, values["settings"].splitlines()),
-        ]
-        content = read_overrides(overrides, self._content)
+        content = dict(self._content)
+        # not as overrides, because YAML reads `my data #2.csv` and 2024 as something else
+        for section, key, field in (("model", "name", "model"), ("data", "prompts", "prompts")):
+            content[section] = {**(content.get(section) or {}), key: values[field] or None}
+        settings = filter(str.strip, values["settings"].splitlines())
+        content = read_overrides([f"rewards=[{values['rewards']}]", *settings], content)
         config = make_run_config(content)
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self.path, text.encode())

@@ -382,11 +382,12 @@ class ResumableTrainer(Trainer):
                 self.accelerator.scaler.load_state_dict(state["scaler"])
         # Intervals for logging and saving follow the present arguments, not the checkpoint
         self.state.compute_steps(self.args, self.state.max_steps)
-        self.notify("on_resume", held=state["callbacks"])
         self.load_state_dict(state["trainer"])
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
+        # last, because the recorder removes the end of the earlier run
+        self.notify("on_resume", held=state["callbacks"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
         """Run the steps of an epoch, unless all steps have been made already.

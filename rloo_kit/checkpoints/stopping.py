@@ -40,6 +40,11 @@ def exit_code(raised: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(raised, Terminated) else signal.SIGINT)
 
 
+def who_interrupted(raised: KeyboardInterrupt) -> str:
+    """Return who ended a program, for a message: the signal's name, or ``the user`` (Ctrl-C)."""
+    return str(raised) if isinstance(raised, Terminated) else "the user"
+
+
 def interrupt_for(received: int) -> KeyboardInterrupt:
     """Return the exception to raise for a signal of this number."""
     if received == signal.SIGINT:

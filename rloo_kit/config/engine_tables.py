@@ -20,7 +20,6 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "output_dir": "output_dir",
         "seed": "seed",
         "trust_remote_code": "model.trust_remote_code",
-        "eval_on_start": "data.held_out",
         "eval_strategy": "data.held_out_every",
         "eval_steps": "data.held_out_every",
         "load_best_model_at_end": "trainer.keep_best",

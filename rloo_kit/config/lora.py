@@ -53,15 +53,17 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
             f"{section}init_lora_weights is {format_value(start)}, which changes the base weights, "
             f"but sampler, reference and export use the unchanged base: choose one of {names}"
         )
-    for name in ("target_modules", "exclude_modules"):
-        text = settings.get(name)
-        try:
-            re.compile(text if isinstance(text, str) else "")
-        except re.error as exc:
-            errors.append(
-                f"{section}{name} is {format_value(text)}, which is no regular expression "
-                f"({exc}): write one such as .*_proj, or a list of names"
-            )
+    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        given = settings.get(name)
+        patterns = given if isinstance(given, Mapping) else [given]
+        for text in filter(lambda one: isinstance(one, str), patterns):
+            try:
+                re.compile(text)
+            except (re.error, OverflowError, RecursionError) as exc:
+                errors.append(
+                    f"{section}{name} is {format_value(text)}, which is no regular expression "
+                    f"({exc}): write one such as .*_proj, or a name"
+                )
     if settings.get("bias", "none") != "none":  # PEFT accepts it for one adapter, TRL adds `ref`
         errors.append(f"{section}bias is for biases of the base, {_OTHER_BASE}")
     return errors

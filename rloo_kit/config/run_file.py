@@ -302,16 +302,18 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     name = format_value(str(path))
     try:
-        content = yaml.load(find_run_file(path).read_text(encoding="utf-8-sig"), _Loader)
+        text = find_run_file(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"run file {name} does not exist: give the path of a YAML file, or the name of an "
             f"example that comes with rloo-kit ({', '.join(EXAMPLE_NAMES)})"
         ) from None
-    except (OSError, UnicodeError) as exc:
+    except (OSError, ValueError) as exc:  # not UTF-8, or a path with a null byte
         raise ConfigError(
             f"run file {name} cannot be read as text ({first_line(exc)}): save it as UTF-8"
         ) from exc
+    try:
+        content = yaml.load(text, _Loader)
     except ConfigError:
         raise
     except NOT_YAML as exc:
@@ -552,6 +554,11 @@ def _check_together(config: RunConfig) -> list[str]:
             "data.held_out above 0",
         ),
         (config.trainer.get("sync_ref_model"), NO_SYNC),
+        (
+            config.trainer.get("eval_on_start"),
+            "trainer.eval_on_start has no effect, because data.held_out is scored before training "
+            "anyway: leave it out",
+        ),
         (
             config.trainer.get("keep_best")
             and config.trainer.get("save_strategy", "steps") == "steps"

@@ -289,6 +289,7 @@ _NO_UPLOAD = (
     "but nothing is uploaded while training: leave it out, and upload the result with rloo-kit "
     "export RUN --to hub, or with trainer.push_to_hub()"
 )
+_LOG_LEVEL = Rule(choices=("detail", "debug", "info", "warning", "error", "critical", "passive"))
 # Rules for fields of TRL and transformers; the types of these fields are defined in TRL
 TRL_RULES: dict[str, Rule] = {
     "adam_beta1": _MUST,
@@ -318,6 +319,8 @@ TRL_RULES: dict[str, Rule] = {
         choices=(0,), instead="but RLOO's loss has no labels to smooth: leave it out"
     ),
     "learning_rate": Rule(default=1e-5, above=0, maximum=1, resume="may"),
+    "log_level": _LOG_LEVEL,
+    "log_level_replica": _LOG_LEVEL,
     "logging_steps": Rule(default=1),
     "lr_scheduler_type": _MAY,
     "mask_truncated_completions": _MUST,

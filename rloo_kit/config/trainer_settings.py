@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, Json
 
 from rloo_kit.config.other_names import MOVED, OF_GRPO, REFUSED, RENAMED, why_not_needed
 from rloo_kit.config.settings import DEFAULTS, RULES, KitSettings, Rule
@@ -71,6 +71,7 @@ TYPE_NAMES = {
 FLOATS = ("repetition_penalty", "temperature")
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
+    "chat_template_kwargs": Mapping | Json[dict] | None,  # TRL accepts JSON text too
     "fsdp": Any,  # true, or older text
     # TRL accepts None too, and uses its own default then
     "max_completion_length": int,
@@ -149,7 +150,11 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
     values = {**DEFAULTS, **given}
     budget = values["thinking_budget"]
     longest = values["max_completion_length"]
+    clip = values.get("reward_clip_range")
     is_wrong = {
+        f"trainer.reward_clip_range is {format_value(clip)}: write the lower limit first": (
+            clip and None not in clip and clip[0] > clip[1]
+        ),
         "trainer.stop_on needs the doctor, but trainer.doctor is false: leave one of them out": (
             values["stop_on"] and not values["doctor"]
         ),
@@ -213,8 +218,6 @@ def translate_trainer_arguments(
     known = known_trainer_fields()
     for name, value in arguments.items():
         if name in known:
-            if name in FLOATS and type(value) is int:
-                value = float(value)
             # YAML reads `no` as false
             values[name] = "no" if name.endswith("_strategy") and value is False else value
         elif name in RENAMED:
@@ -227,6 +230,7 @@ def translate_trainer_arguments(
     errors = errors or check_batch(values)
     if errors:
         raise ConfigError(format_errors(errors))
+    values |= {name: float(values[name]) for name in FLOATS if name in values}
     if "total_episodes" in arguments:
         values["max_steps"] = _steps_of(values)
     for old in filter(RENAMED.get, arguments):

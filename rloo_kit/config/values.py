@@ -30,6 +30,7 @@ def check_value(path: str, value: object, hint: Any, rule: Rule) -> list[str]:
     except ValidationError as exc:
         found = dict.fromkeys(error["msg"] for error in exc.errors())
         wanted = re.sub("(Input|List) should", "must", " or ".join(found))
+        wanted = wanted.replace("Invalid JSON", "valid JSON")
         is_text = isinstance(value, str) and "a valid number" in wanted
         note = " (YAML reads 1e-5 as text: write 1.0e-5)" if is_text else ""
         return [f"{start} {wanted}{note}"]

@@ -96,7 +96,8 @@ def find_card(text: str) -> Hardware:
         ConfigError: ``text`` is neither a size of memory from 1 to 1024 GiB nor a name in
             ``CARDS``.
     """
-    whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", text.lower().replace("-", " ")).split())
+    spaced = re.sub(r"\b-", " ", text.lower())  # a size may not be below 0
+    whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", spaced).split())
     name = _without_brand(whole)
     gib = CARDS.get(name, 0)
     size = re.fullmatch(r"(.*?) ?([0-9]{1,4}(?:\.[0-9]+)?)(?: ?gi?b?)?", whole)

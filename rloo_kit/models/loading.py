@@ -302,7 +302,15 @@ def attach_lora(
     # the defaults are the same as those of `lora:` in a run file
     settings = LoraSection().as_dict() | given
     settings["target_modules"] = _there(model, settings["target_modules"])
-    return _new_adapter(model, settings, use_gradient_checkpointing, seed)
+    try:
+        return _new_adapter(model, settings, use_gradient_checkpointing, seed)
+    except Exception as exc:  # each setting raises another error in PEFT
+        if is_out_of_memory(exc):
+            raise
+        raise ConfigError(
+            f"PEFT refuses the LoRA settings ({type(exc).__name__}: {first_line(exc)}): correct "
+            "the one that it means"
+        ) from exc
 
 
 def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
@@ -388,6 +396,10 @@ def _new_adapter(
         settings = {"exclude_modules": _outside_language(model)} | settings
         peft_model: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         _recompute(peft_model, checkpointing)
+    head = peft_model.get_output_embeddings()
+    # PEFT's wrapper of a tied head, for `trainable_token_indices`, has no bias
+    if head is not None and not hasattr(head, "bias"):
+        head.bias = None  # TRL's forward reads it
     if hub := notes_of(model).hub:  # the base was loaded from a downloaded copy of this revision
         config = peft_model.peft_config["default"]
         config.base_model_name_or_path, config.revision = hub

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
+from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals, who_interrupted
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
 from rloo_kit.config.run_file import SECTIONS, RunConfig, read_run_file
 from rloo_kit.config.trainer_settings import trl_defaults
@@ -177,8 +177,9 @@ def opened_folder(
             yield recorder
         except BaseException as exc:
             if recorder.steps:  # of this start, or of the checkpoint that it resumed from
-                how = "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
-                reason = f"{type(exc).__name__}: {exc}"
+                how, reason = "failed", f"{type(exc).__name__}: {exc}"
+                if isinstance(exc, KeyboardInterrupt):
+                    how, reason = "interrupted", f"by {who_interrupted(exc)}"
                 # an error of a full disk must not hide the first error
                 with contextlib.suppress(DiskError):
                     recorder.write_end(how, reason, recorder.steps, time.monotonic() - started)
@@ -205,7 +206,8 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
     }
     with recorder.writing(RUN_FILE):
         write_run_file(folder, job.config)
-        write_json(folder / "environment.json", redact_tree(facts), indent=2)
+    with recorder.writing("environment.json") as path:
+        write_json(path, redact_tree(facts), indent=2)
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

@@ -58,9 +58,8 @@ class RunRecorder(TrainerCallback):
         **__: Any,
     ) -> None:
         """Append one line to metrics.jsonl; write the report too if the last one is old enough."""
-        row = {"step": state.global_step, "time": time.time(), **logs}
-        self._append("metrics.jsonl", [row])
         self.steps = state.global_step
+        self._append("metrics.jsonl", [{"step": self.steps, "time": time.time(), **logs}])
         if self.steps > 1 and time.monotonic() > self._next_report:
             self.write_report()
 
@@ -96,10 +95,10 @@ class RunRecorder(TrainerCallback):
 
         The steps after the checkpoint are trained again, and write their rows again.
         """
-        if self.make_ready is not None:
-            self.make_ready()
         record = held["record"]
         self.steps, self._earlier = state.global_step, record["seconds"]
+        if self.make_ready is not None:
+            self.make_ready()
         self.resumed_at = [*record["resumed_at"], state.global_step]
         for name in ROW_FILES:  # not the names in the checkpoint, which may be anything
             path = self.folder / name
@@ -131,9 +130,10 @@ class RunRecorder(TrainerCallback):
         try:
             yield self.folder / name
         except OSError as exc:
+            again = "resume with --resume" if self.steps else "start again"
             raise DiskError(
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
-                f"{str(self.folder)!r} and resume with --resume"
+                f"{str(self.folder)!r} and {again}"
             ) from exc
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -155,7 +155,8 @@ class RunRecorder(TrainerCallback):
             step: Number of optimizer steps before this evaluation; 0: before training; None: after
                 training.
         """
-        found = save_thumbnails(evaluation.as_dict(), self.folder)
+        with self.writing("evaluation.json"):
+            found = save_thumbnails(evaluation.as_dict(), self.folder)
         if step:
             found = {"step": step, **{name: found[name] for name in KEPT_DURING_TRAINING}}
             self._evaluation.setdefault("during", []).append(found)

@@ -108,15 +108,13 @@ def compare(say: Say, before: Evaluation | None, after: Evaluation | None) -> No
     say(f"after:  {means(after)}")
     if before is None:
         return
-    pairs = sorted(
-        zip(before.samples, after.samples, strict=True),
-        key=lambda pair: _total(pair[0]) - _total(pair[1]),
-    )
-    for old, new in pairs[:SAMPLES_SHOWN]:
-        if _total(new) > _total(old):
-            say(f"\n  {_one_line(text_of(old['prompt']))}")
-            say(f"    before: {_one_line(old['completion'])}")
-            say(f"    after:  {_one_line(new['completion'])}")
+    pairs = zip(before.samples, after.samples, strict=True)
+    risen = [(old, new) for old, new in pairs if _total(new) > _total(old)]
+    risen.sort(key=lambda pair: _total(pair[0]) - _total(pair[1]))
+    for old, new in risen[:SAMPLES_SHOWN]:
+        say(f"\n  {_one_line(text_of(old['prompt']))}")
+        say(f"    before: {_one_line(old['completion'])}")
+        say(f"    after:  {_one_line(new['completion'])}")
 
 
 def _total(sample: dict[str, Any]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rloo_kit.checkpoints.stopping import Terminated, terminate_as_interrupt
+from rloo_kit.checkpoints.stopping import terminate_as_interrupt, who_interrupted
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint, list_steps
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
@@ -270,7 +270,7 @@ def _make_trainer(
             tools=job.tools[0],
             environment_factory=job.tools[1],
         )
-    except (ImportError, LookupError, RuntimeError, ValueError) as exc:
+    except (ImportError, RuntimeError, ValueError) as exc:
         if isinstance(exc, KitError) or is_out_of_memory(exc):
             raise
         raise _not_accepted(exc) from exc
@@ -341,4 +341,4 @@ def _until_interrupted(call: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return call(), ""
     except KeyboardInterrupt as exc:
-        return None, str(exc) if isinstance(exc, Terminated) else "the user"
+        return None, who_interrupted(exc)

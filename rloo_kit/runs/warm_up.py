@@ -66,7 +66,7 @@ def warm_up(  # noqa: PLR0913
     Args:
         source: A run file or another source that ``train`` accepts.
         examples: A .jsonl, .csv or .parquet file whose rows have ``prompt`` and ``completion``, or
-            ``messages``; the folder of a run; or such rows. If rows have a ``score``, they are
+            ``messages``; the folder of a run; or such rows. If a row has a ``score``, all rows are
             sampled completions, and only the best ones are used.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
         steps: Number of optimizer steps, each with 4 examples; None: ``epochs`` decides.
@@ -138,8 +138,8 @@ def _next_command(source: object, overrides: Sequence[str], config: RunConfig, f
 def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
     """Read examples; return rows with ``prompt`` and ``completion``, which is plain text.
 
-    If rows have a ``score``, as those of a run do, only the best completions of each prompt are
-    returned, and only if their score is above the mean score of that prompt.
+    If a row has a ``score``, or the rows are those of a run, only the best completions of each
+    prompt are returned, and only if their score is above the mean score of that prompt.
 
     Args:
         source: A file, the folder of a run, or rows.
@@ -148,16 +148,23 @@ def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
         DataError: The file is missing or has no rows, a row has no prompt or no completion, or no
             completion has a score above the mean of its prompt.
     """
-    if isinstance(source, str | Path) and (folder := local_path(str(source))).is_dir():
-        source = str(folder / "completions.jsonl")
-    rows = [_example(place, row) for place, row in placed_rows(source, ())]
-    if not any("score" in row for row in rows):
+    of_run = isinstance(source, str | Path) and local_path(str(source)).is_dir()
+    if of_run:
+        source = str(local_path(str(source)) / "completions.jsonl")
+    placed = [(place, _example(place, row)) for place, row in placed_rows(source, ())]
+    rows = [row for _, row in placed]
+    if not (of_run or any(row.get("score") is not None for row in rows)):
+        for place, row in placed:
+            if not row["completion"].strip():
+                there = format_value(sorted(map(str, row.keys() - {"completion"})))
+                raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
         return rows
     best = best_completions(rows)
     if not best:
         raise DataError(
-            f"none of the {len(rows)} completions in {format_value(source)} has a score above the "
-            "mean of its prompt: give examples with completions that solve their prompts"
+            f"none of the {len(rows)} completions in {format_value(source)} has a `score` above "
+            "the mean of its prompt: give completions that solve their prompts or, to train on "
+            "all of them, leave the column `score` out"
         )
     return best
 
@@ -170,8 +177,8 @@ def _example(place: str, row: Row) -> Row:
         row: The row as it was read, perhaps with ``messages``.
 
     Raises:
-        DataError: The row has no prompt, several turns in its completion, neither text in its
-            completion nor a ``score``, or a score that is not a number.
+        DataError: The row has no prompt, several turns in its completion, or a score that is not a
+            number.
     """
     if "messages" in row and "completion" not in row:
         check_messages(messages := row["messages"], "messages", place)
@@ -191,9 +198,6 @@ def _example(place: str, row: Row) -> Row:
             "leave out the tool calls, or train with RLOO without a warm-up"
         )
     text = text_of(turns)
-    if not text.strip() and "score" not in row:
-        there = format_value(sorted(map(str, row)))
-        raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
     # values of a CSV file are text
     if isinstance(cut := row.get("truncated"), str):
         row = row | {"truncated": cut.strip().lower() in ("true", "1", "1.0")}
@@ -205,7 +209,8 @@ def _example(place: str, row: Row) -> Row:
             row = row | {"score": float(score)}
     except (TypeError, ValueError) as exc:
         raise DataError(
-            f"{place}: score is {format_value(score)}, must be a number or empty"
+            f"{place}: score is {format_value(score)}, must be a number or empty: correct it, or "
+            "leave the column `score` out"
         ) from exc
     return row | {"completion": text}
 

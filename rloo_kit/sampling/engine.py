@@ -128,8 +128,11 @@ class Engine(Protocol):
 
     name: str  # name for messages, such as "vLLM in this process"
     sync_seconds: float  # duration of the last sync
-    max_length: int  # maximum tokens of prompt and completion together
     adapter_dtype: Any  # torch dtype to which an adapter is rounded when it is sent
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of prompt and completion together."""
 
     def sync(self, model: Model) -> None:
         """Send the active adapter of ``model``, or switch to the base model if none is active."""

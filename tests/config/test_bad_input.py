@@ -113,6 +113,7 @@ def test_a_file_beside_the_run_file_comes_before_one_in_the_working_folder(tmp_p
 COMMANDS = {
     "reward-model train pairs.jsonl --set max_steps=0": "max_steps is 0: set it to 1 or more",
     "reward-model train pairs.jsonl --output-dir a --set output_dir=b": "output_dir is given twice",
+    "reward-model train pairs.jsonl --set say=1": "'say' is not a setting of a reward model",
     "rewards check quickstart --completions c.jsonl --prompts 3": "num_prompts has no effect",
     "rewards check quickstart --completions c.jsonl --generations 3": "num_generations has no",
 }

@@ -109,6 +109,10 @@ def test_a_missing_file_names_the_shipped_ones(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00model")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         read_run_file(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        read_run_file("a\0b")
+    with pytest.raises(TypeError):
+        read_run_file(None)
 
 
 # --- sections and values --------------------------------------------------------------------------
@@ -141,6 +145,9 @@ WRONG = {
     "lora: {use_rslor: true}": "unknown key lora.use_rslor; did you mean 'use_rslora'?",
     "lora: {init_lora_weights: pissa}": "lora.init_lora_weights is 'pissa', which changes",
     "lora: {target_modules: '*_proj'}": "is '*_proj', which is no regular expression (nothing to",
+    "lora: {target_modules: 'a{99999999999}'}": "which is no regular expression (the repetition",
+    "lora: {rank_pattern: {'[a': 2}}": "lora.rank_pattern is '[a', which is no regular expression",
+    "lora: {alpha_pattern: {'*': 2}}": "lora.alpha_pattern is '*', which is no regular expression",
     "lora: {exclude_modules: '[a'}": "lora.exclude_modules is '[a', which is no regular expression",
     "lora: {layer_replication: [[0, 2]]}": "lora.layer_replication is for layers that are",
     "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for biases of the base, but",
@@ -163,6 +170,7 @@ WRONG = {
         "trainer.save_steps 25 and data.held_out_every 10 rarely meet"
     ),
     "trainer: {eval_strategy: epoch}": "trainer.eval_strategy is data.held_out_every",
+    "trainer: {eval_on_start: true}": "data.held_out is scored before training anyway: leave it",
 }
 
 
@@ -174,6 +182,10 @@ def test_an_error_names_the_key_and_the_value(text):
 def test_accuracy_of_a_worked_task_needs_match_number_or_another_system_message():
     make_run_config({}, ["data.prompts=gsm8k", "rewards=[{name: accuracy, match: number}]"])
     make_run_config({}, ["data={prompts: gsm8k, system: The number.}", "rewards=[accuracy]"])
+
+
+def test_a_default_that_an_older_run_recorded_is_accepted():
+    make_run_config({"trainer": {"eval_on_start": False}})
 
 
 def test_all_errors_come_in_one_message():

@@ -101,6 +101,8 @@ RIGHT_AND_WRONG = """
     beta: [[0, 0.05, 100], [-0.1, 101, null, x]]
     learning_rate: [[1.0e-6, 1], [0, 1.1, null, "1e-5"]]
     temperature: [[0.001, 10], [0, 10.1, .nan]]
+    log_level: [[passive, info, detail], [loud, null]]
+    log_level_replica: [[warning], [loud]]
     top_p: [[0.1, 1], [0, 1.1]]
     max_steps: [[-1, 10], [-2, 1.5, ten]]
     num_iterations: [[1, 1000], [0, 1001, null]]
@@ -146,6 +148,9 @@ ERRORS = {
     "reward_timeout: 3": "did you mean 'reward_timeout_seconds'?",
     "klcoef: 1": "did you mean 'kl_coef'?",
     "learning_rate: 1e-5": "write 1.0e-5",
+    f"temperature: 1{'0' * 400}": "must be a valid number",
+    "{reward_clip_range: [1, -1]}": "reward_clip_range is [1, -1]: write the lower limit first",
+    "chat_template_kwargs: '{bad'": "is '{bad', must be a valid dictionary or valid JSON: key must",
     # what would mean something else here
     "loss_type: dapo": "leave it out, RLOO has one loss",
     "vespo_k_pos: 2.0": "leave it out, only TRL's GRPO has it",
@@ -178,6 +183,11 @@ def test_a_whole_number_reaches_the_sampler_as_a_float():
     """``generate`` of transformers refuses an int here."""
     found = translate_trainer_arguments({"temperature": 2, "repetition_penalty": 3, "top_k": 4})
     assert str(found) == "{'temperature': 2.0, 'repetition_penalty': 3.0, 'top_k': 4}"
+
+
+def test_json_and_one_sided_limits_of_python_are_accepted():
+    given = {"chat_template_kwargs": '{"a": 1}', "reward_clip_range": (None, 1)}
+    assert translate_trainer_arguments(given) == given
 
 
 # --- names of other trainers ----------------------------------------------------------------------

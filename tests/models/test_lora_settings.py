@@ -43,6 +43,7 @@ KINDS = {
     "a random start but for one layer": (
         {"init_lora_weights": False, "exclude_modules": r".*layers\.0\..*"}, {"1", "2", "3"},
     ),
+    "tokens of a head that is tied": ({"trainable_token_indices": [1, 44]}, EVERY_LAYER),
     "orthogonal": ({"init_lora_weights": "orthogonal", "layers_to_transform": 1}, {"1"}),
 }  # fmt: skip
 
@@ -121,6 +122,8 @@ def test_every_field_of_the_installed_lora_config_is_known():
         ({"init_lora_weights": "pissa"}, "changes the base"),
         ({"bias": "lora_only"}, "bias is for biases of the base, but"),
         ({"layers_pattern": "layers"}, "PEFT refuses the LoRA settings"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"PEFT refuses the LoRA settings \(TypeError: "),
+        ({"layers_to_transform": 99}, r"PEFT refuses .*: Target modules .* correct the one"),
         ({"target_modules": r".*\.nothing"}, "matches no layer of this model"),
     ],
 )

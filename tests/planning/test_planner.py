@@ -30,7 +30,7 @@ def plan_of(name, gpu, *overrides):
     ("text", "gib"),
     [
         (" 12 GiB", 12), ("12.0g", 12), ("24", 24), ("NVIDIA GeForce RTX 4070 Ti SUPER", 16),
-        ("rtx4070ti", 12), ("3080 12 GB", 12), ("T4", 15),
+        ("rtx4070ti", 12), ("RTX-4070-Ti", 12), ("3080 12 GB", 12), ("T4", 15),
         ("RTX 2060 Super", 8), ("2070 SUPER", 8), ("rtx2080super", 8),
     ],
 )  # fmt: skip
@@ -38,7 +38,7 @@ def test_card_is_given_by_its_size_or_name(text, gib):
     assert find_card(text).total_memory == gib * GIB
 
 
-@pytest.mark.parametrize("text", ["rtx4079", "9999GB", "0GB", "RTX 4070 Laptop"])
+@pytest.mark.parametrize("text", ["rtx4079", "9999GB", "0GB", "-3", "RTX 4070 Laptop"])
 def test_unknown_card_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=rf"{text}.* 12GB"):
         find_card(text)

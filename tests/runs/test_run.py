@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 import rloo_kit as rk
+from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import DiskError, ModelError
+from rloo_kit.errors import ConfigError, DiskError, ModelError
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.job import PreparedJob
 from rloo_kit.machine.environment import Environment
@@ -172,14 +173,19 @@ def test_a_finished_run_goes_on_with_more_steps_alone(finished, capsys):
 @pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
     def refuse(self, state):
-        raise ValueError("of another optimizer")
+        raise ConfigError("of another trainer")
 
     folder = Path(shutil.copytree(finished, "run"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    monkeypatch.setattr("accelerate.optimizer.AcceleratedOptimizer.load_state_dict", refuse)
-    assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
-    assert "does not fit (of another optimizer)" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for name, said in (
+        ("accelerate.optimizer.AcceleratedOptimizer", "does not fit (of another trainer)"),
+        ("rloo_kit.training.trainer.LeaveOneOutTrainer", "of another trainer"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{name}.load_state_dict", refuse)
+            assert main(["train", "run", "--resume", "--set", "trainer.max_steps=3"]) == 2
+        assert said in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
@@ -188,25 +194,84 @@ def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr("rloo_kit.runs.recorder.write_json", full)
     recorder = RunRecorder(Path())
+    recorder.steps = 1
     with pytest.raises(DiskError, match=r"evaluation.json cannot be written \(No space left"):
         recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
     with pytest.raises(DiskError, match=r"end.json cannot be written \(No space left"):
         recorder.write_end("finished", "", 1, 1.0)
+    monkeypatch.setattr("rloo_kit.runs.recorder.save_thumbnails", full)
+    with pytest.raises(DiskError, match=r"evaluation.json cannot .* resume with --resume"):
+        recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
 
 
-def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed():
+@pytest.fixture
+def small_job():
+    """A job whose folder can be opened, without a model."""
     job = PreparedJob(make_run_config({"output_dir": "run"}))
     job.environment = Environment("transformers", None, detect_hardware())
     job.step = "kit"
+    return job
 
+
+def log(recorder, step):
+    recorder.on_log(None, SimpleNamespace(global_step=step), logs={"reward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("signal", "reason"), [(KeyboardInterrupt, "by the user"), (Terminated, "by SIGTERM")]
+)
+def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed(small_job, signal, reason):
     def interrupted():
-        with opened_folder(job, None, None) as recorder:
-            recorder.on_log(None, SimpleNamespace(global_step=1), logs={"reward": 1.0})
-            raise KeyboardInterrupt
+        with opened_folder(small_job, None, None) as recorder:
+            log(recorder, 1)
+            raise signal
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(signal):
         interrupted()
-    assert read("run/end.json")["how"] == "interrupted"
+    end = read("run/end.json")
+    assert (end["how"], end["reason"]) == ("interrupted", reason)
+
+
+def test_a_full_disk_says_how_to_go_on(small_job, monkeypatch):
+    def full(path, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    def opened(past=None, checkpoint=None):
+        with opened_folder(small_job, past, checkpoint) as recorder:
+            if checkpoint:
+                held = {"record": {"seconds": 0.0}}
+                recorder.on_resume(None, SimpleNamespace(global_step=1), held=held)
+            log(recorder, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rloo_kit.runs.folder.write_json", full)
+        with pytest.raises(DiskError, match=r"environment.json cannot be .* and start again"):
+            opened()
+    assert not Path("run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("rloo_kit.runs.recorder.save_thumbnails", full)
+        Path("run").mkdir()
+        with pytest.raises(DiskError, match=r"metrics.jsonl cannot be .* and resume with --resume"):
+            opened(Path("run"))
+    assert read("run/end.json")["how"] == "failed"
+    with monkeypatch.context() as patch:
+        patch.setattr("rloo_kit.runs.folder.write_atomically", full)
+        with pytest.raises(DiskError, match=r"run.yaml cannot be written"):
+            opened(Path("run"), True)
+    end = read("run/end.json")
+    assert (end["how"], end["steps"]) == ("failed", 1)
+
+
+def test_completions_that_have_risen_are_shown_beside_totals_that_are_no_numbers():
+    def scores(*rewards):
+        samples = [{"prompt": f"p{n}", "completion": "c", "rewards": {"a": value}}
+                   for n, value in enumerate(rewards)]  # fmt: skip
+        return Evaluation({}, len(samples), 1.0, 0.0, samples)
+
+    said = []
+    nan = float("nan")
+    summary.compare(said.append, scores(nan, 0.0, nan, 0.0), scores(1.0, 0.1, 1.0, 1.0))
+    assert [line.strip() for line in said if line.startswith("\n")] == ["p3", "p1"]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +301,6 @@ def test_a_run_is_finished_unless_more_steps_or_epochs_are_asked_for(then, now, 
         ("optim=lomo", "lomo"),
         ("report_to=wandb", "api_key|wandb"),
         ("report_to=comet_ml", "comet"),
-        ("log_level=loud", "loud"),
     ],
 )
 def test_settings_that_fail_in_set_up_are_one_sentence(setting, said, monkeypatch, capsys):

@@ -147,6 +147,16 @@ def test_conversations_are_examples_of_their_last_answer():
     answers = [{"messages": [*talk, *messages(str(n), "assistant")], "score": n} for n in (3, 4)]
     write_rows("talk.jsonl", answers)
     assert [row["completion"] for row in read_examples("talk.jsonl")] == ["4"]
+    unscored = [row | {"score": None} for row in answers]
+    write_rows("talk.jsonl", unscored)
+    assert [row["completion"] for row in read_examples("talk.jsonl")] == ["3", "4"]
+    write_rows("talk.jsonl", [*unscored, {"prompt": "2+2?", "completion": "", "score": None}])
+    with pytest.raises(DataError, match=r"line 3: has no text in `completion`, only"):
+        read_examples("talk.jsonl")
+    Path("run").mkdir()
+    write_rows("run/completions.jsonl", unscored)
+    with pytest.raises(DataError, match=r"none of the 2 .*leave the column `score` out"):
+        read_examples("run")
     write_rows("talk.jsonl", [{"messages": talk}])
     with pytest.raises(DataError, match=r"line 1: messages must .* of the assistant"):
         read_examples("talk.jsonl")
@@ -202,7 +212,7 @@ WRONG_EXAMPLES = {
     ),
     '{"prompt": "a", "completion": "b", "score": [1.0]}': "score is [1.0], must be a number or",
     '{"prompt": "a", "completion": "b", "score": 1.0}': (
-        "none of the 1 completions in 'rows.jsonl' has a score above"
+        "none of the 1 completions in 'rows.jsonl' has a `score` above"
     ),
 }
 
