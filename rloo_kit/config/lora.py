@@ -56,7 +56,7 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
     for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
         given = settings.get(name)
         patterns = given if isinstance(given, Mapping) else [given]
-        for text in filter(lambda one: isinstance(one, str), patterns):
+        for text in [one for one in patterns if isinstance(one, str)]:
             try:
                 re.compile(text)
             except (re.error, OverflowError, RecursionError) as exc:

@@ -133,6 +133,7 @@ class Engine(Protocol):
     @property
     def max_length(self) -> int:
         """Maximum tokens of prompt and completion together."""
+        ...
 
     def sync(self, model: Model) -> None:
         """Send the active adapter of ``model``, or switch to the base model if none is active."""
