@@ -194,6 +194,14 @@ def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
         recorder.write_end("finished", "", 1, 1.0)
 
 
+def test_trajectories_of_a_run_end_at_the_shorter_of_two_lengths():
+    given = {"model": {"name": "tiny-caller"}, "tools": ["calculator"]}
+    for length, longest in ((300, 300), (4096, 1024)):
+        trainer = {"trainer": {"vllm_max_model_length": length}}
+        job = PreparedJob(make_run_config(given | trainer), say=str)
+        assert job.tool_loop.limits.max_length == longest
+
+
 def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed():
     job = PreparedJob(make_run_config({"output_dir": "run"}))
     job.environment = Environment("transformers", None, detect_hardware())
