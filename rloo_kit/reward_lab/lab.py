@@ -332,5 +332,5 @@ def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
             lines.write(f"{json.dumps(shown, default=str)}\n")
     say(
         f"\nwritten to {folder}; to check again without the model, add "
-        f"--completions {shlex.quote(str(folder / 'completions.jsonl'))}"
+        f"--completions {shlex.quote((folder / 'completions.jsonl').as_posix())}"
     )
