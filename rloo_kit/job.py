@@ -66,11 +66,10 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             ``overrides`` for a ``RunConfig``.
     """
     load_env_file()
-    overrides = [overrides] if isinstance(overrides, str) else overrides
     if isinstance(source, RunConfig):
         if overrides:
             raise ConfigError(
-                f"{overrides[0]!r} is not applied to a RunConfig: give a run file instead, or "
+                f"{overrides!r} is not applied to a RunConfig: give a run file instead, or "
                 "change the RunConfig"
             )
         _check_settings(source)
@@ -500,7 +499,9 @@ class PreparedJob:
         from rloo_kit.training.tools import make_tool_loop  # TRL, after Unsloth
 
         tokenizer = self.tokenizer if any(self.tools) else None
-        return make_tool_loop(*self.tools, tokenizer, self.args, self.config.model.max_seq_length)
+        longest = self.config.model.max_seq_length
+        longest = min(longest, self.args.vllm_max_model_length or longest)
+        return make_tool_loop(*self.tools, tokenizer, self.args, longest)
 
     @cached_property
     def policy(self) -> tuple[Any, Any]:

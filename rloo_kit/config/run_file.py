@@ -377,7 +377,7 @@ def read_value(text: str) -> Any:
 def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Write ``--set`` options into ``content``; return a message for each malformed option."""
     errors = []
-    for override in overrides:
+    for override in [overrides] if isinstance(overrides, str) else overrides:
         form = re.fullmatch(r"\s*([^.=\s]+)(?:\.([^.=\s]+))?\s*=(.*)", override, re.DOTALL)
         if form is None:
             errors.append(

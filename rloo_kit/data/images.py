@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.data.files import as_dataset, iter_column, replace_column
 from rloo_kit.errors import DataError
+from rloo_kit.output_folder import write_atomically
 from rloo_kit.text.wording import first_line, format_value
 
 if TYPE_CHECKING:
@@ -217,5 +218,5 @@ def save_thumbnails(value: Any, folder: Path) -> Any:
     path = folder / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content.getvalue())
+        write_atomically(path, content.getvalue())
     return name

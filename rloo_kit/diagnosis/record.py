@@ -195,13 +195,16 @@ class RunRecord:
     @property
     def planned_steps(self) -> int:
         """Number of optimizer steps of the whole run; 0 if it is not known (yet)."""
-        steps = self.setting("max_steps") or 0
-        if steps > 0 or self.config is None or not self.rows:
-            return max(0, steps)
-        # The number of epochs decides, of which each logged step tells the part that is done
-        epochs = (trl_defaults() | self.config.trainer)["num_train_epochs"]
+        steps = max(0, self.setting("max_steps") or 0)
+        if not self.rows:
+            return steps
+        last = self.step(-1)
+        # If the number of epochs decides, a logged row has the epochs done so far
         done = finite_number(self.rows[-1].get("epoch"))
-        return round(self.step(-1) / done * epochs) if done else 0
+        if not steps and self.config is not None and done:
+            epochs = (trl_defaults() | self.config.trainer)["num_train_epochs"]
+            steps = math.ceil(last / done * epochs - 1e-6)  # the division may round up
+        return max(last, steps) if steps else 0
 
     @cached_property
     def groups_per_step(self) -> int:

@@ -210,7 +210,8 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     if not end > limit or run.better:
         return
     values = ((row["step"], finite_number(row.get("kl"))) for row in run.rows)
-    since = next(step for step, value in values if value and value > limit)
+    # A later pass over a batch has a KL but no row
+    since = next((int(step) for step, value in values if value and value > limit), run.step(-1))
     yield Seen(
         f"the KL from the reference passed {limit:g} nat per token at step {since} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
@@ -519,7 +520,8 @@ def find_in_run(record: RunRecord) -> list[Finding]:
     A setting that the run file would refuse is not suggested. The list is empty if the run has
     fewer than two steps.
     """
-    first = [one for one in [record.ended_by] if one and one.kind in KINDS]
+    ended_by = record.ended_by
+    first = [ended_by] if ended_by and ended_by.kind in KINDS else []
     if first:  # the last evaluation was made with the restored weights
         record = replace(record, evaluation={})
     if record.num_steps < 2:
@@ -529,8 +531,8 @@ def find_in_run(record: RunRecord) -> list[Finding]:
         for check in RULES.checks
         for finding in check(record)
     ]
-    ended_by = [finding.kind for finding in first]
-    return first + [one for one in RULES.ordered(first + found) if one.kind not in ended_by]
+    known = [finding.kind for finding in first]
+    return first + [one for one in RULES.ordered(first + found) if one.kind not in known]
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:

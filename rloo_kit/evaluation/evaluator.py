@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class Evaluation:
         Raises:
             TypeError: A field is missing.
         """
-        return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+        return cls(**{one.name: found[one.name] for one in fields(cls) if one.name in found})
 
     @property
     def drawn(self) -> str:
@@ -187,14 +187,15 @@ def evaluate(
         The mean scores, and every completion with its scores.
 
     Raises:
-        ConfigError: Several greedy completions of a prompt were asked for, which would all be the
-            same, or a thinking budget was set for a model that has no thinking tokens.
+        ConfigError: ``num_samples`` or ``batch_size`` is below 1, several greedy completions of a
+            prompt were asked for, which would all be the same, or a thinking budget was set for a
+            model that has no thinking tokens.
         DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight or a logit of the model is NaN or Inf.
         ModelError: The memory of the model was released.
         MemoryRanOutError: Not even a single completion fits in memory.
         RewardContractError: A reward raised an error, or did not return one score per completion.
-        RewardLoadError: A reward cannot be loaded.
+        RewardLoadError: A reward cannot be loaded, or is a model object.
     """
     check_not_released(model)
     if min(num_samples, batch_size) < 1:

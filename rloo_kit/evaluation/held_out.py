@@ -39,8 +39,8 @@ BATCH_TOKENS = 1 << 16
 OF_EVALUATION = {
     "chat_template_kwargs", "generation", "generation_kwargs", "max_completion_length",
     "max_tool_calling_iterations", "min_p", "on_reward_error", "on_tool_error",
-    "per_device_train_batch_size", "repetition_penalty", "reward_timeout_seconds", "temperature",
-    "thinking_budget", "tool_timeout_seconds", "top_k", "top_p", "use_vllm",
+    "per_device_train_batch_size", "repetition_penalty", "temperature", "thinking_budget",
+    "tool_timeout_seconds", "top_k", "top_p", "use_vllm",
 }  # fmt: skip
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
@@ -59,7 +59,7 @@ class HeldOut:
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return the rewards that score the prompts, with the run's time limit and error rule.
+        """Return the rewards that score the prompts, with the run's rule for failures.
 
         Args:
             tokenizer: Tokenizer of the models.
@@ -102,8 +102,8 @@ class HeldOut:
         # tools and environments add tokens to a prompt
         if job.tool_loop is not None:
             length = max(length, job.config.model.max_seq_length)
-        limit = getattr(base.model.config, "max_position_embeddings", None) or length
-        if length > limit:
+        limit = getattr(base.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit and length > limit:
             raise DataError(
                 f"a prompt and its completion may have {length} tokens, but the context length of "
                 f"the model is {limit}: lower trainer.max_completion_length, or leave out long "
@@ -166,15 +166,16 @@ def read_held_out(
             raise ConfigError(f"{name} is {value}, must be at least 1")
     first = next((one for one in models if one.run), models[0])
     config = first.config
+    given = read_overrides(overrides)
+    _check_given(given)
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
-    given = read_overrides(overrides)
     of_data = given.get("data") or {}
-    _check_given(given)
     job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()
+    args.reward_timeout_seconds = None  # for the rows of a batch; here a call scores all rows
     choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
@@ -208,6 +209,8 @@ def _check_given(given: Mapping[str, Any]) -> None:
                 "name another model"
             )
     of_trainer = given.get("trainer") or {}
+    if not isinstance(of_trainer, Mapping):
+        return  # `make_run_config` refuses it
     for name in sorted(of_trainer.keys() & (known_trainer_fields() - OF_EVALUATION)):
         if not name.startswith("vllm_"):
             raise ConfigError(f"trainer.{name} has no effect on an evaluation: leave it out")

@@ -239,9 +239,11 @@ def _win_rate(rows: list[Row], held_out: HeldOut, won: list[float | None], judge
 
 
 def _describe(spec: Spec, judge: LoadedReward) -> str:
+    inner = judge.func.reward
+    name = json.dumps(spec) if isinstance(spec, Mapping) else spec or judge.name
     if _compares(judge):
-        inner = judge.func.reward
+        if not hasattr(inner, "rubric"):  # a class of the user
+            return f"{name}, which compares the answers"
         return f"{inner.model}, asked in both orders (a tie if they disagree), for {inner.rubric}"
     wins = "lower" if judge.weight_at(1.0) < 0 else "higher"
-    name = json.dumps(spec) if isinstance(spec, Mapping) else spec or judge.name
     return f"{name}, the {wins} score wins"

@@ -1,5 +1,6 @@
 """Choice of the live view, from the environment variable RLOO_KIT_LIVE or the kind of output."""
 
+import builtins
 import os
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def chosen_view() -> str:
 def live_progress() -> "LiveView":
     """Return a new view of the kind that RLOO_KIT_LIVE names.
 
-    By default this is a figure in a notebook, and lines of text elsewhere.
+    By default this is a figure in a notebook, and lines of text elsewhere. Outside of IPython a
+    figure cannot be shown, so lines are printed.
 
     Raises:
         ConfigError: The value is not ``auto``, ``notebook``, ``plain`` or ``off``.
@@ -40,4 +42,6 @@ def live_progress() -> "LiveView":
     choice = chosen_view()
     if choice == "auto":
         choice = "notebook" if Console().is_jupyter else "plain"
+    elif choice == "notebook" and not hasattr(builtins, "get_ipython"):
+        choice = "plain"  # there is no cell
     return {"notebook": NotebookFigure, "plain": PlainLines, "off": LiveView}[choice]()

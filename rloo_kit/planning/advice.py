@@ -1,12 +1,14 @@
 """Search for changes of a run's settings that make it fit into the memory."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from rloo_kit.config.run_file import RunConfig, make_run_config
+from rloo_kit.config.settings import DEFAULTS
 from rloo_kit.errors import ConfigError
 from rloo_kit.planning.facts import Facts, make_job
 from rloo_kit.planning.memory import Job, plan_memory
@@ -37,7 +39,10 @@ def apply(config: RunConfig, options: Sequence[Option]) -> RunConfig:
     Raises:
         ConfigError: A change contradicts another setting.
     """
-    return make_run_config(config.as_dict(), [*chain.from_iterable(options)])
+    # An adapter that is trained further may have settings that a run file cannot have
+    content = config.as_dict() | {"lora": {"r": config.lora.r}}
+    made = make_run_config(content, [*chain.from_iterable(options)])
+    return replace(made, lora=replace(config.lora, r=made.lora.r))
 
 
 def peak_with(config: RunConfig, facts: Facts, options: Sequence[Option]) -> float:
@@ -91,6 +96,15 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
     The options of a family are alternatives, such as values of one setting, the mildest first.
     """
     job = make_job(config, facts)
+    trainer = config.trainer
+    # Only with partial rollouts can a run without another sampler have a correction
+    corrects = trainer.get("rollout_correction") and not trainer.get("partial_rollouts")
+    by_transformers = ["trainer.generation=transformers"]
+    by_transformers += [
+        f"trainer.{name}={json.dumps(DEFAULTS[name])}"
+        for name in ("rollout_correction", "rollout_correction_cap")
+        if corrects and name in trainer
+    ]
     return [
         [
             [f"trainer.optim={name}"]
@@ -104,7 +118,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             [f"trainer.tokens_per_micro_batch={budget}"]
             for budget in _halves(plan_memory(job).budget, job.width)
         ],
-        [["trainer.generation=transformers"]] if job.engine in ("vllm", "shared") else [],
+        [by_transformers] if job.engine in ("vllm", "shared") else [],
         [[f"trainer.rows_in_flight={job.rows}"]] if job.at_once > job.rows else [],
         # Fewer completions at once, and more gradient accumulation for the same optimizer step
         [
@@ -115,7 +129,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
             ]
             for rows in range(job.rows - 1, job.group - 1, -1)
             if rows % job.group == 0 and job.step_rows % rows == 0
-            if not config.trainer.get("generation_batch_size")
+            if not trainer.get("generation_batch_size")
         ],
         [] if facts.continues else [[f"lora.r={rank}"] for rank in _halves(job.rank, 8)],
         list(_shorter_completions(config, job)),
@@ -133,4 +147,7 @@ def _shorter_completions(config: RunConfig, job: Job) -> Iterator[Option]:
     while length > 128:
         length = max(128, length // 4 * 3 // 64 * 64)
         longest = config.model.max_seq_length - job.completion + length
-        yield [f"trainer.max_completion_length={length}", f"model.max_seq_length={longest}"]
+        option = [f"trainer.max_completion_length={length}", f"model.max_seq_length={longest}"]
+        if (config.trainer.get("thinking_budget") or 0) >= length:
+            option.append(f"trainer.thinking_budget={length // 2}")  # leaves room for an answer
+        yield option

@@ -3,7 +3,7 @@
 This module reads configs and prompts, never weights.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,8 +72,9 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     batch = batch_plan(trainer)
     others = config.lora.others
     layers = others.get("layers_to_transform")
-    if layers is None:
-        layers = range(facts.shape.num_layers)
+    num_layers = facts.shape.num_layers if layers is None else 1
+    if isinstance(layers, list):
+        num_layers = len(layers)
     shape = facts.shape.with_packed_experts if facts.unsloth else facts.shape
     left = max(1, config.model.max_seq_length - trainer["max_completion_length"])
     checkpointing = "unsloth" if facts.unsloth else "plain"
@@ -88,7 +89,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(_targets(config, facts)),
-        adapted_layers=len(layers) if isinstance(layers, Sized) else 1,
+        adapted_layers=num_layers,
         whole=len({"embed_tokens", "lm_head"} & set(others.get("modules_to_save") or ())),
         optimizer=str(trainer.get("optim") or "adamw_torch"),
         checkpointing=checkpointing,

@@ -235,10 +235,10 @@ def remedy(config: RunConfig, room: int, *, base: Path = Path()) -> str:
     """
     try:
         facts = read_facts(config, base, detect_hardware(), room)
+        less = min(room, int(0.9 * Plan(config, facts).peak_bytes))
+        return ", and ".join(map(str, find_changes(config, facts, less)))
     except KitError:
         return ""
-    less = min(room, int(0.9 * Plan(config, facts).peak_bytes))
-    return ", and ".join(map(str, find_changes(config, facts, less)))
 
 
 def _count(number: int) -> str:

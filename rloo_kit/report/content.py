@@ -19,6 +19,7 @@ from rloo_kit.report.curves import as_dict, as_list, curves_of, held_out_points,
 from rloo_kit.report.examples import completion_parts, kept_groups, messages_of, read_thumbnails
 from rloo_kit.text.numbers import finite_number, finite_numbers
 from rloo_kit.text.redaction import redact_tree
+from rloo_kit.text.wording import shell_path
 
 # Approximate size of the groups and of the thumbnails on a page, for all runs together
 GROUP_BYTES = 3 << 19  # 1.5 MiB
@@ -232,4 +233,4 @@ def _environment(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _command(record: RunRecord) -> str:
-    return f"rloo-kit train {shlex.quote((record.folder / 'run.yaml').as_posix())}"
+    return f"rloo-kit train {shell_path(record.folder / 'run.yaml')}"

@@ -8,7 +8,6 @@ completions come from a file instead, only the run's tokenizer is loaded.
 import contextlib
 import json
 import random
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -44,7 +43,7 @@ from rloo_kit.sampling.choice import make_sampling, thought_limit
 from rloo_kit.scoring.contract import CheckedReward, columns_read, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
 from rloo_kit.text.redaction import redact_tree
-from rloo_kit.text.wording import text_of
+from rloo_kit.text.wording import shell_path, text_of
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Row, Say
 
@@ -339,5 +338,5 @@ def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     write_atomically(folder / "completions.jsonl", lines.encode())
     say(
         f"\nwritten to {folder}; to check again without the model, add "
-        f"--completions {shlex.quote(str(folder / 'completions.jsonl'))}"
+        f"--completions {shell_path(folder / 'completions.jsonl')}"
     )

@@ -361,15 +361,19 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> tuple[float, float, dict[str, f
     with trainer.accelerator.autocast():
         scores = logits(trainer.model, trainer.processing_class.pad_token_id, rows, budget)
     if not all(map(math.isfinite, scores)):
-        raise DivergedError(
-            f"{WHAT} has scores that are NaN or Inf, so nothing is saved: lower learning_rate"
-        )
+        remedy = "lower learning_rate" if trainer.state.global_step else "name another base model"
+        raise DivergedError(f"{WHAT} has scores that are NaN or Inf, so nothing is saved: {remedy}")
     chosen = scores[0::2]
     rejected = scores[1::2]
     right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
     margin = statistics.fmean(chosen) - statistics.fmean(rejected)
     calibration = {"mean": statistics.fmean(scores), "std": statistics.pstdev(scores)}
     return right / len(chosen), margin, calibration
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as a plain one, and any other value as a text."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -387,7 +391,7 @@ def _save(
     facts = {
         **vars(job),
         # JSON has no numbers of numpy, nor dtypes
-        "settings": json.loads(json.dumps(job.settings, default=str)),
+        "settings": json.loads(json.dumps(job.settings, default=_plain)),
         **vars(result),
         "steps": trainer.state.global_step,
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},

@@ -62,7 +62,9 @@ for _kind, _texts in _STOPPING.items():
 
 
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
-    """Return the findings about one reward, without its name and those that another one explains.
+    """Return the findings about one reward.
+
+    Findings that another one explains are left out; the reward's name is not set.
 
     Args:
         probed: The reward's scores for the completions and in the probes.
@@ -224,15 +226,18 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     best = max([value, *other])
     worst = min([value, *other])
     level = "error" if is_same(best, worst) else "warning"
-    if level == "warning" and value == 0 >= best:
+    if level == "warning" and value == 0 and best <= 0:
         return  # a penalty that no completion has earned
     kind = "constant"
     if value == 0:
         kind = "all_zero"
     elif level == "warning" and is_same(best, value):
         kind = "saturated"
-    also = f", altered ones {min(other):g} to {max(other):g}" if other else ""
-    yield Seen(f"all {len(values)} completions earned {value:g}{also}", level, kind=kind)
+    also = dict.fromkeys(f"{score:g}" for score in (min(other), max(other))) if other else ()
+    seen = f"all {len(values)} completions scored {value:g}"
+    if also:
+        seen += f", altered ones {' to '.join(also)}"
+    yield Seen(seen, level, kind=kind)
 
 
 RULES.rule(

@@ -204,10 +204,8 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "processes": num_processes(),
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
-    with recorder.writing(RUN_FILE):
-        write_run_file(folder, job.config)
-    with recorder.writing("environment.json") as path:
-        write_json(path, redact_tree(facts), indent=2)
+    write_run_file(folder, job.config)
+    write_json(folder / "environment.json", redact_tree(facts), indent=2)
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

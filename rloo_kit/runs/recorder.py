@@ -8,7 +8,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -120,32 +120,25 @@ class RunRecorder(TrainerCallback):
 
     # --- files -----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[Path]:
-        """Yield the path of a file in the folder, which is written in the block.
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Append rows to a .jsonl file in the folder; secrets are masked.
 
         Raises:
             DiskError: The disk is full, or the file cannot be written.
         """
         try:
-            yield self.folder / name
-        except OSError as exc:
-            again = "resume with --resume" if self.steps else "start again"
-            raise DiskError(
-                f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
-                f"{str(self.folder)!r} and {again}"
-            ) from exc
-
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Append rows to a .jsonl file in the folder; secrets are masked."""
-        with self.writing(name) as path:
             rows = save_thumbnails(rows, self.folder)
             lines = (
                 json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
             )
-            with path.open("ab") as file:
+            with (self.folder / name).open("ab") as file:
                 # a lone surrogate, which a tokenizer may return, is not valid UTF-8
                 file.write("".join(lines).encode("utf-8", "surrogatepass"))
+        except OSError as exc:
+            raise DiskError(
+                f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
+                f"{str(self.folder)!r} and resume with --resume"
+            ) from exc
 
     def write_evaluation(self, evaluation: Evaluation, step: int | None = None) -> None:
         """Add the scores of the held-out prompts to evaluation.json.
@@ -155,8 +148,7 @@ class RunRecorder(TrainerCallback):
             step: Number of optimizer steps before this evaluation; 0: before training; None: after
                 training.
         """
-        with self.writing("evaluation.json"):
-            found = save_thumbnails(evaluation.as_dict(), self.folder)
+        found = save_thumbnails(evaluation.as_dict(), self.folder)
         if step:
             found = {"step": step, **{name: found[name] for name in KEPT_DURING_TRAINING}}
             self._evaluation.setdefault("during", []).append(found)
@@ -166,8 +158,7 @@ class RunRecorder(TrainerCallback):
 
     def _write_scores(self) -> None:
         """Write all evaluations so far to evaluation.json."""
-        with self.writing("evaluation.json") as path:
-            write_json(path, redact_tree(self._evaluation))
+        write_json(self.folder / "evaluation.json", redact_tree(self._evaluation))
 
     def write_end(
         self, how: str, reason: str, steps: int, seconds: float, watch: RunWatch | None = None
@@ -188,8 +179,7 @@ class RunRecorder(TrainerCallback):
         if watch is not None and watch.stopped_on:
             end["finding"] = asdict(watch.stopped_on)
             end["kept_step"] = watch.best.step if watch.best else None
-        with self.writing("end.json") as path:
-            write_json(path, redact_tree({**end, "time": time.time()}))
+        write_json(self.folder / "end.json", redact_tree({**end, "time": time.time()}))
         self.write_report()
 
     def write_report(self) -> None:

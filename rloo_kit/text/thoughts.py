@@ -9,9 +9,10 @@ import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Tokenizer
 
@@ -143,6 +144,12 @@ class ThoughtMarks:
         return text.replace(THOUGHT_ENDS, self.end.text)
 
 
+@cache
+def _occurs(pattern: str, template: str) -> bool:
+    """Return whether a chat template contains a mark; this is asked for every completion."""
+    return re.search(pattern, template) is not None
+
+
 def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     """Return the marks of a model's thoughts.
 
@@ -159,7 +166,7 @@ def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     def fit(texts: Sequence[str]) -> int:
         end = Mark(texts[1])
         in_vocabulary = token_id(tokenizer, end.text) is not None
-        return 2 * in_vocabulary + bool(re.search(end.pattern, template))
+        return 2 * in_vocabulary + _occurs(end.pattern, template)
 
     given = tokenizer.init_kwargs.get(GIVEN)
     found = given or max(FAMILIES.values(), key=fit)
@@ -208,9 +215,9 @@ def find_thoughts(
 
     ``tokens`` is the number of tokens in all turns. ``thought_tokens`` is the number of tokens in
     the thoughts of all turns. ``answer_at`` is the number of characters in the text of the last
-    turn up to the end of its last closing mark, where the answer begins. ``thought_tokens`` and
-    ``answer_at`` are None if the last turn has no closing mark; ``answer_at`` is also None if the
-    text does not match the tokens.
+    turn up to the end of its last closing mark, where the answer begins; secrets are counted as
+    the masks that files have in their place. ``thought_tokens`` and ``answer_at`` are None if the
+    last turn has no closing mark; ``answer_at`` is also None if the text does not match the tokens.
 
     Args:
         marks: Marks of the model's thoughts; None if they are not known, so that none is found.
@@ -223,5 +230,5 @@ def find_thoughts(
     found["thought_tokens"] = len(thought)
     before = marks.text(turns[-1][: marks.end.places(turns[-1])[-1][1]])
     if text_of(completion).startswith(before):
-        found["answer_at"] = len(before)
+        found["answer_at"] = len(redact(before))
     return found

@@ -28,6 +28,7 @@ from rloo_kit.types import Say
 PROGRESS_LINES = 10
 # Arguments that the kit sets and the user cannot; `use_cpu` is another one
 FIXED = {
+    "eval_strategy": "no",
     "save_strategy": "no",
     "report_to": "none",
     # Also turns off the progress bar of a notebook.

@@ -312,9 +312,16 @@ def test_a_policy_that_is_gone_explains_all_that_follows():
 
 
 def test_a_step_without_a_kl_counts_as_a_step():
-    """Of a batch in which nothing can be learned no KL is computed."""
+    """No KL is computed of a batch in which nothing can be learned."""
     (finding,) = find_in_run(record({**FLAT, "kl": [None] * 3 + GONE[3:]}, held=(0.5, 0.0)))
     assert "passed 1 nat per token at step 13 and" in finding.evidence
+
+
+def test_a_kl_that_only_later_passes_over_a_batch_have_is_found():
+    run = record({**FLAT, "kl": []}, held=(0.5, 0.0))
+    run.metrics.extend({"step": step, "kl": 2.0} for step in range(1, STEPS + 1))
+    (finding,) = find_in_run(run)
+    assert f"passed 1 nat per token at step {STEPS} and" in finding.evidence
 
 
 def test_one_reward_of_several_that_never_paid_is_named():

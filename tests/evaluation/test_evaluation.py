@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
 from PIL import Image
+from transformers import AutoConfig
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -27,10 +29,10 @@ from rloo_kit.errors import (
     RewardLoadError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.evaluation.held_out import choose_engine, read_held_out
+from rloo_kit.evaluation.held_out import HeldOut, choose_engine, read_held_out
 from rloo_kit.evaluation.statistics import difference
 from rloo_kit.evaluation.table import EvalTable, Row, compare, judge_alike
-from rloo_kit.evaluation.trained import find_trained, load_base
+from rloo_kit.evaluation.trained import LoadedBase, find_trained, load_base
 from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import PreparedJob, held_out_judges
 from rloo_kit.models.notes import notes_of
@@ -253,6 +255,10 @@ WRONG = {
     "judge tiny-thinker --against x --batch-size -2": "batch-size is -2",
     "eval tiny-thinker --set model.load_in_4bit=false": "--set model would change a model",
     "eval tiny-thinker --set trainer.num_generations=8": "num_generations has no effect on an",
+    "eval tiny-thinker --set model.max_seq_length=16": "--set model would change a model",
+    "eval tiny-thinker --set lora.rank=8": "--set lora would change a model",
+    "eval tiny-thinker --set trainer.num_generations=3": "num_generations has no effect on an",
+    "eval tiny-thinker --set trainer.reward_timeout_seconds=9": "seconds has no effect on an",
     "eval tiny-thinker --set trainer=5": "trainer is 5, must be",
 }
 
@@ -449,11 +455,21 @@ def test_prompts_with_images_are_refused_before_loading(run, tmp_path):
         read_held_out([find_trained(folder)])
 
 
-def test_rewards_fail_by_the_rules_of_the_run(run):
-    rules = ["trainer.on_reward_error=skip", "trainer.reward_timeout_seconds=9"]
-    found = read_held_out([find_trained(run)], rules)
+def test_rewards_fail_by_the_rule_of_the_run_without_the_time_limit_of_a_batch(run, tmp_path):
+    folder = with_settings(run, tmp_path / "run", "trainer.reward_timeout_seconds=9")
+    found = read_held_out([find_trained(folder)], "trainer.on_reward_error=skip")
     rewards = found.rewards(found.job.tokenizer)
-    assert [(one.func.on_error, one.func.timeout) for one in rewards] == [("skip", 9.0)] * 2
+    assert [(one.func.on_error, one.func.timeout) for one in rewards] == [("skip", None)] * 2
+
+
+def test_the_context_length_may_be_that_of_a_text_config_inside(monkeypatch):
+    monkeypatch.setattr("rloo_kit.evaluation.held_out.quantile_of_lengths", lambda *_: 50)
+    args = SimpleNamespace(chat_template_kwargs={}, max_completion_length=50)
+    held_out = HeldOut(SimpleNamespace(args=args, tool_loop=None), [], "prompts", None, None)
+    shape = AutoConfig.for_model("gemma3", text_config={"max_position_embeddings": 77})
+    base = LoadedBase(SimpleNamespace(config=shape), None)
+    with pytest.raises(DataError, match="context length of the model is 77"):
+        held_out.settings(base, []).__enter__()
 
 
 def test_prompts_may_be_longer_than_those_of_the_run(run):
@@ -612,7 +628,6 @@ def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
 PAIRS = """
 class Pairs:
     mode = "pairwise"
-    model = rubric = "test"
     column = "reference"
 
     def __init__(self, template=""):
@@ -637,6 +652,7 @@ def test_the_answers_of_a_model_are_read_by_its_own_template(run, tmp_path):
     how = {"num_prompts": 2, "output": tmp_path, "say": str}
     found = rk.judge_models(run, against=other, by={"name": f"{tmp_path}/taste.py:Pairs"}, **how)
     assert found.wins == 2
+    assert found.judge.endswith(':Pairs"}, which compares the answers')
 
 
 def answered(*texts, **rewards):

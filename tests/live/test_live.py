@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
 from rloo_kit.diagnosis.record import RunRecord
@@ -61,7 +62,13 @@ def make_step(view, state, **changes):
 
 
 @pytest.mark.parametrize(
-    ("choice", "view"), [("plain", PlainLines), ("off", LiveView), ("auto", PlainLines)]
+    ("choice", "view"),
+    [
+        ("plain", PlainLines),
+        ("off", LiveView),
+        ("auto", PlainLines),
+        ("notebook", PlainLines),  # there is no cell here
+    ],
 )
 def test_environment_variable_chooses_the_view(monkeypatch, choice, view):
     monkeypatch.setenv("RLOO_KIT_LIVE", choice)
@@ -130,14 +137,18 @@ def test_broken_stream_ends_the_view_not_the_run():
         stream.close()
 
 
-@pytest.mark.parametrize("name", ["unscored", "_mine"])
-def test_every_reward_that_scored_is_in_the_legend(name):
+@pytest.mark.parametrize(("name", "shown"), [("unscored", []), ("_mine", ["_mine"])])
+def test_every_reward_that_scored_is_in_the_legend(monkeypatch, name, shown):
     progress = Progress()
     rewards = {f"rewards/{name}/mean": None if name == "unscored" else 0.5}
     progress.add(1, 2, {"reward": 0.5, **rewards}, 1.0)
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure_png(progress)
+    legend = figures[0].axes[-1].get_legend()
+    assert [text.get_text() for text in (legend.get_texts() if legend else ())] == shown
 
 
 def test_without_findings_the_figure_says_nothing_of_the_doctor():
@@ -247,3 +258,17 @@ def test_a_recorded_run_begins_with_its_first_step():
         for row in rows:
             del row["epoch"]
         assert live.progress_of(record).total == 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "total"),
+    [
+        ({"max_steps": -1, "num_train_epochs": 0.32}, 4),  # a part of a step is a step
+        ({"max_steps": -1, "num_train_epochs": 0.2}, 3),
+        ({"max_steps": 2}, 3),
+        ({"max_steps": 8}, 8),
+    ],
+)
+def test_no_step_is_above_the_planned_steps(trainer, total):
+    row = ROW | {"step": 3, "time": 100.0, "epoch": 0.3}
+    assert RunRecord([row], config=SimpleNamespace(trainer=trainer)).planned_steps == total

@@ -235,7 +235,7 @@ def test_the_run_file_takes_the_adapters_settings(adapter):
 
 
 def test_overrides_of_a_run_config_are_refused():
-    with pytest.raises(rk.ConfigError, match="'seed=1' is not applied to a RunConfig"):
+    with pytest.raises(rk.ConfigError, match=r"\['seed=1'\] is not applied to a RunConfig"):
         read_config(RunConfig(), ["seed=1"])
 
 

@@ -85,7 +85,15 @@ def test_changes_are_accepted_together_with_the_other_settings(setting):
     for gpu in ("8GB", "6GB", "5GB"):
         made = plan_of("qwen3-4b-thinking-12gb", gpu, *given)
         changes = [one for change in made.changes for one in change.settings]
+        assert changes
         make_run_config(made.config.as_dict(), changes)
+
+
+def test_an_adapter_that_no_run_file_could_make_has_changes():
+    made = plan_of("qwen3-4b-thinking-12gb", "8GB", *LARGE)
+    lora = replace(made.config.lora, lora_alpha=16.5, target_modules=[])
+    config = replace(made.config, lora=lora)
+    assert find_changes(config, replace(made.facts, continues=True), made.room)
 
 
 def test_change_names_its_setting_and_what_it_saves():

@@ -142,7 +142,7 @@ def hangs(completions, **_):
 
 
 def slow(completions, **_):
-    time.sleep(0.2)
+    time.sleep(0.5)
     return right(completions, **_)
 
 
@@ -226,7 +226,7 @@ def test_the_planted_fault_is_the_first_and_only_one(kind, rewards, more):
 
 
 def test_the_time_limit_counts_for_each_part_of_a_reward():
-    limit = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.3"]}
+    limit = {"source": "quickstart", "overrides": ["trainer.reward_timeout_seconds=0.9"]}
     found = check([{"name": slow, "only_if": slow}], FEW, **limit)
     assert kinds(found) == []
 

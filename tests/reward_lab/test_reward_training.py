@@ -1,6 +1,7 @@
 """A reward model from pairs: what is read and refused; the folder scores as it did in training."""
 
 import json
+import math
 import random
 import re
 import statistics
@@ -15,6 +16,7 @@ from rloo_kit.rewards import RewardModel
 from rloo_kit.cli import main
 from rloo_kit.data.tasks import arithmetic_prompt
 from rloo_kit.errors import ConfigError, DataError, DivergedError, MemoryRanOutError, ModelError
+from rloo_kit.reward_lab import reward_model
 from rloo_kit.reward_lab.reward_model import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.specs import load_rewards
 
@@ -192,6 +194,7 @@ def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
     ("settings", "remedy"),
     [
         ({"learning_rat": 1e-3}, "TRL refuses .*unexpected keyword argument 'learning_rat'"),
+        ({"eval_strategy": "steps"}, "TRL refuses .*'eval_strategy'"),
         ({"lr_scheduler_type": "sideways"}, "TRL refuses the settings of the reward model"),
         ({"learning_rate": 0}, "learning_rate is 0, must be greater than 0"),
     ],
@@ -208,10 +211,14 @@ def test_a_base_that_is_no_model_is_refused(tmp_path):
             train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
 
 
-def test_scores_that_are_not_finite_are_one_sentence_and_leave_nothing(tmp_path):
-    how = {**SHORT, "learning_rate": 1e36, "max_grad_norm": 1e9}
-    with pytest.raises(DivergedError, match="scores that are NaN or Inf, so nothing is saved"):
-        train_reward_model(ROWS, output_dir=tmp_path / "taste", say=lambda line: None, **how)
+def test_scores_that_are_not_finite_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch):
+    how = {**SHORT, "learning_rate": 1e36, "max_grad_norm": 1e9, "say": lambda line: None}
+    what = "scores that are NaN or Inf, so nothing is saved"
+    with pytest.raises(DivergedError, match=f"{what}: lower learning_rate"):
+        train_reward_model(ROWS, output_dir=tmp_path / "taste", **how)
+    monkeypatch.setattr(reward_model, "logits", lambda *_: [math.nan])
+    with pytest.raises(DivergedError, match=f"{what}: name another base model"):
+        train_reward_model(ROWS, output_dir=tmp_path / "taste", **how)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -224,7 +231,7 @@ def test_a_training_keeps_its_result_if_another_one_takes_its_folder(tmp_path):
     result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **how)
     assert result.folder == tmp_path / "taste-2"
     facts = json.loads((result.folder / "reward_model.json").read_text())
-    assert facts["settings"]["logging_steps"] == "1"
+    assert facts["settings"]["logging_steps"] == 1
 
 
 @pytest.mark.long

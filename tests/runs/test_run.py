@@ -189,19 +189,23 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monke
 
 
 def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
-    def full(path, content):
+    def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rloo_kit.runs.recorder.write_json", full)
+    monkeypatch.setattr("os.fsync", full)
     recorder = RunRecorder(Path())
-    recorder.steps = 1
-    with pytest.raises(DiskError, match=r"evaluation.json cannot be written \(No space left"):
+    with pytest.raises(DiskError, match=r"evaluation.json' cannot be written \(No space left"):
         recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
-    with pytest.raises(DiskError, match=r"end.json cannot be written \(No space left"):
+    with pytest.raises(DiskError, match=r"end.json' cannot be written \(No space left"):
         recorder.write_end("finished", "", 1, 1.0)
-    monkeypatch.setattr("rloo_kit.runs.recorder.save_thumbnails", full)
-    with pytest.raises(DiskError, match=r"evaluation.json cannot .* resume with --resume"):
-        recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
+
+
+def test_trajectories_of_a_run_end_at_the_shorter_of_two_lengths():
+    given = {"model": {"name": "tiny-caller"}, "tools": ["calculator"]}
+    for length, longest in ((300, 300), (4096, 1024)):
+        trainer = {"trainer": {"vllm_max_model_length": length}}
+        job = PreparedJob(make_run_config(given | trainer), say=str)
+        assert job.tool_loop.limits.max_length == longest
 
 
 @pytest.fixture
@@ -218,7 +222,8 @@ def log(recorder, step):
 
 
 @pytest.mark.parametrize(
-    ("signal", "reason"), [(KeyboardInterrupt, "by the user"), (Terminated, "by SIGTERM")]
+    ("signal", "reason"),
+    [(KeyboardInterrupt(), "by the user"), (Terminated("SIGTERM"), "by SIGTERM")],
 )
 def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed(small_job, signal, reason):
     def interrupted():
@@ -226,15 +231,18 @@ def test_a_run_that_is_interrupted_while_it_is_saved_has_not_failed(small_job, s
             log(recorder, 1)
             raise signal
 
-    with pytest.raises(signal):
+    with pytest.raises(type(signal)):
         interrupted()
     end = read("run/end.json")
     assert (end["how"], end["reason"]) == ("interrupted", reason)
 
 
 def test_a_full_disk_says_how_to_go_on(small_job, monkeypatch):
-    def full(path, *_, **__):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
+
+    def broken(*_, **__):
+        raise DiskError("no space left")
 
     def opened(past=None, checkpoint=None):
         with opened_folder(small_job, past, checkpoint) as recorder:
@@ -244,8 +252,8 @@ def test_a_full_disk_says_how_to_go_on(small_job, monkeypatch):
             log(recorder, 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr("rloo_kit.runs.folder.write_json", full)
-        with pytest.raises(DiskError, match=r"environment.json cannot be .* and start again"):
+        patch.setattr("os.fsync", full)
+        with pytest.raises(DiskError, match=r"run.yaml' cannot be written .*: free some space"):
             opened()
     assert not Path("run").exists()
     with monkeypatch.context() as patch:
@@ -255,8 +263,8 @@ def test_a_full_disk_says_how_to_go_on(small_job, monkeypatch):
             opened(Path("run"))
     assert read("run/end.json")["how"] == "failed"
     with monkeypatch.context() as patch:
-        patch.setattr("rloo_kit.runs.folder.write_atomically", full)
-        with pytest.raises(DiskError, match=r"run.yaml cannot be written"):
+        patch.setattr("rloo_kit.runs.folder.write_json", broken)
+        with pytest.raises(DiskError, match="no space left"):
             opened(Path("run"), True)
     end = read("run/end.json")
     assert (end["how"], end["steps"]) == ("failed", 1)

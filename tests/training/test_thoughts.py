@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rloo_kit as rk
+from rloo_kit.text.redaction import redact, remember_secret
 from rloo_kit.text.thoughts import (
     FAMILIES,
     completion_texts,
@@ -115,6 +116,15 @@ def test_an_answer_keeps_what_only_looks_like_a_special_token():
     assert completion_texts(tokenizer, [ids]) == ["<think>hm</think>s:s"]
     found = find_thoughts(thought_marks(tokenizer), [ids], "<think>hm</think>s:s")
     assert found == {"tokens": len(ids), "thought_tokens": 2, "answer_at": len("<think>hm</think>")}
+
+
+def test_an_answer_begins_behind_the_mask_of_a_secret_as_the_files_have_it():
+    remember_secret("qwerty7a8s9d0f1g2", "LONG_WORD")
+    tokenizer = words("qwerty7a8s9d0f1g2", special=["[THINK]", "[/THINK]"])
+    ids = tokenizer("[THINK]qwerty7a8s9d0f1g2[/THINK]4")["input_ids"]
+    (text,) = completion_texts(tokenizer, [ids])
+    at = find_thoughts(thought_marks(tokenizer), [ids], text)["answer_at"]
+    assert redact(text)[at:] == "4"
 
 
 def test_gpt_oss_without_analysis_has_an_empty_thought():
