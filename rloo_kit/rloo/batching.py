@@ -98,8 +98,11 @@ class TokenRows:
     def turns(self) -> Turns:
         """Ids of the sampled tokens of each completion, as one list for each turn.
 
-        A turn ends where tokens of a tool begin.
+        A turn ends where tokens of a tool begin. Without tools each completion is one turn, even an
+        empty one.
         """
+        if self.is_sampled is None:
+            return [[ids] for ids in self.completion_ids]
         return [
             [
                 [token for token, _ in run]

@@ -178,7 +178,9 @@ class Learner:
                     if rollout.on_policy:  # the policy has not changed yet, so all ratios are 1
                         rollout = rollout.with_old(batch.rows, graphs[-1][1].log_probs)
                 groups = {row // rollout.num_generations for piece in pieces for row in piece}
-                rollout = rollout.with_advantages([*groups])
+                waiting = [number for number in groups if not rollout.settled[number]]
+                if waiting:
+                    rollout = rollout.with_advantages(waiting)
                 while graphs:  # last in, first out, as checkpointing that offloads expects
                     self._backward(rollout, *graphs.pop(), weights)
         finally:
@@ -235,7 +237,7 @@ class Learner:
             else:
                 factors = factors.squeeze(1)
                 row_weights = row_weights * factors
-            tally.corrections = torch.cat([tally.corrections, factors.cpu()])
+            tally.corrections += (factors.cpu(),)
             tally.capped += int((factors >= cap * (1 - 1e-6)).sum())
         advantages = rollout.advantages[rows, :width]  # (N, 1) or (N, C)
         objective = self.loss(output.log_probs, old, mask, advantages, *self.epsilon, token_weights)
@@ -248,7 +250,7 @@ class Learner:
         tally.squared_log_ratio += float((squares * mask).sum())
         if output.entropies is not None:
             tally.entropy += float((output.entropies * mask).sum())
-        tally.of_rows = torch.cat([tally.of_rows, objective.of_rows.cpu()], dim=1)
+        tally.of_rows += (objective.of_rows.cpu(),)
 
     def _cut(self, tokens: TokenRows, rows: Iterable[int], factor: int = 1) -> list[list[int]]:
         share = self.may_share()

@@ -146,7 +146,7 @@ def _kl_metrics(rollout: Rollout) -> dict[str, float]:
     beta = rollout.shaping.beta
     rows = rollout.learnable
     kl = rollout.kl
-    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum()
+    tokens = (rollout.completion_mask & rows.unsqueeze(1)).sum().clamp(min=1)
     sequence = _mean(kl[rows])
     per_token = float(kl.sum() / tokens)
     from_scores = rollout.score_advantages[rows]
@@ -178,9 +178,6 @@ def _numbers(values: Tensor) -> list[float | None]:
 # --- an optimizer step ---------------------------------------------------------------------------
 
 
-NOTHING = torch.zeros(3, 0)
-
-
 @dataclass
 class Tally:
     """Counts and sums of one optimizer step, added up over its micro-batches."""
@@ -196,10 +193,12 @@ class Tally:
     reference_rows: int = 0  # rows with a pass of the reference
     entropy: float = 0.0  # sum over the completion tokens
     squared_log_ratio: float = 0.0  # sum over the completion tokens
-    corrections: Tensor = NOTHING[0]  # importance weights of `rollout_correction`
+    # importance weights of `rollout_correction`: one tensor for each micro-batch
+    corrections: tuple[Tensor, ...] = ()
     capped: int = 0  # how many of them reached the cap
-    # `(3, trained)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for each trained row
-    of_rows: Tensor = NOTHING
+    # `(3, N)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for the N rows of each
+    # micro-batch
+    of_rows: tuple[Tensor, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, by name.
@@ -210,7 +209,7 @@ class Tally:
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
         none = torch.tensor([[1.0], [0.0], [0.0]])  # as if one row was trained that was not clipped
-        ratios, low, high = self.of_rows if self.of_rows.numel() else none
+        ratios, low, high = torch.cat(self.of_rows or (none,), dim=1)
         clipped = float((low + high).sum()) / rows
         found = {
             "entropy": self.entropy / tokens,
@@ -233,11 +232,12 @@ class Tally:
             "passes/old": self.old_rows / rows,
             "passes/reference": self.reference_rows / rows,
         }
-        weights = ratios
-        if len(self.corrections):
-            weights = self.corrections
+        weights = torch.cat([ratios[:0], *self.corrections])
+        if len(weights):
             found["sampling/correction_mean"] = float(weights.mean())
             found["sampling/correction_capped"] = self.capped / len(weights)
+        else:
+            weights = ratios
         total, squares = float(weights.sum()), float(weights.square().sum())
         share = total**2 / (len(weights) * squares) if squares else 0.0
         found["effective_sample_size"] = share

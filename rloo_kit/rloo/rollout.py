@@ -320,8 +320,6 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
-        Advantages that are final already do not change.
-
         The sequence-level KL is subtracted from the scores first, and the leave-one-out baseline is
         computed from the differences. If ``shaping.baseline`` names another baseline, it is used
         for the scores only, and the KL keeps the leave-one-out baseline, so that a group does not
@@ -333,7 +331,6 @@ class Rollout:
         shaping = self.shaping
         final = torch.zeros_like(self.settled)  # (P,)
         final[slice(None) if groups is None else groups] = True
-        final &= ~self.settled
         counts = self.comparable.unsqueeze(1)  # (B, 1)
         if shaping.is_token_level:
             counts = counts & self.completion_mask  # (B, T)

@@ -78,7 +78,8 @@ class Step:
     so if a hook has changed their number. Each slice is trained ``num_iterations`` times. By
     default an optimizer step uses all slices of one rollout. If TRL's
     ``gradient_accumulation_steps`` is below ``steps_per_generation``, a step uses only some slices
-    of a rollout. If it is above, a step uses the slices of several rollouts.
+    of a rollout. If it is above, a step uses the slices of several rollouts. If a rollout has fewer
+    rows than slices, the last slices are empty and train nothing.
     """
 
     # the parts
@@ -138,7 +139,8 @@ class Step:
             used[-1][1][rows] += 1
             num_rows += len(rows)
         for rollout, count in used:
-            learned = learner.learn(rollout, weights=count * (1 / num_rows))  # forward, backward
+            weights = count * (1 / max(1, num_rows))
+            learned = learner.learn(rollout, weights)  # forward, backward
             if learned.on_policy:  # trained for the first time, its advantages are final
                 self.log.note_rollout(learned, number)
             self.rollout = replace(learned, on_policy=False)
@@ -167,9 +169,10 @@ class Step:
             # later steps may need a pass of their own now
             in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
-            rollout = self.learner().with_old(rollout, needs_pass)
-            if needs_pass and self.reference:  # a pass of all rows: the KL is known
-                rollout = rollout.with_advantages()
+            if needs_pass:
+                rollout = self.learner().with_old(rollout, needs_pass)
+                if self.reference:  # a pass of all rows: the KL is known
+                    rollout = rollout.with_advantages()
             self.rollout = rollout
             self.waiting = [*slices] * self.num_iterations
         return self.rollout, self.waiting.pop(0)
@@ -218,7 +221,11 @@ class Step:
         """Return the state that a checkpoint needs to resume the run."""
         batch = None
         if self.waiting and self.rollout:
-            batch = {"rollout": self.rollout.state_dict(), "rows": torch.cat(self.waiting)}
+            batch = {
+                "rollout": self.rollout.state_dict(),
+                "rows": torch.cat(self.waiting),
+                "sizes": {self.num_slices: [*map(len, self.waiting)]},  # of the slices
+            }
         return {
             "batch": batch,
             "moments": asdict(self.moments),
@@ -232,4 +239,7 @@ class Step:
         self.waiting = []
         if batch := state["batch"]:
             self.rollout = Rollout.from_state_dict(batch["rollout"], self.learner().device)
-            self.waiting = [*batch["rows"].split(len(self.rollout) // self.num_slices)]
+            # without sizes, `num_slices` has changed or the checkpoint is of an earlier version
+            size = max(1, len(self.rollout) // self.num_slices)
+            sizes = batch.get("sizes", {}).get(self.num_slices, size)
+            self.waiting = [*batch["rows"].split(sizes)]

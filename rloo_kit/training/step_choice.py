@@ -146,18 +146,24 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float
     return getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
 
 
-def check_defaults(args: LeaveOneOutConfig, names: Collection[str], why: str) -> None:
+def check_defaults(
+    args: LeaveOneOutConfig,
+    names: Collection[str],
+    why: str,
+    config: type[LeaveOneOutConfig] = LeaveOneOutConfig,
+) -> None:
     """Check that settings that have no effect have their default values.
 
     Args:
         args: Settings of the training.
         names: Names of the settings that have no effect.
         why: The reason, as the end of a clause that begins with "which".
+        config: The class whose defaults count.
 
     Raises:
         ConfigError: One of them has another value.
     """
     for name in names:
-        if getattr(args, name) != LeaveOneOutConfig.__dataclass_fields__[name].default:
+        if getattr(args, name) != config.__dataclass_fields__[name].default:
             value = format_value(getattr(args, name))
             raise ConfigError(f"trainer.{name} is {value}, which {why} leave it out")

@@ -39,7 +39,7 @@ def make_tool_loop(
     """
     if not tools and environments is None:
         names = ("max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error")
-        check_defaults(args, names, "has no effect without tools:")
+        check_defaults(args, names, "has no effect without tools:", type(args))
         return None
     if args.partial_rollouts:
         raise ConfigError(

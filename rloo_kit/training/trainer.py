@@ -568,6 +568,7 @@ def _own_beta(args: LeaveOneOutConfig, reference: Any) -> Iterator[None]:
     """Hide ``beta`` from TRL during a ``with`` block if the caller gave a reference model.
 
     Otherwise TRL would load a reference of its own by the policy's name, and keep it in memory.
+    Callbacks that TRL calls during the block (``on_init_end``) see a ``beta`` of 0.
     """
     beta = args.beta
     if reference is not None:

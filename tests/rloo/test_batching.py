@@ -156,6 +156,10 @@ def test_tokens_of_tools_have_no_label(share):
     assert batch.num_tokens == tokens.num_tokens([0, 1])
 
 
+def test_a_completion_without_tokens_is_one_turn():
+    assert ROWS.turns == [[ids] for ids in COMPLETIONS]
+
+
 # --- default budget ------------------------------------------------------------------------------
 
 GIB = 2**30

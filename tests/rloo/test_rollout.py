@@ -142,6 +142,12 @@ def test_with_a_kl_a_group_of_equal_scores_still_learns():
     assert (rollout.advantages[:3] != 0).all()
 
 
+def test_scores_that_a_hook_changes_give_other_advantages():
+    rollout = scored([1.0, 0.0], 2)
+    changed = replace(rollout, scores=3 * rollout.scores).with_advantages()
+    assert changed.row_advantages.tolist() == [3.0, -3.0]
+
+
 # --- another baseline ----------------------------------------------------------------------------
 
 
@@ -271,6 +277,11 @@ def test_metrics_of_a_batch_worked_by_hand():
     }
     assert rollout_metrics(rollout, NAMES) == pytest.approx(expected, rel=1e-5)
     assert shaped.tolist() == rollout.scores.tolist()
+
+
+def test_the_kl_of_no_token_is_zero():
+    rollout = scored([1.0, 0.0], 2, lengths=[0, 0], beta=0.5).with_advantages()
+    assert rollout_metrics(rollout, NAMES)["kl/token"] == 0.0
 
 
 # --- records -------------------------------------------------------------------------------------

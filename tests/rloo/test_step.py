@@ -176,14 +176,25 @@ def test_a_hook_that_drops_prompts_leaves_a_rollout_its_number_of_slices():
     assert step.log.tallies[0].rows == 4
 
 
-@pytest.mark.parametrize("where", ["in the middle of a rollout", "at its end"])
-def test_a_step_goes_on_where_its_state_was_kept(where):
+def test_a_slice_without_rows_trains_nothing():
+    table = Table()
+    step = step_of(table, num_slices=5, which_prompts=lambda rows: rows[:4])
+    train(table, step, 6)
+    assert [tally.rows for tally in step.log.tallies] == [1, 1, 1, 1, 0, 1]
+    assert [number for number, _ in step.log.rollouts] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "done"),
+    [(4, 3), (4, 8), (3, 1)],
+    ids=["in the middle of a rollout", "at its end", "between slices of unequal size"],
+)
+def test_a_step_goes_on_where_its_state_was_kept(num_slices, done):
     def begun():
         torch.manual_seed(1)
         table = Table()
-        return table, step_of(table, num_slices=4, num_iterations=2)
+        return table, step_of(table, num_slices=num_slices, num_iterations=2)
 
-    done = 3 if where == "in the middle of a rollout" else 8
     whole, step = begun()
     train(whole, step, 10)
     table, step = begun()
@@ -193,11 +204,24 @@ def test_a_step_goes_on_where_its_state_was_kept(where):
     other = Table()
     with torch.no_grad():
         other.logits.copy_(table.logits)
-    going_on = step_of(other, num_slices=4, num_iterations=2)
+    going_on = step_of(other, num_slices=num_slices, num_iterations=2)
     going_on.load_state_dict(state)
     torch.set_rng_state(random)
     train(other, going_on, 10 - done)
     assert other.logits.equal(whole.logits)
+
+
+@pytest.mark.parametrize(("num_slices", "sizes"), [(2, [4, 2]), (4, [2, 2, 2]), (16, [1] * 6)])
+def test_another_number_of_slices_cuts_the_waiting_rows_anew(num_slices, sizes):
+    table = Table()
+    step = step_of(table, num_slices=4)
+    train(table, step, 1)
+    state = step.state_dict()
+    if num_slices == 4:
+        del state["batch"]["sizes"]  # as in a checkpoint of an earlier version
+    going_on = step_of(table, num_slices=num_slices)
+    going_on.load_state_dict(state)
+    assert [*map(len, going_on.waiting)] == sizes
 
 
 def test_the_step_needs_none_of_the_large_libraries():

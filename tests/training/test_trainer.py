@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,7 +197,9 @@ def test_a_model_without_a_name_has_no_reference(legacy_trainer, other_weights):
 def test_the_base_is_the_reference_of_an_adapter_that_trl_makes(new_trainer, other_weights):
     other_weights.config._name_or_path = ""
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    assert new_trainer(model=other_weights, peft_config=lora).args.beta > 0
+    trainer = new_trainer(model=other_weights, peft_config=lora)
+    assert trainer.args.beta > 0
+    assert trainer.ref_model is None
 
 
 def test_a_model_without_a_name_takes_the_reference_that_is_given(legacy_trainer, other_weights):
@@ -257,6 +260,15 @@ def test_a_scheduled_weight_and_a_gate_in_training(new_trainer, config, step):
     for row in logs:
         parts = row["rewards/odd_characters/weight"] * row["rewards/odd_characters/mean"] + 3.0
         assert row["reward"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_a_subclass_of_the_settings_has_its_own_defaults_for_tools(new_trainer, tmp_path):
+    @dataclass
+    class Patient(rk.LeaveOneOutConfig):
+        tool_timeout_seconds: float = 100.0
+
+    trainer = new_trainer(Patient(str(tmp_path), max_completion_length=24))
+    assert trainer.args.tool_timeout_seconds == 100.0
 
 
 def test_tools_end_at_the_length_of_a_model_whose_text_config_is_inside(config):

@@ -156,12 +156,12 @@ def test_held_out_samples_use_one_gpu_and_keep_the_random_states(new_trainer, co
     trainer.train()
     used = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", used.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *devices: used.extend(devices))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     before = torch.get_rng_state()
     found = trainer.sample_rows([trainer.train_dataset[0]], seed=1)
     assert len(found.completions) == 1
-    assert used == []  # each would be a CUDA context on another process's GPU
+    assert {*used} <= {0}  # GPU 1 would get a CUDA context, and it is another process's
     assert torch.equal(torch.get_rng_state(), before)
 
 
