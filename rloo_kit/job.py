@@ -141,9 +141,9 @@ def beside(name: str, base: Path) -> str:
     A file of the user in the working folder comes before a file that ships with the kit.
     """
     candidate = base / name
-    if base == EXAMPLES and Path(name).exists():
+    if base == EXAMPLES and os.path.exists(name):
         return name
-    return str(candidate) if candidate.exists() else name
+    return str(candidate) if os.path.exists(candidate) else name
 
 
 def _path_in(name: str) -> tuple[str, str]:
@@ -168,7 +168,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
     def whole(name: str | None) -> Any:
         found = name and beside(name, base)
-        return str(Path(found).resolve()) if found and os.path.exists(found) else name
+        return _whole(Path(found)) if found and os.path.exists(found) else name
 
     code = partial(_with_whole_paths, base=rewards_base)
     model = config.model
@@ -186,6 +186,15 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     )
 
 
+def _whole(path: Path) -> str:
+    """Return the absolute path of a file or folder, without links.
+
+    If a file itself is a link, its own name is kept. In the Hugging Face cache such files link to
+    files that have neither their suffix nor their neighbours.
+    """
+    return str(path.parent.resolve() / path.name if path.is_file() else path.resolve())
+
+
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
     """Return a reward, a tool, an environment, or a list of them, with absolute paths.
 
@@ -196,15 +205,20 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
             changed. In both cases a path that does not exist is not changed.
     """
     if isinstance(reward, dict):
-        paths = ("model", "file")
-        return {k: _with_whole_paths(v, base, is_path=k in paths) for k, v in reward.items()}
+        paths = {"model", "file"}
+        # the model of a judge is a name on its server
+        fixed = {"model"} if str(reward.get("name")).partition(":")[0] == "judge" else set()
+        return {
+            key: value if key in fixed else _with_whole_paths(value, base, is_path=key in paths)
+            for key, value in reward.items()
+        }
     if isinstance(reward, list):
         return [_with_whole_paths(value, base) for value in reward]
     if not isinstance(reward, str):
         return reward
     path, colon, rest = reward.partition(":")
-    if path and (is_path or "/" in path or path.endswith(".py")) and (base / path).exists():
-        return f"{(base / path).resolve()}{colon}{rest}"
+    if path and (is_path or "/" in path or path.endswith(".py")) and os.path.exists(base / path):
+        return f"{_whole(base / path)}{colon}{rest}"
     return reward
 
 
