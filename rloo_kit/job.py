@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,9 +322,11 @@ class PreparedJob:
     config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+    model_name: str = field(init=False)  # as the user wrote it
 
     def __post_init__(self) -> None:
         """Make the paths in the settings absolute."""
+        self.model_name = self.config.model.name
         self.config = with_whole_paths(self.config, self.base, self.rewards_base)
 
     @cached_property
@@ -347,7 +349,7 @@ class PreparedJob:
         config = self.config
         if config.model.trust_remote_code:
             self.say(
-                f"code that comes with {config.model.name} may run: model.trust_remote_code is true"
+                f"code that comes with {self.model_name} may run: model.trust_remote_code is true"
             )
         set_variables()
         check_launch(config.trainer)
