@@ -538,8 +538,8 @@ class PreparedJob:
             max_lora_rank=config.lora.r,
             vllm=config.vllm,
             images=has_images(self.splits[0]),
-            **({} if why_not_vllm_takes(config.lora.others) else _engine_arguments(args)),
-            **config.unsloth,
+            **({} if why_not_vllm_takes(config.lora.others) else _engine_arguments(args))
+            | config.unsloth,
         )
         give_marks(getattr(tokenizer, "tokenizer", tokenizer), **vars(config.thinking))
         return attach_lora(loaded, **config.lora.as_dict(), seed=config.seed), tokenizer
