@@ -193,9 +193,12 @@ def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(
     base = tmp_path / "of-a-bnb-4bit" / "toy"  # the name of another folder says nothing
     base.mkdir(parents=True)
     (tmp_path / "run/run.yaml").write_text(f"model: {{name: {base}}}\n")
-    for config in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    none = {"quantization_config": None}
+    for config in (none, packed, {"text_config": packed}, {"text_config": none}):
         (base / "config.json").write_text(json.dumps(config))  # where vLLM reads the bits
-        assert ("--quantization" in server_command(tmp_path / "run")) == (not config)
+        is_packed = "mxfp4" in str(config)
+        assert ("--quantization" in server_command(tmp_path / "run")) == (not is_packed)
 
 
 def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):
