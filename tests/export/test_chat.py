@@ -23,7 +23,9 @@ from rloo_kit.export.chat import chat, confirmed_python, printer
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware, why_not_vllm
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.rloo.batching import TokenRows
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -80,6 +82,20 @@ def test_a_thought_that_was_cut_off_is_not_remembered(run, tmp_path, monkeypatch
     assert talk(folder, QUESTION, QUESTION).strip()
     turns = [turn["content"] for turn in prompts.call_args.args[1]]
     assert turns[:3] == [QUESTION, "", QUESTION]
+
+
+def test_a_thought_that_was_cut_off_after_a_call_is_not_remembered(run, monkeypatch):
+    given = []
+
+    def sample(rows, *_):
+        given.append([turn["content"] for turn in rows[0]["prompt"]])
+        said = [{"role": "assistant", "content": text} for text in ("a call", "<think>so")]
+        ids = load_tokenizer("tiny-thinker")("<think>so").input_ids
+        return Mock(completions=[said], tokens=TokenRows([[1]], [ids]))
+
+    monkeypatch.setattr("rloo_kit.export.chat._tool_loop", lambda *_: Mock(sample=sample))
+    talk(run, QUESTION, QUESTION)
+    assert given[1] == [QUESTION, "a call", "", QUESTION]
 
 
 @pytest.mark.long
