@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,9 @@ def beside(name: str, base: Path) -> str:
     A file of the user in the working folder comes before a file that ships with the kit.
     """
     candidate = base / name
-    if base == EXAMPLES and Path(name).exists():
+    if base == EXAMPLES and os.path.exists(name):
         return name
-    return str(candidate) if candidate.exists() else name
+    return str(candidate) if os.path.exists(candidate) else name
 
 
 def _path_in(name: str) -> tuple[str, str]:
@@ -167,7 +167,7 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
     def whole(name: str | None) -> Any:
         found = name and beside(name, base)
-        return str(Path(found).resolve()) if found and os.path.exists(found) else name
+        return _whole(Path(found)) if found and os.path.exists(found) else name
 
     code = partial(_with_whole_paths, base=rewards_base)
     model = config.model
@@ -185,6 +185,15 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
     )
 
 
+def _whole(path: Path) -> str:
+    """Return the absolute path of a file or folder, without links.
+
+    If a file itself is a link, its own name is kept. In the Hugging Face cache such files link to
+    files that have neither their suffix nor their neighbours.
+    """
+    return str(path.parent.resolve() / path.name if path.is_file() else path.resolve())
+
+
 def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> Any:
     """Return a reward, a tool, an environment, or a list of them, with absolute paths.
 
@@ -195,15 +204,20 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
             changed. In both cases a path that does not exist is not changed.
     """
     if isinstance(reward, dict):
-        paths = ("model", "file")
-        return {k: _with_whole_paths(v, base, is_path=k in paths) for k, v in reward.items()}
+        paths = {"model", "file"}
+        # the model of a judge is a name on its server
+        fixed = {"model"} if str(reward.get("name")).partition(":")[0] == "judge" else set()
+        return {
+            key: value if key in fixed else _with_whole_paths(value, base, is_path=key in paths)
+            for key, value in reward.items()
+        }
     if isinstance(reward, list):
         return [_with_whole_paths(value, base) for value in reward]
     if not isinstance(reward, str):
         return reward
     path, colon, rest = reward.partition(":")
-    if path and (is_path or "/" in path or path.endswith(".py")) and (base / path).exists():
-        return f"{(base / path).resolve()}{colon}{rest}"
+    if path and (is_path or "/" in path or path.endswith(".py")) and os.path.exists(base / path):
+        return f"{_whole(base / path)}{colon}{rest}"
     return reward
 
 
@@ -307,9 +321,11 @@ class PreparedJob:
     config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+    model_name: str = field(init=False)  # as the user wrote it
 
     def __post_init__(self) -> None:
         """Make the paths in the settings absolute."""
+        self.model_name = self.config.model.name
         self.config = with_whole_paths(self.config, self.base, self.rewards_base)
 
     @cached_property
@@ -332,7 +348,7 @@ class PreparedJob:
         config = self.config
         if config.model.trust_remote_code:
             self.say(
-                f"code that comes with {config.model.name} may run: model.trust_remote_code is true"
+                f"code that comes with {self.model_name} may run: model.trust_remote_code is true"
             )
         set_variables()
         check_launch(config.trainer)
@@ -523,8 +539,8 @@ class PreparedJob:
             max_lora_rank=config.lora.r,
             vllm=config.vllm,
             images=has_images(self.splits[0]),
-            **({} if why_not_vllm_takes(config.lora.others) else _engine_arguments(args)),
-            **config.unsloth,
+            **({} if why_not_vllm_takes(config.lora.others) else _engine_arguments(args))
+            | config.unsloth,
         )
         give_marks(getattr(tokenizer, "tokenizer", tokenizer), **vars(config.thinking))
         return attach_lora(loaded, **config.lora.as_dict(), seed=config.seed), tokenizer

@@ -38,8 +38,6 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "max_seq_length": "model.max_seq_length",
         "model_name": "model.name",
         "name": "model.name",
-        "num_sequences": "trainer.generation_batch_size",
-        "precision": "trainer.fp16",
         "random_state": "seed",
         "revision": "model.revision",
         "trust_remote_code": "model.trust_remote_code",
@@ -66,7 +64,7 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
 FIXED = {
     "unsloth": {
         "config", "enable_lora", "full_finetuning", "gguf_file", "images", "is_vision_model",
-        "num_labels", "use_async",
+        "num_labels", "precision", "use_async",
     },
     "vllm": {
         "dtype", "enable_lora", "generation_config", "logprobs_mode", "max_loras",

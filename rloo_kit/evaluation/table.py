@@ -183,8 +183,8 @@ def score_models(
             rewards.
     """
     rows = []
-    for section in dict.fromkeys(one.model for one in models):
-        on_it = [one for one in models if one.model == section]
+    for settings_of_base in dict.fromkeys(one.base_settings for one in models):
+        on_it = [one for one in models if one.base_settings == settings_of_base]
         base = load_base(on_it[0])
         tokenizer = base.tokenizer
         rewards = rewards_for(tokenizer)

@@ -54,6 +54,19 @@ class TrainedModel:
         name = (self.run or self.adapter).resolve().name
         return name if name not in ("", "base") else "adapter"
 
+    @property
+    def base_settings(self) -> tuple[ModelSection, str]:
+        """Settings to load the base with; models on which they are equal can share one base.
+
+        The text of the chat template is in the place of its file.
+        """
+        template = self.model.chat_template
+        if template is not None:
+            with contextlib.suppress(OSError, UnicodeError):  # loading reports it
+                template = Path(template).expanduser().read_text(encoding="utf-8")
+        unsloth = repr(sorted(self.config.unsloth.items()))
+        return replace(self.model, chat_template=template), unsloth
+
     def shape(self, **changes: Any) -> ModelShape:
         """Return the shape of the base. ``changes`` has the same meaning as for ``load_base``.
 
@@ -133,6 +146,7 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     elif Path(model.name).is_absolute() and not Path(model.name).exists():  # the base was moved
         model = replace(model, name=base_of(adapter), revision=revision_of(adapter))
     if model.chat_template or model.name != config.model.name:
+        model = _with_template(model, run / "adapter")  # a checkpoint has none
         model = _with_template(model, adapter)
     # PEFT recorded the name of the model that was really loaded
     base = model.name
@@ -164,7 +178,8 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
     from peft import PeftConfig
 
     for one in models:
-        if not any(other.adapter and other.model == one.model for other in models):
+        base = one.base_settings
+        if not any(other.adapter and other.base_settings == base for other in models):
             return f"{one.name} has no adapter, but vLLM needs at least one adapter on each base"
         if one.adapter is None:
             continue
@@ -235,14 +250,20 @@ class LoadedBase:
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
-    ``changes`` replaces fields of the run file's section ``model:``.
+    ``changes`` replaces fields of the run file's section ``model:``. With them, the arguments in
+    ``unsloth:`` for the run's own precision and tokenizer do not apply.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
     on_unsloth = setup(trained.model.backend).backend == "unsloth"
     given = trained.config.unsloth if on_unsloth else {}
-    others = {name: given[name] for name in given.keys() - SHARED_ENGINE_NAMES}
+    of_run = ("load_in_", "tokenizer_name") if changes else ()
+    others = {
+        name: given[name]
+        for name in given.keys() - SHARED_ENGINE_NAMES
+        if not name.startswith(of_run)
+    }
     model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

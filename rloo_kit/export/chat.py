@@ -69,24 +69,40 @@ def chat(model: str, *, base: bool = False) -> None:
                 turns.append({"role": "user", "content": line})
                 with loaded.using(one) as policy:
                     draw = functools.partial(_say, policy, tokenizer, config, console)
-                    if loop is None:
-                        given = turns if is_chat else line
-                        prompt = prompt_ids(tokenizer, given, template_settings(config))
-                        said = _answer(draw, tokenizer, prompt)
-                    else:
-                        rows = [{"prompt": turns}]
-                        (said,) = loop.sample(rows, draw, contextlib.nullcontext, ()).completions
+                    prompt = turns if is_chat or loop else line
+                    said = _answer(draw, tokenizer, loop, prompt, template_settings(config))
                 turns += map(_without_thought, said)
                 console.print()
 
 
-def _answer(draw: Callable[..., Any], tokenizer: Tokenizer, prompt: list[int]) -> list[Message]:
-    """Sample the model's turn with ``draw``; the turn is empty if its thought was cut off."""
-    (ids,), _ = draw([prompt])
-    (text,) = completion_texts(tokenizer, [ids])
+def _answer(
+    draw: Callable[..., Any],
+    tokenizer: Tokenizer,
+    loop: Any,
+    prompt: Any,
+    settings: dict[str, Any] | None,
+) -> list[Message]:
+    """Sample the answer to a prompt; its last turn is empty if its thought was cut off.
+
+    Args:
+        draw: Function that samples a turn.
+        tokenizer: Tokenizer of the model.
+        loop: The tool loop, or None.
+        prompt: The conversation, or the user's line.
+        settings: Arguments for the chat template.
+    """
+    if loop is None:
+        prompts = [prompt_ids(tokenizer, prompt, settings)]
+        ids, _ = draw(prompts)
+        said = [{"role": "assistant", "content": completion_texts(tokenizer, ids)[0]}]
+    else:
+        sampled = loop.sample([{"prompt": prompt}], draw, contextlib.nullcontext, ())
+        prompts, ids = sampled.tokens.prompt_ids, sampled.tokens.completion_ids
+        (said,) = sampled.completions
     marks = thought_marks(tokenizer)
-    in_thought = marks is not None and marks.is_open(prompt + ids)
-    return [{"role": "assistant", "content": "" if in_thought else text}]
+    if marks is not None and marks.is_open(prompts[0] + ids[0]):
+        said[-1]["content"] = ""
+    return said
 
 
 def _without_thought(turn: Message) -> Message:

@@ -5,6 +5,7 @@ trained model; if their answers differ too much, the export is removed.
 """
 
 import contextlib
+import json
 import re
 import shutil
 import tempfile
@@ -50,9 +51,8 @@ IN_16_BIT_TOLERANCE = 0.03
 MEMORY_SHARE = 0.9
 # Suffix in the names of Unsloth's 4-bit copies of a model
 PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
-# Some tokenizers come with code
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "spiece.model", "*.py")  # fmt: skip
+                   "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 PROCESSOR_FILES = "*processor_config.json"  # of a vision model
 NUM_PROMPTS = 16  # prompts of the check, by default
 SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
@@ -262,15 +262,15 @@ class _Export:
     def _copy_adapter(self, folder: Path) -> str:
         """Copy the adapter's files, and return the name of the base in the copied config."""
         name = self.base or self.trained.base
-        self._copy(folder, CONFIG, WEIGHTS, PROCESSOR_FILES, *TOKENIZER_FILES)
+        _copy(self.adapter, folder, CONFIG, WEIGHTS)
+        _copy_tokenizer(self.adapter, folder)
         config = read_json(folder / CONFIG)
         if config is None or not (folder / WEIGHTS).is_file():
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
         if self.trained.model.chat_template and not (folder / TOKENIZER).is_file():
-            # a checkpoint has no tokenizer, and the base's own has another template
-            PreparedJob(self.trained.config).tokenizer.save_pretrained(str(folder))
+            self._add_tokenizer(folder)
         config["base_model_name_or_path"] = name
         if name != self.trained.base:
             config["revision"] = None  # it is a revision of the other model
@@ -282,11 +282,17 @@ class _Export:
             )
         return name
 
-    def _copy(self, folder: Path, *patterns: str) -> None:
-        """Copy those files of the adapter whose names match one of the patterns."""
-        for pattern in patterns:
-            for file in self.adapter.glob(pattern):
-                shutil.copyfile(file, folder / file.name)
+    def _add_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer of the run into the folder, for a checkpoint, which has none.
+
+        The tokenizer of the base has another chat template.
+        """
+        _copy_tokenizer(Path(self.trained.run or self.adapter, "adapter"), folder)
+        if not (folder / TOKENIZER).is_file():
+            try:
+                PreparedJob(self.trained.config).tokenizer.save_pretrained(str(folder))
+            except KitError as exc:
+                self.say(f"note: the export has no tokenizer with the run's chat template ({exc})")
 
     def _merged(self, folder: Path) -> str:
         """Merge the adapter, convert the weights to ``dtype``, and check them.
@@ -312,7 +318,7 @@ class _Export:
                 self._tokenizer(merged).save_pretrained(str(folder))
                 self.notes.append("The merged weights were rounded to 4 bits (NF4).")
             if not is_gguf:
-                self._copy(folder, PROCESSOR_FILES)
+                _copy(self.adapter, folder, PROCESSOR_FILES)
             if reference is not None:
                 back = convert(file, Path(place) / "back") if is_gguf else folder
                 self._load_back(back, reference)
@@ -438,6 +444,25 @@ class _Export:
                 return found["prompt"][: self.num_prompts]
         is_chat = bool(tokenizer.chat_template)
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
+
+
+def _copy(source: Path, folder: Path, *patterns: str) -> None:
+    """Copy those files of a folder whose names match one of the patterns to another folder."""
+    for pattern in patterns:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer and a processor, and the modules that their configs name."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    _copy(source, folder, PROCESSOR_FILES, *TOKENIZER_FILES)
+    maps = [(read_json(file) or {}).get("auto_map") for file in source.glob("*_config.json")]
+    for module in re.findall(r'"(\w+)\.\w+"', json.dumps(maps)):  # not those of the hub
+        if (file := source / f"{module}.py").is_file():
+            others = get_relative_import_files(file)
+            _copy(source, folder, file.name, *(Path(other).name for other in others))
 
 
 def licence_of(base: str) -> str:

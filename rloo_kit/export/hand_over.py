@@ -23,7 +23,7 @@ from rloo_kit.export.verl_settings import ASSETS, Row, verl_rows
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.adapters import base_name
 from rloo_kit.models.loading import find_model
-from rloo_kit.output_folder import free_folder, whole_folder
+from rloo_kit.output_folder import check_writable, free_folder, whole_folder
 from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import format_value, printable
 from rloo_kit.types import Say
@@ -54,13 +54,16 @@ def hand_over(
         The new folder.
 
     Raises:
-        ConfigError: The trainer is unknown, the run has tools, or a setting is wrong.
+        ConfigError: The trainer is unknown, the run has tools, a setting is wrong, or the folder
+            cannot be created.
         DataError: The prompts are plain texts, have images, or cannot be read.
-        ModelError: The folder cannot be written.
+        ModelError: The folder cannot be written to the end.
         RewardLoadError: A reward cannot be found or imported.
     """
     if to != "verl":
         raise ConfigError(f"--to {format_value(to)} is unknown: give verl")
+    goal = free_folder(output)
+    check_writable(goal)
     config, base = read_config(source, overrides)
     if config.tools or config.environment:
         raise ConfigError(
@@ -85,7 +88,6 @@ def hand_over(
         "CARRIED": "\n".join(_line(*row) for row in carried),
         "LOST": "\n".join(_line(row.run, row.note) for row in lost),
     }
-    goal = free_folder(output)
     with whole_folder(goal) as folder:
         for file in ASSETS.glob("*.txt"):
             text = file.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.environment import cache_folder
@@ -20,7 +21,7 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
 
-CONVERSION = 2  # version of the conversion code; a change makes cached folders invalid
+CONVERSION = 3  # version of the conversion code; a change makes cached folders invalid
 # Values of `tokenizer.ggml.token_type`
 CONTROL = 3
 USER_DEFINED = 4
@@ -117,11 +118,13 @@ def _tokenizer_of(path: Path) -> Any:
 
     # transformers' fast reader knows one architecture, but can read all that have a converter. The
     # slow reader takes 4 s for 49,000 tokens, and AutoTokenizer runs it twice
-    for name in ggml.GGUF_TO_FAST_CONVERTERS:
-        for separator in ("", "-"):
-            architecture = name.removesuffix("_text").replace("_", separator)
-            GGUF_TOKENIZER_ARCHS.setdefault(architecture, name)
-    kind_of_model, vocabulary, settings = get_gguf_tokenizer(str(path))
+    known = {
+        name.removesuffix("_text").replace("_", separator): name
+        for name in ggml.GGUF_TO_FAST_CONVERTERS
+        for separator in ("", "-")
+    }
+    with patch.dict(GGUF_TOKENIZER_ARCHS, known | GGUF_TOKENIZER_ARCHS):
+        kind_of_model, vocabulary, settings = get_gguf_tokenizer(str(path))
     backend, special = ggml.convert_gguf_tokenizer(kind_of_model, vocabulary)
     for name, value in settings.items():
         if value is not None and name.endswith(("_token", "_template")):

@@ -165,7 +165,9 @@ def is_quantised(source: str) -> bool:
     """
     from transformers import PreTrainedConfig
 
-    return "quantization_config" in PreTrainedConfig.get_config_dict(source)[0]
+    config, _ = PreTrainedConfig.get_config_dict(source)
+    parts = (config, config.get("text_config") or {})  # the second one is of a vision model
+    return any(part.get("quantization_config") for part in parts)
 
 
 def _published_shape(name: str) -> ModelShape | None:

@@ -252,7 +252,7 @@ def _tried(
     rewards = with_weights(job.rewards, job.args.reward_weights)
     judge = job.guarded(max(rewards, key=lambda reward: reward.weight_at(0.0)), "stop")
     engine, _ = job.engine
-    job.say(f"sampling {len(rows)} prompts x {size} completions of {job.config.model.name}")
+    job.say(f"sampling {len(rows)} prompts x {size} completions of {job.model_name}")
     found = evaluate(
         *job.policy,
         rows,

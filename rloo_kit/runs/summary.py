@@ -48,7 +48,7 @@ def announce_load(job: PreparedJob) -> None:
 
     Nothing is printed for a built-in tiny model on a CPU, which loads at once.
     """
-    name = job.config.model.name
+    name = job.model_name
     text = f"loading {name}"
     on_gpu = job.environment.hardware.on_gpu
     if on_gpu and requested_engine(job.args) in ("auto", "vllm") and why_not_vllm() is None:
@@ -71,7 +71,7 @@ def introduce(job: PreparedJob) -> None:
     bits = "4-bit NF4" if config.model.load_in_4bit else "16-bit"
     hardware = environment.hardware
     say(
-        f"{config.model.name}, {bits}, LoRA r={config.lora.r}, {notes_of(job.policy[0]).backend} "
+        f"{job.model_name}, {bits}, LoRA r={config.lora.r}, {notes_of(job.policy[0]).backend} "
         f"on {hardware.name} ({hardware.total_memory / GIB:.0f} GiB)"
     )
     if environment.why_not_unsloth and config.model.backend == "auto":

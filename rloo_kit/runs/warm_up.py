@@ -330,7 +330,7 @@ def _trained(
         "input_ids": [prompt + completion for prompt, completion in examples],
         "labels": [[-100] * len(prompt) + completion for prompt, completion in examples],
     }
-    job.say(f"warm-up of {job.config.model.name} on {len(examples)} examples")
+    job.say(f"warm-up of {job.model_name} on {len(examples)} examples")
     with tempfile.TemporaryDirectory() as scratch:
         trainer = make_trainer(
             SFTTrainer,

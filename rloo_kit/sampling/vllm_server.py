@@ -23,6 +23,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.engine_memory import MAX_SEQUENCES, reserved_rank
+from rloo_kit.models.shape import is_quantised
 from rloo_kit.sampling.engine import AdapterFolder, Generations, Sampling, active_adapter
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
@@ -30,7 +31,7 @@ from rloo_kit.types import Model
 if TYPE_CHECKING:
     import torch
 
-# Marks in the names of models whose weights are already quantised
+# Marks in the hub names of models whose weights are already quantised
 PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 
@@ -53,11 +54,18 @@ class Needs:
             f"--max-model-len {self.max_length} --logprobs-mode processed_logprobs "
             f"--generation-config vllm"
         )
-        if self.in_4bit and not any(mark in self.base.lower() for mark in PREQUANTIZED):
+        if self.in_4bit and not self._is_quantised:
             command += " --quantization bitsandbytes"
         if self.revision is not None:
             command += f" --revision {shlex.quote(self.revision)}"
         return command
+
+    @property
+    def _is_quantised(self) -> bool:
+        """True if the weights of the base are already quantised, as vLLM sees from its config."""
+        if os.path.exists(self.base):
+            return is_quantised(self.base)
+        return any(mark in self.base.lower() for mark in PREQUANTIZED)
 
     def is_other(self, name: str, root: str) -> bool:
         """Return True if a server has another model than ``base``, judging by the names.

@@ -592,6 +592,8 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
     is_name = isinstance(model, str)
     if parts["processing_class"] is None:  # as TRL does, but in time for the rewards
         loaded = None if is_name else notes_of(model).processor  # by `load_model`
+        if has_images(parts["train_dataset"]) and not hasattr(loaded, "image_processor"):
+            loaded = None  # the model was loaded without its processor
         name = model if is_name else model.config.name_or_path
         sides = {"padding_side": "left", "truncation_side": "left"}
         parts["processing_class"] = loaded or AutoProcessor.from_pretrained(
@@ -603,6 +605,8 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
         if is_name:
             given = cast(Any, args.model_init_kwargs) or {}
             how = {"trust_remote_code": args.trust_remote_code, **given}
+            if args.world_size > 1:
+                how["device_map"] = None  # as TRL does: "auto" fails
             if quantization := others.pop("quantization_config", None):
                 how["quantization_config"] = quantization
             model = create_model_from_path(model, **how)

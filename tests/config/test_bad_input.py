@@ -12,7 +12,7 @@ import pytest
 
 import rloo_kit as rk
 from rloo_kit.cli import main
-from rloo_kit.config.run_file import RunConfig, read_run_file
+from rloo_kit.config.run_file import RunConfig, make_run_config, read_run_file
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import read_config, read_prompts, with_whole_paths
 from rloo_kit.machine.processes import check_launch
@@ -108,6 +108,36 @@ def test_a_file_beside_the_run_file_comes_before_one_in_the_working_folder(tmp_p
     assert with_whole_paths(config, base, base).data.prompts == str(folder / "p.jsonl")
     monkeypatch.setattr("rloo_kit.job.EXAMPLES", base)  # what the user has comes first
     assert with_whole_paths(config, base, base).data.prompts == str(tmp_path / "p.jsonl")
+
+
+def test_a_path_is_whole_and_a_linked_file_keeps_its_name(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "hub").mkdir()
+    for name in ("tiny.gguf", "p.jsonl", "own.py"):  # as in the hub's cache
+        (tmp_path / "blobs" / name[:1]).touch()
+        (tmp_path / "hub" / name).symlink_to(f"../blobs/{name[:1]}")
+    (tmp_path / "link").symlink_to("hub")
+    content = {
+        "model": {"name": "link/tiny.gguf"},
+        "data": {"prompts": "link/p.jsonl"},
+        "rewards": ["link/own.py:own"],
+        "tools": ["link/own.py"],
+    }
+    config = make_run_config(content)
+    whole = with_whole_paths(config, Path(), Path())
+    assert whole.model.name == str(tmp_path / "hub" / "tiny.gguf")
+    assert whole.data.prompts == str(tmp_path / "hub" / "p.jsonl")
+    assert whole.rewards == [f"{tmp_path}/hub/own.py:own"]
+    assert whole.tools == [f"{tmp_path}/hub/own.py"]
+
+
+def test_only_paths_become_whole(tmp_path):
+    (tmp_path / "org/judge").mkdir(parents=True)
+    judge = {"name": "judge:0.5", "model": "org/judge", "rubric": "right and/or short " * 400}
+    rewards = ["length", judge, {"name": "reward_model", "model": "org/judge"}]
+    whole = with_whole_paths(make_run_config({"rewards": rewards}), Path(), Path()).rewards
+    assert whole[:2] == rewards[:2]
+    assert whole[2]["model"] == str(tmp_path / "org/judge")
 
 
 COMMANDS = {

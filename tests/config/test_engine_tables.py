@@ -11,8 +11,8 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.engine_tables import SET_ELSEWHERE
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import ConfigError
-from rloo_kit.job import read_config
+from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
 from rloo_kit.runs.folder import check_same_settings, write_run_file
@@ -31,9 +31,21 @@ def test_a_key_of_the_run_file_is_refused_under_its_other_name(table):
 
 
 def test_arguments_of_load_model_are_refused():
-    for name in inspect.signature(rk.load_model).parameters.keys() - {"kwargs"}:
+    allowed = {"kwargs", "num_sequences"}
+    for name in inspect.signature(rk.load_model).parameters.keys() - allowed:
         with pytest.raises(ConfigError, match=f"^unsloth.{name} is "):
             make_run_config({"unsloth": {name: 1}})
+
+
+def test_the_number_of_sequences_is_that_of_the_run_file(monkeypatch):
+    monkeypatch.setattr("rloo_kit.job._engine_arguments", lambda _: {"num_sequences": 64})
+    load = mock.Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.job.load_model", load)
+    job = PreparedJob(make_run_config({"unsloth": {"num_sequences": 8}}))
+    job.environment = mock.Mock(backend="unsloth")
+    with pytest.raises(ModelError, match="stop"):
+        _ = job.policy
+    assert load.call_args.kwargs["num_sequences"] == 8
 
 
 def test_what_the_kit_sets_itself_is_refused():

@@ -374,15 +374,39 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
 def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, backend):
-    given = ("unsloth.rope_scaling={type: linear}", "unsloth.enforce_eager=true")
+    given = (
+        "unsloth.rope_scaling={type: linear}",
+        "unsloth.enforce_eager=true",
+        "unsloth.load_in_fp8=true",
+        "unsloth.tokenizer_name=other",
+    )
     trained = find_trained(with_settings(run, tmp_path / "run", *given))
     monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: Mock(backend=backend))
     load = Mock(side_effect=ModelError("stop"))
     monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
-    with pytest.raises(ModelError, match="stop"):
-        load_base(trained)
-    assert "enforce_eager" not in load.call_args.kwargs  # of an engine
-    assert ("rope_scaling" in load.call_args.kwargs) == (backend == "unsloth")
+    for changes in ({}, {"load_in_4bit": False}):
+        with pytest.raises(ModelError, match="stop"):
+            load_base(trained, **changes)
+        given = load.call_args.kwargs
+        assert "enforce_eager" not in given  # of an engine
+        assert ("rope_scaling" in given) == (backend == "unsloth")
+        for name in ("load_in_fp8", "tokenizer_name"):  # only as the run loaded it
+            assert (name in given) == (backend == "unsloth" and not changes)
+
+
+def test_models_that_are_loaded_alike_share_a_base(run, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    setting = f"model.chat_template={tmp_path}/mine.jinja"
+    first, second = (with_settings(run, tmp_path / name, setting) for name in ("1", "2"))
+    for folder in (first, second):
+        shutil.copy(tmp_path / "mine.jinja", folder / "adapter/chat_template.jinja")
+    (tmp_path / "mine.jinja").unlink()
+    given = [first, second, first / "checkpoint-2", second / "adapter"]
+    assert len({find_trained(one).base_settings for one in given}) == 1
+    (second / "adapter/chat_template.jinja").write_text("{{ messages[1].content }}")
+    assert len({find_trained(one).base_settings for one in given}) == 2
+    other = with_settings(first, tmp_path / "3", "unsloth.load_in_fp8=true")
+    assert find_trained(other).base_settings != find_trained(first).base_settings
 
 
 def test_the_template_is_that_of_the_adapter_that_the_run_began_with(run, tmp_path):

@@ -23,7 +23,9 @@ from rloo_kit.export.chat import chat, confirmed_python, printer
 from rloo_kit.export.serve import server_command
 from rloo_kit.job import system_message
 from rloo_kit.machine.hardware import Hardware, why_not_vllm
+from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.rloo.batching import TokenRows
 
 QUESTION = "What is 252 + 409?"
 # The lowest temperature: greedy
@@ -80,6 +82,20 @@ def test_a_thought_that_was_cut_off_is_not_remembered(run, tmp_path, monkeypatch
     assert talk(folder, QUESTION, QUESTION).strip()
     turns = [turn["content"] for turn in prompts.call_args.args[1]]
     assert turns[:3] == [QUESTION, "", QUESTION]
+
+
+def test_a_thought_that_was_cut_off_after_a_call_is_not_remembered(run, monkeypatch):
+    given = []
+
+    def sample(rows, *_):
+        given.append([turn["content"] for turn in rows[0]["prompt"]])
+        said = [{"role": "assistant", "content": text} for text in ("a call", "<think>so")]
+        ids = load_tokenizer("tiny-thinker")("<think>so").input_ids
+        return Mock(completions=[said], tokens=TokenRows([[1]], [ids]))
+
+    monkeypatch.setattr("rloo_kit.export.chat._tool_loop", lambda *_: Mock(sample=sample))
+    talk(run, QUESTION, QUESTION)
+    assert given[1] == [QUESTION, "a call", "", QUESTION]
 
 
 @pytest.mark.long
@@ -193,9 +209,12 @@ def test_server_takes_what_is_free_of_a_card_and_the_bits_of_the_run(
     base = tmp_path / "of-a-bnb-4bit" / "toy"  # the name of another folder says nothing
     base.mkdir(parents=True)
     (tmp_path / "run/run.yaml").write_text(f"model: {{name: {base}}}\n")
-    for config in ({}, {"quantization_config": {"quant_method": "mxfp4"}}):
+    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    none = {"quantization_config": None}
+    for config in (none, packed, {"text_config": packed}, {"text_config": none}):
         (base / "config.json").write_text(json.dumps(config))  # where vLLM reads the bits
-        assert ("--quantization" in server_command(tmp_path / "run")) == (not config)
+        is_packed = "mxfp4" in str(config)
+        assert ("--quantization" in server_command(tmp_path / "run")) == (not is_packed)
 
 
 def test_server_renders_prompts_as_the_run_did(run, with_vllm, tmp_path):

@@ -99,11 +99,15 @@ def test_adapter_is_copied_with_its_base_named(run, tmp_path):
 @pytest.mark.long
 def test_adapter_keeps_its_processor_and_its_code(run, tmp_path):
     adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
-    others = ("preprocessor_config.json", "processor_config.json", "own.py")
-    for name in others:
+    others = ("preprocessor_config.json", "processor_config.json", "own.py", "part.py")
+    for name in (*others, "mine.py"):
         (adapter / name).write_text("{}")
+    (adapter / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "own.Own"}}')
+    (adapter / "own.py").write_text("from .part import Own\n")
     folder, *_ = export(adapter, "adapter", tmp_path / "a")
-    assert {*others} <= {file.name for file in folder.iterdir()}
+    there = {file.name for file in folder.iterdir()}
+    assert {*others} <= there
+    assert "mine.py" not in there  # no config names it
     folder, *_ = export(adapter, "merged", tmp_path / "m", check=False)
     assert {*others[:2]} <= {file.name for file in folder.iterdir()}
 
@@ -456,6 +460,15 @@ def test_a_checkpoint_is_exported_with_the_template_of_its_run(run, tmp_path):
         shutil.copy(file, tmp_path / "run/checkpoint-1")
     folder, *_ = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "a")
     assert load_tokenizer(folder).chat_template == template
+    (tmp_path / "mine.jinja").unlink()
+    folder, _, said = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "b")
+    assert "note: the export has no tokenizer with the run's chat template" in said[0]
+    folder.rename(tmp_path / "run/adapter")
+    load_tokenizer(TINY_THINKER).save_pretrained(tmp_path / "run/adapter")
+    (tmp_path / "run/adapter/chat_template.jinja").write_text(template)
+    folder, _, said = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "c")
+    assert load_tokenizer(folder).chat_template == template
+    assert len(said) == 1
 
 
 def test_title_has_the_whole_name_of_the_base(run, tmp_path):

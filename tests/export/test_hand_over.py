@@ -15,7 +15,7 @@ from PIL import Image
 
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.errors import RewardLoadError
+from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.export.hand_over import hand_over
 from rloo_kit.export.verl_settings import ASSETS
 from rloo_kit.job import PreparedJob, read_config
@@ -198,6 +198,11 @@ def test_prompts_with_images_are_refused_and_a_failure_leaves_no_folder(
     monkeypatch.setattr("rloo_kit.export.hand_over._write_rewards", fail)
     assert main(["hand-over", "quickstart", *words]) == 2
     assert {one.name for one in tmp_path.iterdir()} == {"image.png", "p.jsonl", "run.yaml"}
+
+
+def test_a_folder_that_cannot_be_created_is_refused(run_file):
+    with pytest.raises(ConfigError, match=r"cannot be written .*: give another folder"):
+        hand_over(run_file, output=run_file / "made")
 
 
 @pytest.mark.parametrize(

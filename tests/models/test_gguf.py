@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.gguf import GGUF_TOKENIZER_ARCHS
 
 import rloo_kit as rk
 from rloo_kit.errors import ModelError
@@ -200,6 +201,7 @@ def test_the_tokenizer_read_first_is_that_of_transformers(tmp_path, architecture
     slow = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     slow.add_tokens([*THINK, "<|turn|>"])  # which it splits
     assert answers(read_tokenizer(path))[:3] == answers(slow)[:3]
+    assert architecture not in GGUF_TOKENIZER_ARCHS  # transformers' own table stays
 
 
 def test_the_folder_is_reused_until_the_file_changes(tmp_path):

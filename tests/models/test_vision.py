@@ -87,6 +87,20 @@ def test_rows_with_images_have_a_checksum_of_their_pixels():
     assert checksum("red") == checksum("red") != checksum("blue")
 
 
+def test_a_trainer_loads_the_processor_if_only_the_tokenizer_was_loaded(folder, tmp_path):
+    model, _ = load(folder)
+    save_squares(tmp_path)
+    trainer = rk.LeaveOneOutTrainer(
+        model=rk.attach_lora(model, r=2),
+        reward_funcs="accuracy",
+        train_dataset=rk.load_prompts(tmp_path / "squares.jsonl"),
+        args=rk.LeaveOneOutConfig(
+            str(tmp_path), per_device_train_batch_size=8, max_completion_length=16, doctor=False
+        ),
+    )
+    assert trainer.processing_class.image_processor is not None
+
+
 @pytest.mark.long
 def test_a_run_trains_resumes_and_keeps_thumbnails(tmp_path, folder, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -436,3 +436,6 @@ def test_the_announcement_comes_before_the_weights(tmp_path):
     with pytest.raises(ModelError):
         rk.train("quickstart", [f"model.name={tmp_path / 'model'}"], say=lines.append)
     assert lines[-1] == f"loading {tmp_path / 'model'}"
+    with pytest.raises(ModelError):
+        rk.train("quickstart", ["model.name=./model"], say=lines.append)
+    assert lines[-1] == "loading ./model"  # as the user wrote it

@@ -224,7 +224,7 @@ def test_hub_names_are_compared_and_folders_are_not(served, model, same, serve):
         client(server.url, needs)
 
 
-def test_the_command_has_what_the_run_needs():
+def test_the_command_has_what_the_run_needs(tmp_path):
     assert NEEDS.command == (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve Qwen/Qwen3-4B-Thinking-2507 "
         "--enable-lora --max-lora-rank 16 --max-model-len 2048 --logprobs-mode processed_logprobs "
@@ -233,6 +233,12 @@ def test_the_command_has_what_the_run_needs():
     packed = Needs("unsloth/Qwen3-4B-bnb-4bit", 512, 20, in_4bit=True).command
     assert "--max-lora-rank 32" in packed
     assert "--quantization" not in packed
+    folder = tmp_path / "of-a-bnb-4bit"  # the name of a folder says nothing
+    folder.mkdir()
+    for config in ({}, {"quantization_config": {"quant_method": "gptq"}}):
+        (folder / "config.json").write_text(json.dumps(config))
+        command = Needs(str(folder), 512, 20, in_4bit=True).command
+        assert ("--quantization" in command) == (not config)
     pinned = Needs("me/any", 512, 20, in_4bit=False, revision="v1").command
     assert pinned.endswith(" --revision v1")
     assert "--quantization" not in Needs("me/any", 512, 20, in_4bit=False).command

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,6 +97,17 @@ def test_rewards_read_the_template_of_the_tokenizer_that_the_trainer_takes(
     made = new_trainer(processing_class=None, reward_funcs="accuracy")
     assert made.processing_class.chat_template == policy[1].chat_template
     assert made.reward_funcs[0].reward.thought_opened is True
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_under_unsloth_each_process_loads_the_model_on_its_own_card(monkeypatch, processes):
+    patched = type("UnslothRLOOTrainer", (), {"__module__": "unsloth_compiled_cache"})
+    monkeypatch.setattr(trainer, "RLOOTrainer", patched)
+    load = Mock()
+    monkeypatch.setattr(trainer, "create_model_from_path", load)
+    args = Mock(seed=1, sync_ref_model=False, model_init_kwargs=None, world_size=processes)
+    trainer._prepare_policy({"model": "org/model", "processing_class": Mock()}, args, {})
+    assert ("device_map" in load.call_args.kwargs) == (processes > 1)
 
 
 def test_arguments_in_trls_order_are_refused(policy, config):
