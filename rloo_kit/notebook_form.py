@@ -138,7 +138,7 @@ class Form:
 
         Raises:
             ConfigError: A field has an error. Nothing is written.
-            OSError: The file cannot be written.
+            DiskError: The file cannot be written.
         """
         values = {name: field.value.strip() for name, field in self.fields.items()}
         content = dict(self._content)

@@ -99,7 +99,8 @@ def is_disk_error(exc: Exception) -> bool:
 
     # a bare Exception of tokenizers; a RuntimeError of the file in which torch.save writes
     texts = ("(os error ", "inline_container")
-    return isinstance(exc, OSError | SafetensorError) or any(one in str(exc) for one in texts)
+    kinds = OSError | SafetensorError | DiskError
+    return isinstance(exc, kinds) or any(one in str(exc) for one in texts)
 
 
 @contextlib.contextmanager
@@ -121,8 +122,8 @@ def whole_folder(goal: Path) -> Iterator[Path]:
         if not is_disk_error(exc):
             raise
         raise ModelError(
-            f"{str(goal)!r} cannot be written ({first_line(exc)}): free some space, or choose "
-            "another folder"
+            f"{str(goal)!r} cannot be written ({first_line(exc.__cause__ or exc)}): free some "
+            "space, or choose another folder"
         ) from exc
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -150,7 +151,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             "the folder writable"
         ) from exc
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the same error again
+            part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object, *, indent: int | None = None) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rloo_kit.errors import ConfigError, DiskError
+from rloo_kit.errors import ConfigError, DiskError, ModelError
 from rloo_kit.job import run_file_in
 from rloo_kit.output_folder import (
     check_writable,
@@ -16,6 +16,7 @@ from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
     make_run_folder,
+    whole_folder,
     write_json,
 )
 
@@ -121,6 +122,21 @@ def test_a_folder_that_may_not_be_entered_is_no_run(tmp_path, monkeypatch):
     assert latest_folder(closed) is None
     with pytest.raises(ConfigError, match=r"it has no run.yaml: give a run file"):
         run_file_in(closed)
+
+
+def test_what_cannot_be_written_is_said_and_not_the_clean_up(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"r.json' cannot be written \(Not a directory\)"):
+        write_json(tmp_path / "file" / "r.json", {})
+
+
+def test_an_export_and_not_its_hidden_part_is_named(tmp_path):
+    def export():
+        with whole_folder(tmp_path / "merged") as part:
+            write_json(part / "missing" / "card.json", {})
+
+    with pytest.raises(ModelError, match=r"merged' cannot be written \(\[Errno 2\] No such file"):
+        export()
 
 
 # --- the lock -------------------------------------------------------------------------------------
