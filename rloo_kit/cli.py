@@ -14,7 +14,6 @@ The exit codes are:
 import argparse
 import contextlib
 import io
-import os
 import re
 import sys
 import time
@@ -24,7 +23,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.stopping import Terminated, exit_code, terminate_as_interrupt
+from rloo_kit.checkpoints.stopping import (
+    Terminated,
+    exit_code,
+    silence,
+    terminate_as_interrupt,
+)
 from rloo_kit.errors import ConfigError, KitError, ProcessEndedError
 from rloo_kit.machine.processes import is_first
 from rloo_kit.text.redaction import redact, redacted_logs, redacting, remember_arguments
@@ -59,25 +63,34 @@ def _run(words: list[str]) -> int:
         with terminate_as_interrupt(), warnings.catch_warnings():
             # catch_warnings restores the old function
             warnings.showwarning = _show_warning
-            code = call(**options) or 0
-            sys.stdout.flush()
-            return code
+            return call(**options) or 0
     except BrokenPipeError:  # the reader of the output has ended, as in `rloo-kit ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KitError as exc:
         if not (is_first() or isinstance(exc, ProcessEndedError)):
             # if the first process fails too, the launcher ends this process before it prints
             time.sleep(LAUNCHER_SECONDS)
-        print(f"rloo-kit: {redact(str(exc))}", file=sys.stderr)
+        _complain(f"rloo-kit: {redact(str(exc))}")
         return 2
     except KeyboardInterrupt as exc:
         if is_first():
-            print("rloo-kit: interrupted", file=sys.stderr)
+            _complain("rloo-kit: interrupted")
         return exit_code(exc)
     except Exception:
-        print(redact(traceback.format_exc()), file=sys.stderr, end="")
+        _complain(redact(traceback.format_exc()).rstrip())
         return 1
+    finally:
+        for output in (sys.stdout, sys.stderr):
+            try:
+                output.flush()
+            except OSError:  # Python would fail to write the rest, and replace the exit code
+                silence(output.fileno())
+
+
+def _complain(text: str) -> None:
+    """Print a text to stderr; a terminal that is gone must not change the exit code."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _show_warning(
@@ -86,8 +99,7 @@ def _show_warning(
     """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if is_first() and (of_the_kit or issubclass(category, FutureWarning | UserWarning)):
-        with contextlib.suppress(OSError):  # the terminal may be gone; Python ignores that too
-            print(f"note: {redact(str(message))}", file=sys.stderr)
+        _complain(f"note: {redact(str(message))}")
 
 
 # --- the parser ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ SCORED_STEPS = 4
 class ResumableTrainer(Trainer):
     """A ``Trainer`` that resumes exactly from its checkpoints, and saves before a signal ends it.
 
-    After Ctrl-C or SIGTERM it finishes the step in progress, writes a checkpoint (unless
+    After Ctrl-C, SIGTERM or SIGHUP it finishes the step in progress, writes a checkpoint (unless
     ``save_strategy`` is "no") and stops. A subclass has its own state in ``state_dict`` and
     ``load_state_dict``.
     """
@@ -106,9 +106,9 @@ class ResumableTrainer(Trainer):
     ) -> Any:
         """Train, and save the last finished step if training ends early.
 
-        After Ctrl-C or SIGTERM the optimizer step in progress is finished, a checkpoint is written
-        (unless ``save_strategy`` is "no"), and KeyboardInterrupt is raised. A second signal raises
-        it at once.
+        After Ctrl-C, SIGTERM or SIGHUP the optimizer step in progress is finished, a checkpoint is
+        written (unless ``save_strategy`` is "no"), and KeyboardInterrupt is raised. A second signal
+        raises it at once.
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint or of a run; True for the run in
@@ -119,7 +119,7 @@ class ResumableTrainer(Trainer):
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
             KeyboardInterrupt: A signal stopped the training; the subclass ``Terminated`` if it was
-                SIGTERM.
+                SIGTERM or SIGHUP.
         """
         self._snapshot = self.state_read = self.stop_reason = None
         self.saved_at = 0  # step of the last checkpoint

@@ -52,6 +52,12 @@ def interrupt_for(received: int) -> KeyboardInterrupt:
     return Terminated(signal.Signals(received).name)
 
 
+def silence(output: int) -> None:
+    """Send to the null device what is written to a file descriptor from now on."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), output)
+
+
 @contextlib.contextmanager
 def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
     """Handle signals with ``handle`` while the body runs, and then restore the earlier handlers.
@@ -69,8 +75,9 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
     def call(number: int, frame: FrameType | None) -> None:
         for output in (1, 2) if number == HANGUP else ():
             with contextlib.suppress(OSError):  # it may be closed
-                if stat.S_ISCHR(os.fstat(output).st_mode):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+                # a terminal that is gone is still a device, but no terminal
+                if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
+                    silence(output)
         handle(number, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
@@ -152,7 +159,8 @@ def terminate_as_interrupt() -> Iterator[None]:
         Raises:
             Terminated: Always.
         """
-        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+        for one in ENDINGS:  # a second signal, perhaps the other, must not interrupt the clean-up
+            signal.signal(one, signal.SIG_IGN)
         raise interrupt_for(number)
 
     with handled(end, *ENDINGS):

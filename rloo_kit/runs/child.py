@@ -43,9 +43,9 @@ def call_in_child(
 ) -> Any:
     """Call ``function(*args, **keywords)`` in a subprocess, and return its result.
 
-    Ctrl-C and SIGTERM are forwarded to the subprocess (on Windows only Ctrl-C reaches it, sent by
-    the system), and the function may still return a result after them. A third signal kills the
-    subprocess. It is also killed if this process dies.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded to the subprocess (on Windows only Ctrl-C reaches it,
+    sent by the system), and the function may still return a result after them. A third signal kills
+    the subprocess. It is also killed if this process dies.
 
     Args:
         function: A function that can be imported by its module and name.
@@ -57,7 +57,7 @@ def call_in_child(
     Raises:
         SetupError: The subprocess ended without a result, for example because the system killed it.
         KeyboardInterrupt: A signal ended the subprocess before the function returned; the subclass
-            ``Terminated`` if it was SIGTERM.
+            ``Terminated`` if it was SIGTERM or SIGHUP.
         Exception: Any error that the function raises.
     """
     with tempfile.TemporaryDirectory(prefix="rloo-kit-child-") as folder:

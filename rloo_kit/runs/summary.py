@@ -33,7 +33,7 @@ class RunResult:
     after: Evaluation | None  # and after training; None if there are none
     steps: int
     seconds: float  # of the training alone, since the start or the last resume
-    interrupted: bool = False  # True after Ctrl-C or SIGTERM
+    interrupted: bool = False  # True after Ctrl-C, SIGTERM or SIGHUP
     terminated: bool = False  # True after SIGTERM or SIGHUP
     released: Released | None = None  # the memory that was released at the end
 

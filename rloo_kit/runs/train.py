@@ -55,7 +55,8 @@ def train(
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
             or a ``RunConfig``.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
-        say: Called with each line that is printed for the user.
+        say: Called with each line that is printed for the user. An OSError that it raises, as of a
+            closed terminal, does not end the run.
         resume: True: resume ``source`` if it is the folder of a run, else the newest run in
             ``output_dir``. A path: resume the run in that folder. The run continues from its newest
             valid checkpoint, or from step 0 if it has neither a checkpoint nor an adapter.
@@ -63,8 +64,9 @@ def train(
             happens if an earlier vLLM engine of this process could not free all of its memory.
 
     Returns:
-        The folder, the scores before and after training, and the released memory. After Ctrl-C or
-        SIGTERM the current step is finished, the adapter is saved, and ``interrupted`` is True.
+        The folder, the scores before and after training, and the released memory. After Ctrl-C,
+        SIGTERM or SIGHUP the current step is finished, the adapter is saved, and ``interrupted`` is
+        True.
 
     Raises:
         KitError: The run cannot start or continue; the message says what to change. If this
@@ -80,7 +82,7 @@ def train(
         from rloo_kit.runs.child import call_in_child
 
         return call_in_child(train, (source, overrides), say, resume=resume)
-    say = redacting(say if is_first() else lambda _: None)
+    say = _unheard(redacting(say)) if is_first() else lambda _: None
     config, base = read_config(source, overrides)
     job = PreparedJob(config, base, say)
     with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
@@ -105,6 +107,16 @@ def train(
     if is_first():
         summary.conclude(say, result)
     return result
+
+
+def _unheard(say: Say) -> Say:
+    """Return ``say`` without its errors: a closed terminal or pipe must not cost a run its work."""
+
+    def call(line: str) -> None:
+        with contextlib.suppress(OSError):
+            say(line)
+
+    return call
 
 
 # --- preparation ---------------------------------------------------------------------------------

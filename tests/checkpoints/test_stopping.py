@@ -145,14 +145,17 @@ with terminate_as_interrupt():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGTERM, 5), (signal.SIGHUP, 2)]
+    "numbers",
+    [[signal.SIGINT], [signal.SIGTERM] * 5, [signal.SIGHUP] * 2, [signal.SIGTERM, signal.SIGHUP]],
+    ids=str,
 )
-def test_a_signal_while_loading_cleans_up(number, times, tmp_path):
+def test_a_signal_while_loading_cleans_up(numbers, tmp_path):
+    """Systemd sends SIGTERM and then SIGHUP."""
     child = python(LOADS, tmp_path / "part")
-    for _ in range(times):
+    for number in numbers:
         child.send_signal(number)
         time.sleep(0.005)
-    assert rest_of(child) == ([], 130 if number == signal.SIGINT else 143)
+    assert rest_of(child) == ([], 130 if numbers[0] == signal.SIGINT else 143)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,6 +168,23 @@ def test_sigterm_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_sighup_silences_no_terminal_that_is_there():
+    """As after `kill -HUP`: the rest of the output is shown."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-u", "-c", STEPS, "0.3"])
+    text = b""
+    while b"begun" not in text:
+        text += os.read(terminal, 1 << 16)
+    os.kill(pid, signal.SIGHUP)
+    with contextlib.suppress(OSError):  # the process has ended
+        while chunk := os.read(terminal, 1 << 16):
+            text += chunk
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
+    assert b"saved SIGHUP" in text
 
 
 # --- with children --------------------------------------------------------------------------------

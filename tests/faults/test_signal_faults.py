@@ -1,6 +1,7 @@
 """Signals, two runs in one folder, an output that nobody reads."""
 
 import fcntl
+import io
 import os
 import pty
 import signal
@@ -67,9 +68,34 @@ def test_a_closed_terminal_stops_after_the_step(trial):
 
 def test_a_run_that_ignores_the_end_of_its_terminal_finishes(trial):
     """As after `disown`: printing fails, and nothing else."""
-    train_until_the_terminal_closes(trial, signal.SIG_IGN)
+    assert train_until_the_terminal_closes(trial, signal.SIG_IGN) == 0
     assert trial.ended["how"] == "finished"
     assert trial.differs() == []
+
+
+def test_a_terminal_that_closes_over_a_pipe_loses_no_step(trial):
+    """As with `rloo-kit train ... | tee log`: SIGHUP ends tee too, and the pipe is broken."""
+    read, write = os.pipe()
+
+    def use_pipe():
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(write, number)
+            buffer = io.FileIO(number, "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(buffer), write_through=True))
+        os.close(read)
+        os.close(write)
+
+    life = trial.begin(before=use_pipe)
+    os.close(write)
+    text = b""
+    while b"step 1/" not in text:
+        text += os.read(read, 1 << 16)
+    os.close(read)
+    life.signal(signal.SIGHUP)
+    assert life.finish() == 143
+    assert trial.ended["how"] == "interrupted"
+    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    trial.keeps_all(trial.saved)
 
 
 @pytest.mark.fault(
