@@ -4,11 +4,13 @@ This is the only module that creates models.
 """
 
 import contextlib
+import errno
 import functools
 import inspect
 import os
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +49,9 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-FULL = "No space left on device"
+FULL = ("No space left on device", "Disk quota exceeded")
+# Errors of a cache in which nothing can be stored; others are of the network or of its settings
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NOT_STORED = (
     "cannot be stored in the hub's cache ({}): free some space there, or set HF_HOME to a folder "
     "that can be written"
@@ -621,10 +625,13 @@ def _ask_hub(name: str, revision: str | None) -> str:
     except Exception as exc:  # a proxy that refuses or cannot be used raises errors of all classes
         other = (
             f"cannot be looked up on the hub ({type(exc).__name__}: {first_line(exc)}): check the "
-            "network and the proxy (ALL_PROXY, HTTPS_PROXY), or give a local folder"
+            "network and the proxy (ALL_PROXY, HTTPS_PROXY), the certificates (SSL_CERT_FILE), "
+            "or give a local folder"
         )
         reason = next((text for kind, text in reasons.items() if isinstance(exc, kind)), other)
-        if getattr(exc, "errno", None) or FULL in str(exc):  # of the system, not of the network
+        if number := getattr(exc, "errno", None):  # of the system, not an answer of the hub
+            reason = other
+        if number in UNWRITABLE or any(text in str(exc) for text in FULL):
             reason = NOT_STORED.format(first_line(exc))
         raise ModelError(f"model {format_value(name)} {reason}") from exc
 
@@ -663,8 +670,9 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
                 "has no safetensors: if you trust it, load it with transformers and save it again "
                 "with save_pretrained"
             )
-        elif FULL in str(exc):
-            reason = NOT_STORED.format(first_line(exc))
+        elif any(text in str(exc) for text in FULL):
+            local = "finds a full disk ({}): free some space"
+            reason = (local if os.path.exists(name) else NOT_STORED).format(first_line(exc))
         elif is_out_of_memory(exc):
             reason = (
                 "does not fit into memory: close other programs, use a smaller model or, for "
@@ -729,23 +737,30 @@ def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any
     from unsloth import FastLanguageModel, FastVisionModel
 
     loader = FastVisionModel if images else FastLanguageModel
-    return loader.from_pretrained(source, **{"use_exact_model_name": _is_here(source)} | kwargs)
+    exact = _is_here(source, kwargs.get("load_in_4bit", True))
+    return loader.from_pretrained(source, **{"use_exact_model_name": exact} | kwargs)
 
 
-def _is_here(source: str) -> bool:
+def _is_here(source: str, load_in_4bit: bool) -> bool:
     """Return True if the weights of a model are on this machine and must be loaded from here.
 
     Unsloth replaces many hub names by its own copies, also the name of a folder in the working
     folder such as ``Qwen/Qwen3-4B``. In offline mode it would not find a copy that was never
-    downloaded.
+    downloaded; a copy that was downloaded is used, as an adapter may have been trained on it.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
+    def in_cache(name: str) -> bool:
+        weights = ("model.safetensors", "model.safetensors.index.json")
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in weights)
+
     if Path(source).is_dir():
         return True
-    weights = ("model.safetensors", "model.safetensors.index.json")
-    in_cache = (isinstance(try_to_load_from_cache(source, file), str) for file in weights)
-    return constants.HF_HUB_OFFLINE and any(in_cache)
+    if not constants.HF_HUB_OFFLINE or not in_cache(source):
+        return False
+    # Unsloth's table of copies; it is not imported on a CPU, where no name is replaced
+    table = sys.modules.get("unsloth.models.loader_utils")
+    return table is None or not in_cache(table.get_model_name(source, load_in_4bit))
 
 
 def _load_transformers(

@@ -1,6 +1,7 @@
 """A revision of a hub model, and a chat template from a file."""
 
 import shutil
+import sys
 from unittest import mock
 
 import pytest
@@ -76,6 +77,13 @@ def test_unsloths_copies_do_not_replace_weights_that_are_here(cache, tmp_path, m
             loading._load_unsloth(name, None, False)
             found.append(load.call_args.kwargs["use_exact_model_name"])
     assert found == [True, False, False, True, True, False]
+    # a copy of Unsloth that is in the cache too: an adapter may have been trained on it
+    for copy, exact in (("some-org/other", True), ("some-org/thinker", False)):
+        table = mock.Mock(get_model_name=mock.Mock(return_value=copy))
+        monkeypatch.setitem(sys.modules, "unsloth.models.loader_utils", table)
+        loading._load_unsloth("some-org/thinker", None, False, load_in_4bit=False)
+        assert load.call_args.kwargs["use_exact_model_name"] is exact
+        table.get_model_name.assert_called_once_with("some-org/thinker", False)
     loading._load_unsloth("Qwen/Qwen3-4B", None, False, use_exact_model_name=False)
     assert load.call_args.kwargs == {"use_exact_model_name": False}
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import ssl
 from pathlib import Path
 
 import httpx
@@ -94,10 +95,13 @@ def of_the_hub(kind):
             RuntimeError("Data processing error: No space left on device (os error 28)"),
             "stored in the hub's cache",
         ),
+        (RuntimeError("Disk quota exceeded (os error 122)"), "stored in the hub's cache"),
+        (FileNotFoundError(2, "No such file or directory"), "the certificates .SSL_CERT_FILE"),
+        (ssl.SSLError(9, "[X509] PEM lib"), "SSLError.*the certificates .SSL_CERT_FILE"),
         (httpx.ProxyError("407"), r"\(ProxyError: 407\): check the network and the proxy"),
         (ImportError("Using SOCKS proxy, but the 'socksio' package is not"), "and the proxy"),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_what_the_hub_answers_is_one_sentence(fault, says, monkeypatch):
     def answer(*_, **__):
@@ -117,6 +121,8 @@ def test_a_disk_that_is_full_of_weights_is_named(monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", full)
     with pytest.raises(rk.ModelError, match="stored in the hub's cache"):
         load_tokenizer("org/name")
+    with pytest.raises(rk.ModelError, match=r"finds a full disk .*: free some space"):
+        load_tokenizer(TINY_THINKER)
 
 
 @pytest.mark.parametrize("name", ["~nobody-here", "a\0b", "x" * 300, "no model"], ids=range(4))
