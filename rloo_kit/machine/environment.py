@@ -177,7 +177,7 @@ def load_env_file() -> str | None:
         load_dotenv(path)
     except (OSError, ValueError) as exc:  # such as the UTF-16 that PowerShell writes
         raise ConfigError(
-            f"{path!r} cannot be read ({first_line(exc)}): save it as UTF-8 text"
+            f"{path!r} cannot be read ({first_line(exc)}): make it readable UTF-8 text"
         ) from exc
     return path
 

@@ -135,10 +135,15 @@ def detect_hardware() -> Hardware:
             name = api.get_device_properties(api.current_device()).name
             try:
                 free, total = api.mem_get_info()
-            except RuntimeError as exc:  # no memory is left for a context of this process
+            except RuntimeError as exc:  # such as no memory for a context of this process
+                remedy = "restart this machine or container"
+                if re.search("out of memory|busy", str(exc)):
+                    remedy = (
+                        "end the other programs and notebook kernels that use it (nvidia-smi lists "
+                        "them)"
+                    )
                 raise BackendError(
-                    f"{name} cannot be used now ({first_line(exc)}): end the other programs and "
-                    "notebook kernels that use it (nvidia-smi lists them)"
+                    f"{name} cannot be used now ({first_line(exc)}): {remedy}"
                 ) from exc
             bf16 = api.is_bf16_supported(including_emulation=False)
             return Hardware(kind, name, total, free, bf16, api.device_count())
@@ -186,13 +191,14 @@ def check_card() -> str | None:
             f"(T4, RTX 20) to {max(built)[0]}.x: CUDA_VISIBLE_DEVICES chooses another card"
         )
     missing = None
+    cache = _triton_cache()
     if sys.platform == "linux":  # on Windows, Triton includes both
         if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
             missing = "C compiler: install gcc"
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
             missing = "Python.h: install python3-dev"
-        elif not os.access(nearest_folder(_triton_cache()), os.W_OK):
-            missing = "folder to write to: set HOME to one"
+        elif not os.access(nearest_folder(cache), os.W_OK):
+            missing = f"folder to write to ({cache} cannot be written): set TRITON_CACHE_DIR to one"
     return f"Triton compiles for the card and finds no {missing}" if missing else None
 
 
@@ -250,8 +256,8 @@ def why_not_unsloth(device: str) -> str | None:
     """
     if installed_version("unsloth") is None:
         return "Unsloth is not installed (pip install unsloth unsloth_zoo)"
-    if sys.platform == "darwin":  # its import replaces TRL's trainers by stubs
-        return "Unsloth trains with MLX on a Mac, and not with torch"
+    if sys.platform == "darwin" and device == "cpu":  # its import replaces TRL's trainers by stubs
+        return "Unsloth is not used on a Mac: with MLX installed it does not train with torch"
     if device == "cpu" and os.environ.get("UNSLOTH_DISABLE_CPU_FALLBACK") == "1":
         return "UNSLOTH_DISABLE_CPU_FALLBACK=1 is set, so Unsloth does not run without a GPU"
     return None

@@ -94,8 +94,10 @@ REFUSED = [
 def test_a_home_folder_that_cannot_be_written_is_named(why_not, monkeypatch, tmp_path):
     """As in a container whose user has no home folder: Triton stores compiled kernels there."""
     monkeypatch.setattr(os, "access", lambda path, _: path == tmp_path)
+    monkeypatch.setenv("HOME", "/nowhere")
     assert why_not() == (
-        "Triton compiles for the card and finds no folder to write to: set HOME to one"
+        "Triton compiles for the card and finds no folder to write to "
+        "(/nowhere/.triton/cache cannot be written): set TRITON_CACHE_DIR to one"
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     assert why_not() is None
@@ -119,6 +121,7 @@ def test_a_mac_trains_without_unsloth(monkeypatch):
     assert why_not_unsloth("cpu") is None
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "MLX" in why_not_unsloth("cpu")
+    assert why_not_unsloth("cuda") is None  # a plan for another machine
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,6 @@ def test_an_old_driver_stops_a_run_before_it_trains_on_the_cpu(tmp_path):
     program.chmod(0o755)
     code = """
 from rloo_kit.cli import main
-from rloo_kit.errors import BackendError
 print(main(["train", "qwen3-4b-thinking-12gb"]), main(["doctor"]))
 """
     done = subprocess.run(
@@ -216,4 +218,13 @@ def test_a_card_that_another_kernel_fills_is_one_sentence(monkeypatch):
     with pytest.raises(
         BackendError, match=r"^card 1 cannot be used now \(CUDA error: out of memory\): end the"
     ):
+        detect_hardware()
+
+
+def test_other_programs_are_not_blamed_for_a_broken_card(monkeypatch):
+    def broken():
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    see_cards(monkeypatch, broken)
+    with pytest.raises(BackendError, match=r"ECC error encountered\): restart this machine"):
         detect_hardware()

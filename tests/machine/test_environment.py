@@ -89,7 +89,7 @@ def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given
 def test_an_env_file_of_powershell_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("HF_TOKEN=hf_abc", encoding="utf-16")
-    with pytest.raises(ConfigError, match=r"\.env' cannot be read .*: save it as UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"\.env' cannot be read .*: make it readable UTF-8"):
         environment.load_env_file()
 
 
