@@ -120,9 +120,12 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
     return {"learning_rate": learning_rate, **length}
 
 
-def _next_command(source: object, overrides: Sequence[str], config: RunConfig, folder: Path) -> str:
+def _next_command(
+    source: str | Path | RunConfig, overrides: Sequence[str], config: RunConfig, folder: Path
+) -> str:
     """Return the command that starts a run which trains the adapter in ``folder`` further."""
-    words = ["rloo-kit", "train", "RUN.yaml" if isinstance(source, RunConfig) else str(source)]
+    file = "RUN.yaml" if isinstance(source, RunConfig) else Path(source).as_posix()
+    words = ["rloo-kit", "train", file]
     settings = [*overrides, f"model.name={folder.as_posix()}"]
     layers = lora_settings(folder, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
