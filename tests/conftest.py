@@ -2,12 +2,15 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from functools import cache
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything reads it
+if hasattr(signal, "SIGHUP"):  # programs that tests start would ignore it too, as after `nohup`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 PURE = {
     "text",

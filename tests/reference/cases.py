@@ -138,6 +138,7 @@ NOT_VARIED = {
     "use_cpu dataloader_pin_memory": "of the machine",
     "keep_best keep_last save_steps max_hours": "when a checkpoint is written: tests/checkpoints",
     "logging_steps num_completions_to_print report_to": "what is written: tests/live, tests/report",
+    "log_level log_level_replica": "what transformers prints",
     "reward_timeout_seconds": "seconds of a reward: tests/scoring",
     "max_tool_calling_iterations on_tool_error tool_timeout_seconds": "of tools: tests/tools",
     "max_skipped_steps stop_on": "when a run ends: tests/rloo, tests/diagnosis",

@@ -109,6 +109,7 @@ class RoughEngine:
 
     name = "a rough engine"
     sync_seconds = 0.0
+    max_length = 4096
     adapter_dtype = torch.float32
 
     def sync(self, model):
