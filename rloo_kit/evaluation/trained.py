@@ -60,12 +60,13 @@ class TrainedModel:
 
         The text of the chat template is in the place of its file.
         """
-        template = self.model.chat_template
+        section = self.config.model
+        template = section.chat_template
         if template is not None:
             with contextlib.suppress(OSError, UnicodeError):  # loading reports it
                 template = Path(template).expanduser().read_text(encoding="utf-8")
         unsloth = repr(sorted(self.config.unsloth.items()))
-        return replace(self.model, chat_template=template), unsloth
+        return replace(section, chat_template=template), unsloth
 
     def shape(self, **changes: Any) -> ModelShape:
         """Return the shape of the base. ``changes`` has the same meaning as for ``load_base``.
