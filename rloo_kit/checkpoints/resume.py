@@ -459,11 +459,19 @@ class ResumableTrainer(Trainer):
     # --- what belongs to a step ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the state that this trainer keeps from step to step."""
+        """Return copies of the state that this trainer keeps from step to step.
+
+        Raises:
+            NotImplementedError: The subclass does not define this method.
+        """
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned."""
+        """Load a state that ``state_dict`` returned.
+
+        Raises:
+            NotImplementedError: The subclass does not define this method.
+        """
         raise NotImplementedError
 
     def notify(self, event: str, **values: Any) -> None:

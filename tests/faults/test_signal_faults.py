@@ -35,6 +35,14 @@ def test_a_signal_stops_after_the_step(trial, number, code):
         trial.keeps_all(trial.saved)
 
 
+def close_after_a_step(output):
+    """Read what a run prints until it has trained a step, then close this end."""
+    text = b""
+    while b"step 1/" not in text:
+        text += os.read(output, 1 << 16)
+    os.close(output)
+
+
 def train_until_the_terminal_closes(trial, hangup):
     """Train in a terminal that is closed after step 1; return the exit code."""
     terminal, inner = pty.openpty()
@@ -50,10 +58,7 @@ def train_until_the_terminal_closes(trial, hangup):
 
     life = trial.begin(before=use_terminal)
     os.close(inner)
-    text = b""
-    while b"step 1/" not in text:
-        text += os.read(terminal, 1 << 16)
-    os.close(terminal)
+    close_after_a_step(terminal)
     return life.finish()
 
 
@@ -87,10 +92,7 @@ def test_a_terminal_that_closes_over_a_pipe_loses_no_step(trial):
 
     life = trial.begin(before=use_pipe)
     os.close(write)
-    text = b""
-    while b"step 1/" not in text:
-        text += os.read(read, 1 << 16)
-    os.close(read)
+    close_after_a_step(read)
     life.signal(signal.SIGHUP)
     assert life.finish() == 143
     assert trial.ended["how"] == "interrupted"
