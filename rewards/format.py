@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import regex  # re has no time limit; transformers needs this package too
+
 from rloo_kit.errors import RewardLoadError
 
 from ._text import THINK_OPEN, check_choices

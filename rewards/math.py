@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import regex  # re has no pattern for nested braces
+
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completions, Scores
 
