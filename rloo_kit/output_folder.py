@@ -8,11 +8,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo_kit.errors import ConfigError, DiskError, ModelError
+from rloo_kit.errors import ConfigError, DiskError, KitError, ModelError
 from rloo_kit.text.wording import first_line
 
 
@@ -93,14 +93,29 @@ def latest_folder(wanted: str | Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def is_disk_error(exc: Exception) -> bool:
-    """Return True for an error of the system, also as the libraries that write files raise it."""
+@contextlib.contextmanager
+def disk_errors(kind: type[KitError], what: str, remedy: str) -> Iterator[None]:
+    """Raise an error of the kit for each error of the disk in a ``with`` block that writes files.
+
+    Args:
+        kind: Class of the error to raise.
+        what: What could not be written, as the beginning of its message.
+        remedy: What the user can do, as its end.
+
+    Raises:
+        KitError: The error ``kind``: the disk is full, or a file or folder cannot be written.
+    """
     from safetensors import SafetensorError
 
-    # a bare Exception of tokenizers; a RuntimeError of the file in which torch.save writes
-    texts = ("(os error ", "inline_container")
-    kinds = OSError | SafetensorError | DiskError
-    return isinstance(exc, kinds) or any(one in str(exc) for one in texts)
+    try:
+        yield
+    except Exception as exc:
+        # a bare Exception of tokenizers; a RuntimeError of the file in which torch.save writes
+        texts = ("(os error ", "inline_container")
+        of_disk = isinstance(exc, OSError | SafetensorError | DiskError)
+        if not (of_disk or any(text in str(exc) for text in texts)):
+            raise
+        raise kind(f"{what} ({first_line(exc.__cause__ or exc)}): {remedy}") from exc
 
 
 @contextlib.contextmanager
@@ -113,18 +128,13 @@ def whole_folder(goal: Path) -> Iterator[Path]:
         ModelError: The folder cannot be written.
     """
     part = goal.with_name(f".{goal.name}.partial")
+    what = f"{str(goal)!r} cannot be written"
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        part.rename(goal)
-    except Exception as exc:
-        if not is_disk_error(exc):
-            raise
-        raise ModelError(
-            f"{str(goal)!r} cannot be written ({first_line(exc.__cause__ or exc)}): free some "
-            "space, or choose another folder"
-        ) from exc
+        with disk_errors(ModelError, what, "free some space, or choose another folder"):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            yield part
+            part.rename(goal)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -164,6 +174,16 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
     # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
     write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> None:
+    """Write a .jsonl file atomically; what JSON cannot hold is written as text.
+
+    Raises:
+        DiskError: The file cannot be written. Its old content is unchanged.
+    """
+    lines = "".join(f"{json.dumps(row, default=str)}\n" for row in rows)
+    write_atomically(path, lines.encode())
 
 
 def without_nan(value: object) -> Any:

@@ -45,7 +45,7 @@ from rloo_kit.checkpoints.state import (
 from rloo_kit.checkpoints.stopping import interrupt_for, stop_signals
 from rloo_kit.checkpoints.store import (
     Checkpoint,
-    disk_errors,
+    checkpoint_errors,
     find_checkpoint,
     list_steps,
     prune_checkpoints,
@@ -225,7 +225,7 @@ class ResumableTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint for the step that has just ended."""
         if self.by_trl:
-            with disk_errors(Path(self.args.output_dir), self.state.global_step):
+            with checkpoint_errors(Path(self.args.output_dir), self.state.global_step):
                 super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
         else:
@@ -272,7 +272,7 @@ class ResumableTrainer(Trainer):
             about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
             if self.by_trl:
                 folder = run / f"checkpoint-{step}"
-                with disk_errors(run, step):
+                with checkpoint_errors(run, step):
                     write_tree(folder, snapshot)
                     seal_checkpoint(folder, step, **about)
             else:

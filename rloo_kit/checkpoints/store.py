@@ -17,14 +17,15 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import CheckpointError, DiskError
-from rloo_kit.output_folder import is_disk_error, read_json
-from rloo_kit.text.wording import first_line, format_name, format_value
+from rloo_kit.output_folder import disk_errors, read_json
+from rloo_kit.text.wording import format_name, format_value
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -74,7 +75,7 @@ def write_checkpoint(
     part = run / f".checkpoint-{step}.part"
     final = run / f"checkpoint-{step}"
     try:
-        with disk_errors(run, step):
+        with checkpoint_errors(run, step):
             run.mkdir(parents=True, exist_ok=True)
             # Hidden folders that were left by a killed process
             for left in run.glob(".checkpoint-*.*"):
@@ -91,26 +92,18 @@ def write_checkpoint(
     return final
 
 
-@contextlib.contextmanager
-def disk_errors(run: Path, step: int) -> Iterator[None]:
-    """Raise ``DiskError`` for the errors of the system and of libraries that write a checkpoint.
+def checkpoint_errors(run: Path, step: int) -> AbstractContextManager[None]:
+    """Return a context in which an error of the disk becomes a ``DiskError`` about a checkpoint.
 
     Args:
         run: Folder of the run, for the message.
         step: Number of optimizer steps so far, for the message.
-
-    Raises:
-        DiskError: The disk is full, or the folder cannot be written to.
     """
-    try:
-        yield
-    except Exception as exc:
-        if not is_disk_error(exc):
-            raise
-        raise DiskError(
-            f"checkpoint {step} could not be written to {str(run)!r} ({first_line(exc)}): "
-            f"free some space or make the folder writable, and resume with --resume"
-        ) from exc
+    return disk_errors(
+        DiskError,
+        f"checkpoint {step} could not be written to {str(run)!r}",
+        "free some space or make the folder writable, and resume with --resume",
+    )
 
 
 def seal_checkpoint(folder: Path, step: int, *, facts: dict[str, Any], score: float | None) -> None:

@@ -1,7 +1,6 @@
 """``rloo-kit eval``: scores of several models on the same prompts, and their differences."""
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +13,7 @@ from rloo_kit.evaluation.held_out import HeldOut, read_held_out
 from rloo_kit.evaluation.statistics import Difference, difference
 from rloo_kit.evaluation.trained import TrainedModel, find_trained, load_base
 from rloo_kit.machine.cleanup import release, session
-from rloo_kit.output_folder import check_writable, read_json, write_atomically, write_json
+from rloo_kit.output_folder import check_writable, read_json, write_json, write_rows
 from rloo_kit.report.page import write_report
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.text.redaction import redact_tree
@@ -287,8 +286,7 @@ def write_results(
         say: Function that is called with a line of output.
     """
     results = [*(read_json(path) or {}).get(name, []), result]
-    lines = "".join(json.dumps(redact_tree(sample)) + "\n" for sample in samples)
     write_json(path, redact_tree({name: results}), indent=1)
-    write_atomically(path.with_name(f"{path.stem}_samples.jsonl"), lines.encode())
+    write_rows(path.with_name(f"{path.stem}_samples.jsonl"), map(redact_tree, samples))
     if (path.parent / "run.yaml").is_file():
         say(f"written to {path} and {write_report([path.parent])}")

@@ -16,7 +16,7 @@ from unittest.mock import patch
 from rloo_kit.errors import ModelError
 from rloo_kit.machine.environment import cache_folder
 from rloo_kit.machine.hardware import installed_version
-from rloo_kit.output_folder import is_disk_error
+from rloo_kit.output_folder import disk_errors
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.wording import first_line, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -70,15 +70,10 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
             f"{missing[0]!r}: join the parts of a split file with llama.cpp's `llama-gguf-split "
             "--merge`, or use the model's Hugging Face folder or name"
         )
-    try:
+    what = f"{format_value(str(path))} cannot be converted into {format_value(str(goal))}"
+    remedy = "free some space there, or set XDG_CACHE_HOME to another folder"
+    with disk_errors(ModelError, what, remedy):
         _write(model, tokenizer, goal)
-    except Exception as exc:
-        if not is_disk_error(exc):
-            raise
-        raise ModelError(
-            f"{format_value(str(path))} cannot be converted into {format_value(str(goal))} "
-            f"({first_line(exc)}); free some space there, or set XDG_CACHE_HOME to another folder"
-        ) from exc
     return goal
 
 
@@ -118,12 +113,12 @@ def _tokenizer_of(path: Path) -> Any:
 
     # transformers' fast reader knows one architecture, but can read all that have a converter. The
     # slow reader takes 4 s for 49,000 tokens, and AutoTokenizer runs it twice
-    known = {
+    readable = {
         name.removesuffix("_text").replace("_", separator): name
         for name in ggml.GGUF_TO_FAST_CONVERTERS
         for separator in ("", "-")
     }
-    with patch.dict(GGUF_TOKENIZER_ARCHS, known | GGUF_TOKENIZER_ARCHS):
+    with patch.dict(GGUF_TOKENIZER_ARCHS, readable | GGUF_TOKENIZER_ARCHS):
         kind_of_model, vocabulary, settings = get_gguf_tokenizer(str(path))
     backend, special = ggml.convert_gguf_tokenizer(kind_of_model, vocabulary)
     for name, value in settings.items():

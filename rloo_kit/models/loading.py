@@ -41,7 +41,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
-from rloo_kit.output_folder import is_disk_error
+from rloo_kit.output_folder import disk_errors
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -308,9 +308,7 @@ def attach_lora(
     settings["target_modules"] = _there(model, settings["target_modules"])
     try:
         return _new_adapter(model, settings, use_gradient_checkpointing, seed)
-    except Exception as exc:  # each setting raises another error in PEFT
-        if is_out_of_memory(exc):
-            raise
+    except (TypeError, ValueError, LookupError, AttributeError) as exc:  # PEFT's, by setting
         raise ConfigError(
             f"PEFT refuses the LoRA settings ({type(exc).__name__}: {first_line(exc)}): correct "
             "the one that it means"
@@ -500,7 +498,8 @@ def save_adapter(
     """
     folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")
-    try:
+    what = f"the adapter cannot be written to {str(folder)!r}"
+    with disk_errors(ModelError, what, "free some space or choose another output_dir"):
         if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG).exists():
             raise ModelError(
                 f"{str(folder)!r} contains files that do not belong to an adapter: give a new "
@@ -511,13 +510,6 @@ def save_adapter(
         model.save_pretrained(str(partial), selected_adapters=["default"], **given)
         tokenizer.save_pretrained(str(partial))
         _replace_adapter(folder, partial)
-    except Exception as exc:
-        if not is_disk_error(exc):
-            raise
-        raise ModelError(
-            f"the adapter cannot be written to {str(folder)!r} ({first_line(exc)}): free some "
-            "space or choose another output_dir"
-        ) from exc
     return folder
 
 

@@ -25,8 +25,8 @@ from rloo_kit.output_folder import (
     check_writable,
     free_folder,
     make_run_folder,
-    write_atomically,
     write_json,
+    write_rows,
 )
 from rloo_kit.reward_lab.check import RewardCheck
 from rloo_kit.reward_lab.probes import probe
@@ -330,12 +330,9 @@ def _examined(
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
-    lines = ""
-    for row in rows:
-        # A reward may read any column again: its name alone, such as answer_key, hides nothing
-        shown = {name: redact_tree(value) for name, value in row.items()}
-        lines += f"{json.dumps(shown, default=str)}\n"
-    write_atomically(folder / "completions.jsonl", lines.encode())
+    # A reward may read any column again: its name alone, such as answer_key, hides nothing
+    shown = ({name: redact_tree(value) for name, value in row.items()} for row in rows)
+    write_rows(folder / "completions.jsonl", shown)
     say(
         f"\nwritten to {folder}; to check again without the model, add "
         f"--completions {shell_path(folder / 'completions.jsonl')}"

@@ -4,7 +4,6 @@ If the completions of a prompt are all right or all wrong, their advantages are 
 learns only from prompts that its model solves sometimes, but not always.
 """
 
-import json
 import math
 import os
 import random
@@ -25,7 +24,7 @@ from rloo_kit.evaluation.evaluator import evaluate, settings_of
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
-from rloo_kit.output_folder import check_writable, write_atomically
+from rloo_kit.output_folder import check_writable, write_atomically, write_rows
 from rloo_kit.runs.child import call_in_child
 from rloo_kit.runs.precision import PRECISIONS, job_in, mismatch
 from rloo_kit.scoring.specs import with_weights
@@ -119,7 +118,7 @@ def calibrate(  # noqa: PLR0913
         data = _write_prompts(prompts_file, chosen.with_signal + kept, held_out)
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
-    _write_rows(completions_file, sampled)
+    write_rows(completions_file, sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
     say(f"{what}; train with rloo-kit train {shell_path(file)}")
     return file
@@ -133,19 +132,13 @@ def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
     write_atomically(file, f"# {comment}\n{settings}".encode())
 
 
-def _write_rows(file: Path, rows: Iterable[Row]) -> None:
-    """Write rows to a .jsonl file."""
-    text = "".join(f"{json.dumps(row, default=str)}\n" for row in rows)
-    write_atomically(file, text.encode())
-
-
 def _write_prompts(file: Path, train: list[Row], held_out: list[Row]) -> dict[str, Any]:
     """Write training and held-out prompts to one .jsonl file.
 
     Returns:
         The settings under ``data:`` with which a run reads both splits from this file.
     """
-    _write_rows(file, [*train, *held_out])
+    write_rows(file, [*train, *held_out])
     used_up = ("num_prompts", "columns", "config", "level", "settings", "max_prompt_quantile")
     return dict.fromkeys(used_up) | {
         "prompts": file.name,

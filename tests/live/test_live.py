@@ -90,7 +90,7 @@ def test_pipe_gets_one_line_per_step_and_finding():
         view = PlainLines()
         with contextlib.redirect_stdout(stream):
             state = start(view, max_steps=3)
-            for findings in ([], [FINDING], [FINDING]):  # told right before their step is logged
+            for findings in ([], [FINDING], [FINDING]):  # right before their step is logged
                 view.on_findings(None, state, None, findings=findings)
                 make_step(view, state)
             view.on_log(None, state, None, logs=SUMMARY)

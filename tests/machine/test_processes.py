@@ -87,7 +87,7 @@ def test_a_signal_that_comes_after_all_have_decided_waits_for_the_next_decision(
         return [*rows, (None, None)]
 
     monkeypatch.setattr(resume, "gather_object", gather)
-    assert not resume.ResumableTrainer.stop_if_asked(own)  # the other process goes on too
+    assert not resume.ResumableTrainer.stop_if_asked(own)  # the other process continues too
     assert not own.control.should_training_stop
     assert resume.ResumableTrainer.stop_if_asked(own)
     assert (own.control.should_training_stop, own._signals.received) == (True, 15)
