@@ -182,29 +182,38 @@ def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
     assert sdpa_attention.use_gqa_in_sdpa is asked
 
 
-@pytest.mark.parametrize(("length", "computed_in"), [(1, torch.bfloat16), (6, torch.float32)])
-def test_attention_on_a_cpu_is_that_of_transformers(length, computed_in, monkeypatch):
-    """Also with a mask by keyword, as some models call it."""
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(
+    ("length", "passed"),
+    [
+        (1, (torch.bfloat16, (2, 2, 3, 8))),  # the 3 heads of a group as tokens
+        (6, (torch.float32, (2, 6, 6, 8))),
+    ],
+)
+def test_attention_on_a_cpu_is_that_of_transformers(length, passed, masked, monkeypatch):
+    """Also with a mask by keyword, as some models call it, and in a block within a block."""
     torch.manual_seed(0)
     kernel = torch.nn.functional.scaled_dot_product_attention
-    dtypes = []
+    queries = []
 
     def noting(query, *rest, **how):
-        dtypes.append(query.dtype)
+        queries.append((query.dtype, tuple(query.shape)))
         return kernel(query, *rest, **how)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    query = torch.randn(2, 4, length, 8, dtype=torch.bfloat16)
+    query = torch.randn(2, 6, length, 8, dtype=torch.bfloat16)
     key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.bfloat16)
-    mask = torch.zeros(2, 1, length, 6, dtype=torch.bfloat16)
-    mask[1, :, :, :2] = torch.finfo(torch.bfloat16).min
-    module = types.SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    mask = torch.zeros(2, 1, length, 6, dtype=torch.bfloat16) if masked else None
+    if masked:
+        mask[1, :, :, :2] = torch.finfo(torch.bfloat16).min
+    module = types.SimpleNamespace(num_key_value_groups=3, is_causal=True)
     expected, _ = sdpa_attention.sdpa_attention_forward(module, query, key, value, mask)
-    with fast_attention(query.device):
+    with fast_attention(query.device), fast_attention(query.device):
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
         found, _ = attend(module, query, key, value, attention_mask=mask, scaling=None)
-    assert dtypes == [torch.bfloat16, computed_in]
+    assert queries[1:] == [passed]
     assert found.dtype is torch.bfloat16
+    assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention.sdpa_attention_forward
 
