@@ -315,7 +315,9 @@ class LeaveOneOutTrainer(StepTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        if not self.by_trl:  # the parts of the kit's step refer to tensors
+        if self.by_trl:
+            self.release_batch_and_engine()
+        else:  # the parts of the kit's step refer to tensors
             self.sampler.canary = self.sampler.engine = self.sampler.model = None
             self.policy.model = self.policy.ref_model = None
             self.rloo.rollout = None
