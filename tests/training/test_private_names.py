@@ -31,6 +31,7 @@ USED = {
     ("sampling/decoding.py", "_update_model_kwargs_for_generation"): "generate's own next step",
     ("training/trl_step.py", "_ChunkedLogProbFunction"): "TRL's head has no other name",
     ("training/trl_step.py", "_tool_call_loop"): "TRL's RLOO has no tools",
+    ("training/trl_step.py", "_buffered_inputs"): "the batch in use, which a release frees",
     ("training/trl_step.py", "_logs"): "the table that log_completions shows",
     ("training/trl_step.py", "_metrics"): "scores of held-out prompts are not TRL's evaluation",
 }
