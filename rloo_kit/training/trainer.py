@@ -37,6 +37,7 @@ from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
     adapter_values,
+    complete_reference,
     drop_old_reference,
     restore_adapter,
     starts_at_base,
@@ -265,6 +266,7 @@ class LeaveOneOutTrainer(StepTrainer):
         """
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
+        complete_reference(self.model)
         if reference is not None:  # prepare it like a reference that TRL has loaded
             self.beta = self.args.beta
             add_fused_lm_head(reference, temperature=self.temperature)

@@ -158,7 +158,7 @@ def test_plain_transformers_does_the_same():
     command = [sys.executable, "-c", ON_TRANSFORMERS, __file__, chosen]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "6 passed" in done.stdout
+    assert "7 passed" in done.stdout
 
 
 # --- the base ------------------------------------------------------------------------------------
@@ -250,7 +250,10 @@ def test_the_run_file_cannot_give_the_adapter_another_rank(adapter, rank):
 
 
 @pytest.mark.long
-def test_the_reference_is_the_adapter_as_it_was(adapter, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"trainable_token_indices": [1, 44]}], ids=["", "tokens"])
+def test_the_reference_is_the_adapter_as_it_was(tmp_path, more):
+    settings = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **more)
+    adapter = write_adapter(tmp_path / "adapter", settings)
     model, tokenizer = rk.load_model(adapter, max_seq_length=128)
     # k3 is never negative, so nothing cancels
     trainer = new_trainer(model, tokenizer, tmp_path / "run", beta=0.5, kl_estimator="k3")
