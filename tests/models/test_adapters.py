@@ -263,7 +263,8 @@ def test_the_reference_is_the_adapter_as_it_was(tmp_path, more):
     assert 0 <= first < 1e-9
     assert second > 1e-5
     reference = adapter_tensors(trainer.model, "ref")
-    assert all(torch.equal(reference[name], kept[name]) for name in kept)
+    # PEFT keeps the rows of tokens in the dtype of the base
+    assert all(torch.equal(reference[name], kept[name].to(reference[name])) for name in kept)
     # what an engine is sent: the active adapter alone, under the names of PEFT's files
     assert active_adapter(trainer.model) == "default"
     sent = adapter_tensors(trainer.model, "default")

@@ -287,6 +287,11 @@ def test_the_precision_is_measured_without_the_models_own_sampling_settings():
     shutil.copytree(EMBEDDED["tiny-thinker"], "model")
     file = Path("model/generation_config.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"min_p": 1.0}))  # as if greedy
-    config = make_run_config({"model": {"name": "model", "max_seq_length": 128}})
+    config = make_run_config(
+        {
+            "model": {"name": "model", "max_seq_length": 128},
+            "trainer": {"max_completion_length": 48},
+        }
+    )
     rows = [*rk.load_prompts("arithmetic", num_prompts=8)]
     assert 0 < mismatch(config, Path(), rows, "bf16") < 0.02
