@@ -286,7 +286,7 @@ def test_the_precision_is_measured_with_completions_that_fit_into_the_run(given,
 def test_the_precision_is_measured_without_the_models_own_sampling_settings():
     shutil.copytree(EMBEDDED["tiny-thinker"], "model")
     file = Path("model/generation_config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"min_p": 1.0}))  # as if greedy
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"no_repeat_ngram_size": 2}))
     config = make_run_config(
         {
             "model": {"name": "model", "max_seq_length": 128},
