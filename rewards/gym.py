@@ -32,10 +32,10 @@ class ReasoningGym(AnswerReward, TextReward):
     reasoning-gym 0.1.25.
 
     Nine verifiers run the answer as Python code. Four of them get only answers that are literals,
-    two only whole numbers with ``+ - * /`` and brackets, and three only formulas; any other answer
-    is scored like an empty answer. The setting ``trainer.reward_timeout_seconds`` limits the time
-    for a formula. Do not train on game_of_life_halting, whose verifier accepts every text, or on
-    coin_flip, whose verifier accepts "0" for nearly every probability.
+    four only formulas, and puzzle24 only whole numbers with ``+ - * /`` and brackets; any other
+    answer is scored like an empty answer. The setting ``trainer.reward_timeout_seconds`` limits the
+    time for a formula. Do not train on game_of_life_halting, whose verifier accepts every text, or
+    on coin_flip, whose verifier accepts "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -242,7 +242,7 @@ _GUARDS: dict[str, Callable[[str], bool]] = {
     "n_queens": _is_literal,
     "spiral_matrix": _is_literal,
     "string_insertion": _is_literal,
-    "countdown": lambda text: evaluate_expression(text) is not None,
+    "countdown": _is_formula,
     "intermediate_integration": _is_formula,
     "polynomial_multiplication": _is_formula,
     "puzzle24": lambda text: evaluate_expression(text) is not None,

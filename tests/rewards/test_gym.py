@@ -146,11 +146,10 @@ def test_an_answer_is_never_run(task, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", ["countdown", "puzzle24"])
-def test_a_function_in_an_answer_of_whole_numbers_takes_no_time(task):
-    empty = score(task, "")  # loads what the verifier needs
+def test_a_function_in_an_answer_of_whole_numbers_takes_no_time():
+    empty = score("puzzle24", "")  # loads what the verifier needs
     start = time.monotonic()
-    assert score(task, "exp(9**9)") == empty
+    assert score("puzzle24", "exp(9**9)") == empty
     assert time.monotonic() - start < 5
 
 
