@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -238,7 +239,8 @@ def _checks(source: str, column: str) -> list[_Test]:
             f"the column {column!r} holds the test {source[:200]!r}, which is not Python ({exc}); "
             "correct it"
         ) from exc
-    body = [node for node in body if not _does_nothing(node)]
+    coroutines = {node.name for node in body if isinstance(node, ast.AsyncFunctionDef)}
+    body = [node for node in body if not _does_nothing(node, coroutines)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     setup = [node for node in body if not isinstance(node, ast.Assert)]
     idle = (
@@ -248,8 +250,8 @@ def _checks(source: str, column: str) -> list[_Test]:
     if not asserts and all(isinstance(node, idle) for node in body):
         raise RewardContractError(
             f"the column {column!r} holds the test {source[:200]!r}, which every program passes; "
-            "add an assert, or a call of the function that has the asserts, outside of "
-            "`if __name__ == '__main__'`"
+            "add an assert, or a call of the function that has the asserts (by asyncio.run if it "
+            "is async), outside of `if __name__ == '__main__'`"
         )
     if not asserts or body != [*setup, *asserts]:
         return [{"setup": [], "check": source, "sides": None}]
@@ -284,20 +286,24 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def _does_nothing(node: ast.stmt) -> bool:
+def _does_nothing(node: ast.stmt, coroutines: Collection[str] = ()) -> bool:
     """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``.
 
-    Code that runs only as a script has none either, since the tests run in a module.
+    Code that runs only as a script has none either, since the tests run in a module. Nor has a call
+    of one of the ``coroutines`` that is not awaited.
     """
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):
             return True
+        case ast.Expr(ast.Call(ast.Name(name))):
+            return name in coroutines
         case ast.If(
-            ast.Compare(ast.Name("__name__"), [ast.Eq()], [ast.Constant("__main__")])
-            | ast.Compare(ast.Constant("__main__"), [ast.Eq()], [ast.Name("__name__")]),
+            ast.Compare(ast.Name("__name__"), [ast.Eq() | ast.In()], [names])
+            | ast.Compare(names, [ast.Eq()], [ast.Name("__name__")]),
             orelse=[],
         ):
-            return True
+            text = ast.unparse(names)
+            return "'__main__'" in text and "'program'" not in text
         case ast.Assert(ast.Constant(value)):
             return bool(value)
     return False

@@ -13,6 +13,7 @@ from rloo_kit.errors import RewardContractError, RewardLoadError
 from rloo_kit.types import Score
 
 from ._text import parsed_expression, tagged_answer
+from .countdown import evaluate_expression
 from .thinking import AnswerReward, TextReward
 
 # A longer answer is scored like an empty answer, since some verifiers are very slow
@@ -31,10 +32,10 @@ class ReasoningGym(AnswerReward, TextReward):
     reasoning-gym 0.1.25.
 
     Nine verifiers run the answer as Python code. Four of them get only answers that are literals,
-    and five get only formulas; any other answer is scored like an empty answer. The setting
-    ``trainer.reward_timeout_seconds`` limits the time for a formula. Do not train on
-    game_of_life_halting, whose verifier accepts every text, or on coin_flip, whose verifier accepts
-    "0" for nearly every probability.
+    four only formulas, and puzzle24 only whole numbers with ``+ - * /`` and brackets; any other
+    answer is scored like an empty answer. The setting ``trainer.reward_timeout_seconds`` limits the
+    time for a formula. Do not train on game_of_life_halting, whose verifier accepts every text, or
+    on coin_flip, whose verifier accepts "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -244,7 +245,7 @@ _GUARDS: dict[str, Callable[[str], bool]] = {
     "countdown": _is_formula,
     "intermediate_integration": _is_formula,
     "polynomial_multiplication": _is_formula,
-    "puzzle24": _is_formula,
+    "puzzle24": lambda text: evaluate_expression(text) is not None,
     "simple_integration": _is_formula,
     "complex_arithmetic": lambda text: "nan" not in text.lower(),  # the verifier accepts it
 }

@@ -145,10 +145,11 @@ class Form:
         # not as overrides, because YAML reads `my data #2.csv` and 2024 as something else
         for section, key, field in (("model", "name", "model"), ("data", "prompts", "prompts")):
             content[section] = {**(content.get(section) or {}), key: values[field] or None}
-        settings = filter(str.strip, values["settings"].splitlines())
+        settings = filter(str.strip, values["settings"].split("\n"))
         content = read_overrides([f"rewards=[{values['rewards']}]", *settings], content)
         config = make_run_config(content)
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        # PyYAML reads U+0085 as a line break, unless it is escaped
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode="\\x85" not in repr(content))
         write_atomically(self.path, text.encode())
         return config
 

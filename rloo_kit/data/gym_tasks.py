@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import warnings
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -121,23 +122,34 @@ def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
 # --- the package ---------------------------------------------------------------------------------
 
 
-def _entries(name: str, seed: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _entries(name: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield problems of a task. Each is made when it is asked for, since some take half a second.
+
+    Raises:
+        DataError: The settings are wrong, or the task cannot make problems with them.
+    """
     for key in {"seed", "size"} & settings.keys():
         raise DataError(
             f"data.settings has {key!r}: leave it out, and set the seed of the run in place of "
             "seed, or data.num_prompts in place of size"
         )
     factory, task = _factory(name)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            dataset = factory.create_dataset(task, size=_CHUNK, seed=seed, **settings)
-            return [dataset[index] for index in range(_CHUNK)]
-    except Exception as exc:
-        # Each task checks in its own way, most by assert
-        raise DataError(
-            f"{format_name(name)} cannot make prompts with the settings {format_value(settings)} "
-            f"({first_line(exc)}): change data.settings, the level or the seed"
-        ) from exc
+    dataset = None
+    for index in range(_CHUNK):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                dataset = dataset or factory.create_dataset(
+                    task, size=_CHUNK, seed=seed, **settings
+                )
+                entry = dataset[index]
+        except Exception as exc:
+            # Each task checks in its own way, most by assert
+            raise DataError(
+                f"{format_name(name)} cannot make prompts with the settings "
+                f"{format_value(settings)} ({first_line(exc)}): change data.settings, the level "
+                "or the seed"
+            ) from exc
+        yield entry
 
 
 def _factory(name: str) -> tuple[Any, str]:

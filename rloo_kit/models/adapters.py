@@ -250,6 +250,18 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
             parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
 
 
+def complete_reference(model: Model) -> None:
+    """Copy what TRL leaves out of its frozen copy ``ref`` of an adapter; do nothing without a copy.
+
+    TRL copies the parameters with ``.default.`` in their names. The names of trained tokens
+    (``trainable_token_indices``) and of LoRA matrices of an embedding end with ``.default``.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if name.endswith(".ref"):
+            parameter.data.copy_(parameters[name.removesuffix("ref") + "default"].data)
+
+
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
     """Return True if an adapter has no effect yet, so that the policy equals its base model.
 

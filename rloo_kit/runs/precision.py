@@ -34,7 +34,7 @@ MEASURED = {
     "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
     "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
     "canary": False, "max_tool_calling_iterations": None, "tool_timeout_seconds": None,
-    "on_tool_error": "tell",
+    "on_tool_error": "tell", "step": "auto", "router_aux_loss_coef": 0.0,
 }  # fmt: skip
 
 
@@ -123,15 +123,16 @@ def _drawn_by_transformers(
     import torch
     from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 
-    from rloo_kit.sampling.decoding import as_sampled, until_end
+    from rloo_kit.sampling.decoding import generate, until_end
 
     unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
         trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
     )
-    padded = trainer.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    with unwrapped as model, torch.no_grad(), as_sampled(model):
-        found = model.generate(
-            **padded.to(model.device),
+    with unwrapped as model, torch.no_grad():
+        found = generate(
+            model,
+            prompts,
+            trainer.tokenizer.pad_token_id,
             generation_config=trainer.generation_config,
             return_dict_in_generate=True,
             output_scores=True,

@@ -121,6 +121,22 @@ def _generate(
     model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any
 ) -> list[list[int]]:
     """Return the ids that ``generate`` adds to each of B prompts, including padding."""
+    rows = generate(model, prompt_ids, pad_token_id, **how)
+    return rows[:, max(map(len, prompt_ids)) :].tolist()
+
+
+def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any) -> Any:
+    """Call ``generate`` of transformers without the sampling settings that the model comes with.
+
+    Args:
+        model: A causal language model of transformers, with or without PEFT's wrapper.
+        prompt_ids: B prompts, whose longest has W tokens.
+        pad_token_id: The id that pads prompts on the left.
+        **how: Further arguments of ``generate``.
+
+    Returns:
+        What ``generate`` returns: ``(B, W + C)`` ids, or an object with more.
+    """
     width = max(map(len, prompt_ids))
     device = model.device
     padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
@@ -131,14 +147,13 @@ def _generate(
     settings.update(dict.fromkeys(own.keys() - OWN_SETTINGS))
     try:
         with as_sampled(model):
-            rows = model.generate(
+            return model.generate(
                 input_ids=torch.tensor(padded, device=device),  # (B, W)
                 attention_mask=torch.tensor(mask, device=device),
                 **how,
             )
     finally:
         settings.update(own)
-    return rows[:, width:].tolist()  # of (B, W + C)
 
 
 @contextlib.contextmanager

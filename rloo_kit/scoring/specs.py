@@ -326,7 +326,8 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
 
 def _path(text: str, base: Path) -> Path:
     try:
-        path = (base / Path(text).expanduser()).resolve()
+        path = base / Path(text).expanduser()
+        path = path.parent.resolve() / path.name  # a link may lead to a name without .py
         path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, or with bytes that no path has
         raise RewardLoadError(_unknown(text)) from None

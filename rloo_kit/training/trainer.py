@@ -37,6 +37,7 @@ from rloo_kit.machine.environment import precision_as_asked
 from rloo_kit.machine.tensors import check_not_released
 from rloo_kit.models.adapters import (
     adapter_values,
+    complete_reference,
     drop_old_reference,
     restore_adapter,
     starts_at_base,
@@ -135,14 +136,14 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        policy: Any = parts["model"]
-        parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others, policy, args)
+        self.makes_prompts = train_dataset is None
+        parts["train_dataset"] = with_prompts(train_dataset, environment_factory, args)
+        reference = _own_reference(others, parts["model"], args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
         check_prompts(parts["train_dataset"], args)
-        policy = _prepare_policy(parts, args, others)
+        policy: Any = _prepare_policy(parts, args, others)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
         specs = parts.pop("reward_funcs") or []
         rewards = with_tokenizers(
@@ -265,6 +266,7 @@ class LeaveOneOutTrainer(StepTrainer):
         """
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
+        complete_reference(self.model)
         if reference is not None:  # prepare it like a reference that TRL has loaded
             self.beta = self.args.beta
             add_fused_lm_head(reference, temperature=self.temperature)
@@ -315,7 +317,9 @@ class LeaveOneOutTrainer(StepTrainer):
             for name in ("model", "optimizer", "lr_scheduler", "model_wrapped", "ref_model"):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
-        if not self.by_trl:  # the parts of the kit's step refer to tensors
+        if self.by_trl:
+            self.release_batch_and_engine()
+        else:  # the parts of the kit's step refer to tensors
             self.sampler.canary = self.sampler.engine = self.sampler.model = None
             self.policy.model = self.policy.ref_model = None
             self.rloo.rollout = None

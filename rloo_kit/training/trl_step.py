@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
 from trl.data_utils import prepare_multimodal_messages
 
+from rloo_kit.machine.engines import shut_down_engine
 from rloo_kit.machine.lm_head import PlainTorchLogProb
 from rloo_kit.machine.processes import with_seed
 from rloo_kit.rloo.advantages import weighted_sum
@@ -158,6 +159,19 @@ class TrlStep(RLOOTrainer):
         self.step_log.note_rollout(rollout, self.state.global_step + 1)
         num_tokens = sum(map(len, completion_ids))
         self.step_log.note("speed/generation_tokens_per_second", num_tokens / seconds)
+
+    def release_batch_and_engine(self) -> None:
+        """Free TRL's last batch, with its images, and its vLLM engine in this process.
+
+        The engines of several processes are left alone, because the shutdown of one ends torch's
+        process group.
+        """
+        self._buffered_inputs = None
+        self.tables.clear()
+        self.step_log.tables.clear()
+        llm = getattr(getattr(self, "vllm_generation", None), "llm", None)
+        if llm is not None and self.args.world_size == 1:
+            shut_down_engine(llm, on_gpu=True)
 
     # --- evaluation ------------------------------------------------------------------------------
 

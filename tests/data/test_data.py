@@ -392,6 +392,18 @@ def test_a_gym_task_has_prompts_answers_and_entries():
 
 
 @needs_gym
+def test_no_more_gym_problems_are_made_than_needed(monkeypatch):
+    from reasoning_gym.factory import DATASETS
+
+    kind, _ = DATASETS["chain_sum"]
+    make = kind.__getitem__
+    made = []
+    monkeypatch.setattr(kind, "__getitem__", lambda self, at: made.append(at) or make(self, at))
+    assert len(make_gym_rows("reasoning_gym:chain_sum", 4)) == 4
+    assert len(made) < 20  # of which a quarter is held out
+
+
+@needs_gym
 def test_gym_prompts_of_two_splits_differ_whatever_the_seeds():
     def prompts(split, seed):
         rows = make_gym_rows("reasoning_gym:chain_sum", 40, split=split, seed=seed, settings=FEW)

@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, make_run_config
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _drawn, _free_files
 from rloo_kit.runs.precision import job_in, mismatch
@@ -275,5 +277,21 @@ def test_a_wrong_output_folder_stops_before_sampling(capsys):
 
 @pytest.mark.parametrize(("given", "wanted"), [({"max_completion_length": 32}, 32), ({}, 64)])
 def test_the_precision_is_measured_with_completions_that_fit_into_the_run(given, wanted):
-    config = make_run_config({"trainer": given})
-    assert job_in("bf16", config, Path()).args.max_completion_length == wanted
+    config = make_run_config({"trainer": given | {"step": "trl"}})
+    args = job_in("bf16", config, Path()).args
+    assert (args.max_completion_length, args.step) == (wanted, "auto")
+
+
+@pytest.mark.long
+def test_the_precision_is_measured_without_the_models_own_sampling_settings():
+    shutil.copytree(EMBEDDED["tiny-thinker"], "model")
+    file = Path("model/generation_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"no_repeat_ngram_size": 2}))
+    config = make_run_config(
+        {
+            "model": {"name": "model", "max_seq_length": 128},
+            "trainer": {"max_completion_length": 48},
+        }
+    )
+    rows = [*rk.load_prompts("arithmetic", num_prompts=8)]
+    assert 0 < mismatch(config, Path(), rows, "bf16") < 0.02

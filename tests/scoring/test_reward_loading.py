@@ -99,6 +99,12 @@ def test_file_is_run_once_and_leaves_sys_path_alone(folder):
     assert "my" not in sys.modules
 
 
+def test_a_file_may_be_a_link_to_another_name(folder):
+    (folder / "my.py").rename(folder / "a1b2")  # as in the hub's cache
+    (folder / "own.py").symlink_to("a1b2")
+    assert load_reward("own.py:polite", base_dir=folder).func(**COLUMNS) == [1.0, 0.0]
+
+
 def test_same_file_name_in_two_folders_gives_two_rewards(folder):
     other = folder / "other"
     other.mkdir()

@@ -117,6 +117,23 @@ def test_records_hold_the_advantages_that_trl_trains_with(new_trainer, config):
     assert all(one["rewards"]["short"] == one["score"] for one in kept)
 
 
+def test_release_frees_the_batch_the_images_and_the_engine_of_trl(new_trainer, config, monkeypatch):
+    trainer = new_trainer(config(step="trl"))
+    trainer.train()
+    trainer.vllm_generation = types.SimpleNamespace(llm="engine")
+    assert trainer._buffered_inputs
+    assert trainer.tables["prompt"]
+    assert trainer.step_log.tables["prompt"]
+    ended = []
+    monkeypatch.setattr(
+        "rloo_kit.training.trl_step.shut_down_engine", lambda llm, on_gpu: ended.append(llm)
+    )
+    rk.release(trainer)
+    assert ended == ["engine"]
+    assert trainer._buffered_inputs is None
+    assert trainer.tables == trainer.step_log.tables == {}
+
+
 def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, config, tmp_path):
     def run(steps, resume=False, step="trl"):
         args = config(max_steps=steps, save_strategy="steps", save_steps=1, step=step)
