@@ -145,11 +145,10 @@ class Form:
         # not as overrides, because YAML reads `my data #2.csv` and 2024 as something else
         for section, key, field in (("model", "name", "model"), ("data", "prompts", "prompts")):
             content[section] = {**(content.get(section) or {}), key: values[field] or None}
-        settings = filter(str.strip, values["settings"].split("\n"))
+        settings = filter(str.strip, values["settings"].splitlines())
         content = read_overrides([f"rewards=[{values['rewards']}]", *settings], content)
         config = make_run_config(content)
-        # PyYAML reads U+0085 as a line break, unless it is escaped
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode="\\x85" not in repr(content))
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self.path, text.encode())
         return config
 

@@ -125,18 +125,6 @@ def test_a_path_means_what_the_field_says(form, path):
     assert (config.model.name, config.data.prompts) == (path, path)
 
 
-@pytest.mark.parametrize("mark", "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")
-def test_a_path_with_a_line_separator_is_one_path(form, mark):
-    path = f"ü{mark}b"
-    for name in ("model", "prompts"):
-        form.fields[name].value = path
-    form.fields["settings"].value = f"output_dir={path}\nseed=3"
-    form._write()
-    config = read_run_file(form.path)
-    assert (config.model.name, config.data.prompts, config.output_dir) == (path, path, path)
-    assert config.seed == 3
-
-
 def test_a_run_file_that_cannot_be_written_is_said(form):
     form.path = form.path.parent / "gone" / "form.yaml"
     form.run("train")

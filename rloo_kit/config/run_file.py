@@ -363,14 +363,13 @@ def read_overrides(
 def read_value(text: str) -> Any:
     """Parse the value of a ``--set`` option as YAML, but read ``1e-3`` as a number.
 
-    A text that is not valid YAML is returned as it is. So is a text with a U+0085, which PyYAML
-    would replace by a space.
+    A text that is not valid YAML is returned as it is.
     """
     if re.fullmatch(r"\s*[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\s*", text):
         # YAML 1.1 needs a point and a sign: 1.0e-3
         return float(text)
     try:
-        return text if "\x85" in text else yaml.safe_load(text)
+        return yaml.safe_load(text)
     except NOT_YAML:
         return text
 
