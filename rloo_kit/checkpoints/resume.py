@@ -97,8 +97,6 @@ class ResumableTrainer(Trainer):
     state_read: dict[str, Any] | None = None
     # True if TRL's training step is used; transformers then saves weights and optimizer
     by_trl = False
-    # True if an environment makes the prompts, as many as the steps of the training need
-    makes_prompts = False
 
     def train(
         self,
@@ -451,7 +449,7 @@ class ResumableTrainer(Trainer):
             },
             "threads": torch.get_num_threads(),
             "model": checksum_of_weights(self._policy),
-            "prompts": None if self.makes_prompts else checksum_of_rows(self.train_dataset),
+            "prompts": checksum_of_rows(self.train_dataset),
             "rewards": self.reward_func_names,
             "step": "trl" if self.by_trl else "kit",
             "processes": args.world_size,

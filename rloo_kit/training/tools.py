@@ -72,15 +72,14 @@ def with_prompts(
 
     The method ``reset`` of an environment can return the whole prompt. So a dataset without prompts
     gets empty ones. If there is no dataset, one is made with an empty prompt for each group of the
-    training, and a column ``seed``. With the seed ``reset`` can start the same game for all
-    completions of a group. In TRL's GRPO each completion starts a different game. The seeds are 0,
-    1, ... in this order, so that the number of steps does not change the first prompts.
+    training, and a column ``seed`` (0, 1, ...). With the seed ``reset`` can start the same game for
+    all completions of a group. In TRL's GRPO each completion starts a different game.
 
     Args:
         dataset: A dataset, a stream or None. A stream must have prompts.
         environments: A class, a dict of classes by name, or None. If it is None, the dataset is
             returned unchanged.
-        args: Settings of the training. ``shuffle_dataset`` becomes False if a dataset is made.
+        args: Settings of the training.
 
     Raises:
         ConfigError: There are environments but no dataset, and no dataset can be made, because
@@ -103,7 +102,6 @@ def with_prompts(
             "without a train_dataset only max_steps limits the length of the training: set "
             "max_steps"
         )
-    args.shuffle_dataset = False
     per_step = math.ceil(args.gradient_accumulation_steps / args.steps_per_generation)
     count = args.max_steps * per_step * args.generation_batch_size // args.num_generations
     return Dataset.from_dict({"prompt": [empty] * count, "seed": range(count)})

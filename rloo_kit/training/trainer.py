@@ -136,14 +136,14 @@ class LeaveOneOutTrainer(StepTrainer):
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
         args = copy.copy(asked)  # the caller's stays as it is
-        self.makes_prompts = train_dataset is None
-        parts["train_dataset"] = with_prompts(train_dataset, environment_factory, args)
-        reference = _own_reference(others, parts["model"], args)
+        policy: Any = parts["model"]
+        parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
+        reference = _own_reference(others, policy, args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
         check_prompts(parts["train_dataset"], args)
-        policy: Any = _prepare_policy(parts, args, others)
+        policy = _prepare_policy(parts, args, others)
         self.tool_loop = self._make_tool_loop(args, parts, others, tools, environment_factory)
         specs = parts.pop("reward_funcs") or []
         rewards = with_tokenizers(

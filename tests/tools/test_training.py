@@ -224,7 +224,7 @@ OWN_PROMPTS = {"prompts": None, "reward_funcs": [shortest], "environment_factory
 
 def test_an_environment_can_own_its_prompts(tmp_path, trainer_of):
     seen = Seen()
-    trainer = trainer_of(tmp_path, callbacks=[seen], **OWN_PROMPTS)
+    trainer = trainer_of(tmp_path, callbacks=[seen], shuffle_dataset=False, **OWN_PROMPTS)
     assert {tool.__name__ for tool in trainer.tools} == {"calculator"}
     trainer.train()
     texts = [prompt[-1]["content"] for sampled in seen.sampled for prompt in sampled.prompts]
@@ -239,18 +239,6 @@ def test_an_environment_can_own_its_prompts(tmp_path, trainer_of):
     trainer = trainer_of(tmp_path, dataset=rows, max_steps=1, **OWN_PROMPTS)
     trainer.train()
     assert all(one.numbers for one in trainer.environments)
-
-
-def test_a_training_on_an_environments_own_prompts_resumes_with_more_steps(tmp_path, trainer_of):
-    how = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
-    found = []
-    for steps, folder in ((2, "whole"), (1, "cut"), (2, "cut")):
-        settings = OWN_PROMPTS | how | {"max_steps": steps}
-        trainer = trainer_of(tmp_path / folder, **settings)
-        trainer.train(resume_from_checkpoint=(steps, folder) == (2, "cut"))
-        found.append(trainer.trained_parameters())
-    whole, _, again = found
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 WITH_A_TOOL = {"tools": [calculator]}
