@@ -234,7 +234,7 @@ class Bench:
             assert len(trainer.recorded) == PROMPTS * GENERATIONS
             if name == "kit":
                 recorded = trainer.recorded
-                trainer.sampler.generate = lambda _, ids=recorded, **__: [[*one] for one in ids]
+                trainer.sampler.generate = lambda _, ids=recorded: [[*one] for one in ids]
             made[name] = trainer
         return made
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -345,25 +345,22 @@ def sample_and_score(
         pad_token_id=pad,
         ends=ends,
         thought=how.thought,
+        max_new_tokens=how.max_tokens,
         **settings,
     )
 
     turns = itertools.count(seed)  # with tools, each turn of a conversation has its own seed
 
-    def draw(
-        prompt_ids: list[list[int]], max_tokens: int = how.max_tokens
-    ) -> tuple[list[list[int]], None]:
+    def draw(prompt_ids: list[list[int]]) -> tuple[list[list[int]], None]:
         of_turn = next(turns)
         check_finite(p for p in model.parameters() if p.requires_grad)
         if engine is not None:
             engine.sync(model)
-            limited = replace(how, max_tokens=max_tokens)
-            completion_ids = draw_from(engine, prompt_ids, limited, of_turn).completion_ids
+            completion_ids = draw_from(engine, prompt_ids, how, of_turn).completion_ids
             engine.sleep()  # rewards on the GPU need the memory
             return completion_ids, None
         with blame_generation_kwargs(how.others), _inference(model, of_turn), finite_logits():
-            piece = functools.partial(of_piece, max_new_tokens=max_tokens)
-            return Pieces("evaluating", REMEDY).run(piece, prompt_ids, batch_size), None
+            return Pieces("evaluating", REMEDY).run(of_piece, prompt_ids, batch_size), None
 
     completer = Completer(
         draw=draw,

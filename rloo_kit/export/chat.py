@@ -132,7 +132,6 @@ def _say(
     config: RunConfig,
     console: Console,
     prompts: list[list[int]],
-    max_tokens: int = sys.maxsize,
 ) -> tuple[list[list[int]], None]:
     """Sample an answer to a prompt, and print it while it is sampled.
 
@@ -142,7 +141,6 @@ def _say(
         config: Settings of the run.
         console: Console to print to.
         prompts: A list of one prompt's token ids.
-        max_tokens: Most tokens of the answer, if that is fewer than the run allows.
 
     Returns:
         A list of the answer's token ids, and None, as a tool loop expects them.
@@ -176,7 +174,7 @@ def _say(
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(settings["max_completion_length"], max_tokens, room),
+            max_new_tokens=min(settings["max_completion_length"], room),
             do_sample=True,
             temperature=settings["temperature"],
             # the model's own settings do not apply, as in a run

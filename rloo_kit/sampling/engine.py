@@ -86,8 +86,6 @@ class Sampling:
             **self.others,
         }
         del values["others"], values["thought"]
-        if "min_tokens" in values:  # a late turn with tools may have fewer left
-            values["min_tokens"] = min(values["min_tokens"], self.max_tokens)
         return values
 
 

@@ -31,10 +31,9 @@ from rloo_kit.tools.template import checked_template, schemas_of, with_texts
 from rloo_kit.types import Say
 
 Drawn = tuple[list[list[int]], list[list[float]] | None]
-# Function that samples completions: it gets the token ids of prompts and, with tools, the maximum
-# number of tokens. It returns the token ids of completions and, if the engine reports them, their
-# log-probabilities
-Draw = Callable[..., Drawn]
+# Function that samples completions: it gets the token ids of prompts, and returns the token ids of
+# completions and, if the engine reports them, their log-probabilities
+Draw = Callable[[list[list[int]]], Drawn]
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ class ToolLoop:
                 f"but the model's context length is {self.limits.max_length}: raise "
                 "model.max_seq_length, or shorten the prompts or the docstrings of the tools"
             )
-        end = min(longest + self.limits.max_tokens, self.limits.max_length)
-        trainer = self._trainer(draw, end, instances)
+        trainer = self._trainer(draw, instances)
         with turns():
             ids, log_probs = trainer["_generate_single_turn"](prompt_ids)
             pairs = zip(ids, prompt_ids, strict=True)
@@ -171,27 +169,20 @@ class ToolLoop:
             sampler_log_probs=log_probs,
         )
 
-    def _trainer(self, draw: Draw, end: int, environments: Sequence[Any]) -> dict[str, Any]:
+    def _trainer(self, draw: Draw, environments: Sequence[Any]) -> dict[str, Any]:
         """Return the trainer attributes that TRL's loop reads, as a dict of name -> value.
 
         Args:
             draw: Function that samples the next turn of some rows.
-            end: Most tokens that a prompt and its completion may have together.
             environments: The environment of each row, or None.
         """
-        limits = self.limits
 
         def next_turn(prompt_ids: list[list[int]], *_: Any, **__: Any) -> Drawn:
             self._check_fault()
-            # TRL would sample a whole completion in each turn, and then drop what is too long
-            rooms = [max(1, min(limits.max_tokens, end - len(ids))) for ids in prompt_ids]
-            drawn, log_probs = draw(prompt_ids, max(rooms))
+            ids, log_probs = draw(prompt_ids)
             # copies, because TRL's loop changes its lists in place, and the canary (the check that
             # the engine samples from the current policy) still reads the originals
-            cut = [ids[:room] for ids, room in zip(drawn, rooms, strict=True)]
-            if log_probs:
-                log_probs = [known[: len(ids)] for known, ids in zip(log_probs, cut, strict=True)]
-            return cut, log_probs
+            return [*ids], log_probs and [[*one] for one in log_probs]
 
         def those(is_async: bool) -> list[dict[str, Tool]]:
             return [
@@ -203,6 +194,7 @@ class ToolLoop:
                 for environment in environments
             ]
 
+        limits = self.limits
         rounds = sys.maxsize if limits.max_rounds is None else limits.max_rounds
         config = SimpleNamespace(max_position_embeddings=limits.max_length)
         async_tools = those(True)

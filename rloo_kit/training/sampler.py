@@ -4,11 +4,9 @@ Shapes: B completions, F reward functions.
 """
 
 import contextlib
-import copy
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,14 +68,8 @@ class Sampler:
     unchecked: list[tuple[TokenIds, Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
 
-    def draw(
-        self, prompt_ids: TokenIds, max_tokens: int | None = None
-    ) -> tuple[TokenIds, list[list[float]] | None]:
+    def draw(self, prompt_ids: TokenIds) -> tuple[TokenIds, list[list[float]] | None]:
         """Sample one completion of each prompt.
-
-        Args:
-            prompt_ids: The prompts.
-            max_tokens: Most tokens of a completion; None: ``args.max_completion_length``.
 
         Returns:
             The token ids of the completions, and the log-probabilities of these tokens. The
@@ -88,19 +80,13 @@ class Sampler:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         engine = self.engine
-        limit = max_tokens or self.args.max_completion_length
         if engine:
             drawn = self._draw_by(
-                engine,
-                prompt_ids,
-                lambda how, seed: draw_from(
-                    engine, prompt_ids, replace(how, max_tokens=limit), seed
-                ),
+                engine, prompt_ids, lambda how, seed: draw_from(engine, prompt_ids, how, seed)
             )
             return drawn.completion_ids, drawn.log_probs
         if not self.args.partial_rollouts:
-            generate = functools.partial(self.generate, max_tokens=limit)
-            return self.pieces.run(generate, prompt_ids, len(prompt_ids)), None
+            return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
 
         def whole(prompts: Sequence[list[int]]) -> list[Any]:
             drawn = self._grow_here(Begun([*prompts], [[] for _ in prompts]))
@@ -206,12 +192,8 @@ class Sampler:
             tokens = TokenRows([*prompts], [*ids])
             self.log.note_all(self.canary.check(tokens, [*known], engine.name))
 
-    def generate(self, prompt_ids: Sequence[list[int]], max_tokens: int | None = None) -> TokenIds:
+    def generate(self, prompt_ids: Sequence[list[int]]) -> TokenIds:
         """Sample one completion of each prompt with the model itself; return the token ids.
-
-        Args:
-            prompt_ids: The prompts.
-            max_tokens: As in ``draw``. Continuous batching ignores it.
 
         Raises:
             GenerationError: Continuous batching failed; transformers only logs the error.
@@ -228,8 +210,6 @@ class Sampler:
             if self.thought:
                 drawn = map(self.thought.cut, prompt_ids, drawn)
             return [*drawn]
-        config = copy.copy(self.generation_config)
-        config.max_new_tokens = max_tokens or config.max_new_tokens
         with self._samples(), self._unwrapped() as model, torch.no_grad():
             return complete(
                 model,
@@ -237,7 +217,7 @@ class Sampler:
                 self.pad_token_id,
                 self.eos_token_ids,
                 self.thought,
-                generation_config=config,
+                generation_config=self.generation_config,
             )
 
     def _grow_here(self, begun: Begun) -> Generations:

@@ -117,7 +117,6 @@ def test_sampling_becomes_vllms_arguments():
         "logprobs": 0,
     }
     assert json.loads(json.dumps(found)) == found
-    assert Sampling(3, (1,), others={"min_tokens": 4}).as_vllm()["min_tokens"] == 3
 
 
 def test_trainer_settings_become_sampling(tmp_path):

@@ -98,11 +98,9 @@ class Script:
         self.rounds = [*rounds]
         self.read = []  # prompt ids of each round
         self.said = []  # completion ids of each round
-        self.limits = []  # most tokens that each round may sample
         self.log_probs = log_probs
 
-    def __call__(self, prompt_ids, max_tokens):
-        self.limits.append(max_tokens)
+    def __call__(self, prompt_ids):
         texts = self.rounds.pop(0)
         assert len(texts) == len(prompt_ids)
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -394,18 +392,6 @@ def test_the_last_turn_is_cut_at_the_longest_completion():
     found, _ = played([TURN], ["x" * 400], max_tokens=200)
     assert len(found.tokens.completion_ids[0]) == 200
     assert len(found.tokens.is_sampled[0]) == len(found.sampler_log_probs[0]) == 200
-
-
-def test_a_turn_samples_no_more_than_is_left():
-    tokenizer = tiny_caller()
-    script = Script(tokenizer, [TURN], ["x" * 400])
-    sample(made(tokenizer, max_tokens=200), script)
-    (first,), (second,) = script.read
-    assert script.limits == [200, 200 - (len(second) - len(first))]
-    script = Script(tokenizer, ["x" * 400])
-    found = sample(made(tokenizer, max_tokens=200, max_length=len(first) + 30), script)
-    assert script.limits == [30]
-    assert len(found.tokens.completion_ids[0]) == len(found.sampler_log_probs[0]) == 30
 
 
 def test_a_result_that_fills_the_completion_is_no_answer():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ import rloo_kit as rk
 from rloo_kit.config.engine_settings import OBEYED_BY, check_settings
 from rloo_kit.errors import GenerationError
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.sampling.engine import Generations
 from rloo_kit.scoring.specs import load_rewards, with_tokenizers
 from rloo_kit.training.arguments import BY_DEVICE, _own_config
 
@@ -395,17 +393,6 @@ def test_continuous_batching_that_failed_is_an_error(new_trainer, config, second
     sampler.trl_generate = lambda *_: [ended, *second]
     with pytest.raises(GenerationError, match="failed before all completions had ended"):
         sampler.draw([[7], [7]])
-
-
-def test_a_turn_with_tools_samples_what_is_left(new_trainer, config):
-    args = config(temperature=5.0, canary=False)  # hot, so that end tokens are rare
-    sampler = new_trainer(args).sampler
-    assert max(len(ids) for ids in sampler.draw([[7, 8], [7]] * 4, 2)[0]) == 2
-    assert max(len(ids) for ids in sampler.draw([[7, 8], [7]] * 4)[0]) == 24
-    sampler.engine = engine = MagicMock(sync_seconds=0.0)
-    engine.generate.return_value = Generations([[5]], [[-1.0]])
-    sampler.draw([[7]], 2)
-    assert engine.generate.call_args.args[1].max_tokens == 2
 
 
 @pytest.mark.slow
