@@ -239,7 +239,8 @@ def _checks(source: str, column: str) -> list[_Test]:
             f"the column {column!r} holds the test {source[:200]!r}, which is not Python ({exc}); "
             "correct it"
         ) from exc
-    coroutines = {node.name for node in body if isinstance(node, ast.AsyncFunctionDef)}
+    asyncs = (node for node in body if isinstance(node, ast.AsyncFunctionDef))
+    coroutines = {node.name for node in asyncs if not node.decorator_list}
     body = [node for node in body if not _does_nothing(node, coroutines)]
     asserts = [node for node in body if isinstance(node, ast.Assert)]
     setup = [node for node in body if not isinstance(node, ast.Assert)]
@@ -298,12 +299,11 @@ def _does_nothing(node: ast.stmt, coroutines: Collection[str] = ()) -> bool:
         case ast.Expr(ast.Call(ast.Name(name))):
             return name in coroutines
         case ast.If(
-            ast.Compare(ast.Name("__name__"), [ast.Eq() | ast.In()], [names])
-            | ast.Compare(names, [ast.Eq()], [ast.Name("__name__")]),
+            ast.Compare(ast.Name("__name__"), [ast.Eq()], [ast.Constant("__main__")])
+            | ast.Compare(ast.Constant("__main__"), [ast.Eq()], [ast.Name("__name__")]),
             orelse=[],
         ):
-            text = ast.unparse(names)
-            return "'__main__'" in text and "'program'" not in text
+            return True
         case ast.Assert(ast.Constant(value)):
             return bool(value)
     return False

@@ -256,6 +256,8 @@ def complete_reference(model: Model) -> None:
     TRL copies the parameters with ``.default.`` in their names. The names of trained tokens
     (``trainable_token_indices``) and of LoRA matrices of an embedding end with ``.default``.
     """
+    if "ref" not in getattr(model, "peft_config", ()):
+        return
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name.endswith(".ref"):

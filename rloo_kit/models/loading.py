@@ -460,8 +460,9 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         with quiet():
             peft_model = _new_adapter(model, settings)
         found = set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
-        own = {name for name, _ in peft_model.named_parameters()}  # has one name of a tied one
-        lost = [name for name in found.missing_keys if ".default" in name and name in own]
+        # a tied parameter has one name here, and two among the missing keys
+        names = {name for name, _ in peft_model.named_parameters()}
+        lost = [name for name in found.missing_keys if ".default" in name and name in names]
         if wrong := [*found.unexpected_keys, *lost]:
             where = "the base" if found.unexpected_keys else "its file"
             raise ValueError(f"its weight {wrong[0]} is missing in {where}")

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.run_file import RunConfig
-from rloo_kit.config.settings import DEFAULTS
+from rloo_kit.config.settings import DEFAULTS, OF_TRL_STEP
 from rloo_kit.data.lengths import tokenize_prompts
 from rloo_kit.errors import ConfigError
 from rloo_kit.job import PreparedJob
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16")
 # Settings of a measurement. The first two lines make the sampler draw each token with the policy's
-# own probability. With the others a trainer can be made for 8 prompts and one reward
+# own probability. With the others a trainer can be made for 8 prompts and one reward, with the
+# kit's step, whose learner is compared
 MEASURED = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None,
@@ -44,7 +45,8 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
     Raises:
         ConfigError: Unsloth does not compute in this precision here.
     """
-    settings = config.trainer | MEASURED
+    given = {name: value for name, value in config.trainer.items() if name not in OF_TRL_STEP}
+    settings = given | MEASURED
     settings |= {name: name == precision for name in PRECISIONS}
     # no longer than in the run, whose prompts leave room for its own completions only
     limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])

@@ -126,7 +126,7 @@ def _generate(
 
 
 def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any) -> Any:
-    """Call ``generate`` of transformers without the sampling settings that the model comes with.
+    """Call ``generate`` of transformers with ``OWN_SETTINGS`` as the model's only own settings.
 
     Args:
         model: A causal language model of transformers, with or without PEFT's wrapper.

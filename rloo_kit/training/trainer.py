@@ -318,7 +318,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 setattr(holder, name, None)
         self.callback_handler.train_dataloader = self.callback_handler.eval_dataloader = None
         if self.by_trl:
-            self.release_batch_and_engine()
+            self.release_tables_and_engine()
         else:  # the parts of the kit's step refer to tensors
             self.sampler.canary = self.sampler.engine = self.sampler.model = None
             self.policy.model = self.policy.ref_model = None

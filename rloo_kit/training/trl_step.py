@@ -160,13 +160,12 @@ class TrlStep(RLOOTrainer):
         num_tokens = sum(map(len, completion_ids))
         self.step_log.note("speed/generation_tokens_per_second", num_tokens / seconds)
 
-    def release_batch_and_engine(self) -> None:
-        """Free TRL's last batch, with its images, and its vLLM engine in this process.
+    def release_tables_and_engine(self) -> None:
+        """Free TRL's tables of completions, with their images, and its vLLM engine in this process.
 
         The engines of several processes are left alone, because the shutdown of one ends torch's
         process group.
         """
-        self._buffered_inputs = None
         self.tables.clear()
         self.step_log.tables.clear()
         llm = getattr(getattr(self, "vllm_generation", None), "llm", None)

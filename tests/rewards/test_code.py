@@ -139,7 +139,6 @@ def test_what_is_no_test_is_named(tests):
         "async def test_add():\n    assert add(1, 2) == 4",
         "def test_add():\n    assert add(1, 2) == 4\nif __name__ == '__main__':\n    test_add()",
         "def test_add():\n    assert add(1, 2) == 4\nif '__main__' == __name__:\n    test_add()",
-        "def test_add():\n    assert add(1, 2) == 4\nif __name__ in ('__main__',):\n    test_add()",
         "async def test_add():\n    assert add(1, 2) == 4\ntest_add()",
     ],
 )
@@ -153,8 +152,6 @@ def test_a_test_that_every_program_passes_is_refused(test):
 OF_A_MODULE = {
     "if __name__ == 'program':\n    assert add(1, 2) == 4": 0.0,
     "if __name__ == '__main__':\n    pass\nelse:\n    assert add(1, 2) == 4": 0.0,
-    "if __name__ in ('__main__', 'program'):\n    assert add(1, 2) == 4": 0.0,
-    "if __name__ not in ('__main__',):\n    assert add(1, 2) == 4": 0.0,
     "import asyncio\nasync def test():\n    assert add(1, 2) == 3\nasyncio.run(test())": 1.0,
     "assert add(1, 2) == 3\nassert add(1, 2) == 4\nif __name__ == '__main__':\n    f()": 0.5,
 }

@@ -277,9 +277,10 @@ def test_a_wrong_output_folder_stops_before_sampling(capsys):
 
 @pytest.mark.parametrize(("given", "wanted"), [({"max_completion_length": 32}, 32), ({}, 64)])
 def test_the_precision_is_measured_with_completions_that_fit_into_the_run(given, wanted):
-    config = make_run_config({"trainer": given | {"step": "trl"}})
+    config = make_run_config({"trainer": given | {"step": "trl", "save_only_model": True}})
     args = job_in("bf16", config, Path()).args
     assert (args.max_completion_length, args.step) == (wanted, "auto")
+    assert not args.save_only_model
 
 
 @pytest.mark.long
