@@ -353,12 +353,11 @@ def test_an_adapter_that_trl_makes_trains_in_float32(new_trainer):
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("triton") is None,
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
-def test_unsloths_way_of_sampling():
+def test_sampling_under_unsloths_modules():
     """In a process of its own: the modules that a GPU gets patch transformers for good."""
     file = Path(__file__).with_name("unsloth_sampling.py")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
