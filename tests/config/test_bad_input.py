@@ -170,6 +170,9 @@ WRONG = {
 def test_settings_of_python_are_checked_like_those_of_a_file(says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         rk.train(WRONG[says])
+
+
+def test_a_single_override_of_python_may_be_a_text():
     with pytest.raises(ConfigError, match=r"trainer.max_steps is 'x'"):
         rk.train("quickstart", "trainer.max_steps=x")
 

@@ -209,6 +209,13 @@ def test_a_name_of_another_trainer_is_translated_with_one_warning(old, new):
     assert new in known_trainer_fields()
 
 
+def test_the_names_of_older_trl_are_these_settings():
+    older = {"kl_coef": 0.1, "rloo_k": 4, "response_length": 9, "num_ppo_epochs": 2}
+    newer = {"beta": 0.1, "num_generations": 4, "max_completion_length": 9, "num_iterations": 2}
+    with pytest.warns(FutureWarning):
+        assert translate_trainer_arguments(older, all_types=True) == newer
+
+
 def test_every_name_has_one_answer_and_is_no_setting_here():
     assert len(OTHER_NAMES) == sum(map(len, (RENAMED, MOVED, NEEDLESS, REFUSED)))
     assert not known_trainer_fields() & OTHER_NAMES
@@ -236,6 +243,19 @@ def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
     with pytest.warns(FutureWarning, match=f"{name}={value!r} is not needed: ") as caught:
         assert translate_trainer_arguments({name: value}) == {}
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("save_safetensors", "weights are saved as safetensors"),
+        ("local_rollout_forward_batch_size", "or by tokens_per_micro_batch"),
+        ("world_size", "torchrun or accelerate launch sets"),
+    ],
+)
+def test_the_warning_says_why_a_name_is_not_needed(name, why):
+    with pytest.warns(FutureWarning, match=f"{name}=4 is not needed: .*{why}"):
+        translate_trainer_arguments({name: 4})
 
 
 EPISODES = {
