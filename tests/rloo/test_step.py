@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -106,14 +105,12 @@ def seed():
     torch.manual_seed(1)
 
 
-def test_a_table_learns_the_right_answer_in_two_seconds():
+def test_a_table_learns_the_right_answer():
     table = Table()
-    started = time.perf_counter()
     step = step_of(table)
     train(table, step, 40)
     assert (table.logits.detach().softmax(-1)[:, 2] > 0.9).all()
     assert [number for number, _ in step.log.rollouts] == [*range(1, 41)]
-    assert time.perf_counter() - started < 2
 
 
 def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
