@@ -6,11 +6,11 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import run_python
 
 import rloo_kit as rk
 from rloo_kit.errors import RewardLoadError
@@ -224,5 +224,4 @@ print(*(name for name, value in os.environ.items() if value == "1"))
     promised = set(re.findall(r"`([A-Z_]+)=1`", page)) - {"HF_HUB_OFFLINE"}  # the user's to set
     assert len(promised) == 4
     unset = {name: value for name, value in os.environ.items() if name not in promised}
-    set_now = subprocess.check_output([sys.executable, "-c", code], env=unset, text=True)
-    assert promised <= {*set_now.split()}
+    assert promised <= {*run_python(code, env=unset).split()}

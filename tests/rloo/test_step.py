@@ -1,11 +1,10 @@
 """One whole step with a policy that is a table: no TRL, Unsloth or transformers."""
 
-import subprocess
-import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from fresh_python import run_python
 
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
@@ -225,5 +224,4 @@ def test_the_step_needs_none_of_the_large_libraries():
     code = (
         "import sys, rloo_kit.rloo.step; print({'trl', 'unsloth', 'transformers'} & {*sys.modules})"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "set()", result.stderr
+    assert run_python(code).strip() == "set()"
