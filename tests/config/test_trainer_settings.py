@@ -129,15 +129,6 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
         assert error.startswith(f"trainer.{name} is {value!r}, must be ")
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.instead])
-def test_a_setting_without_effect_says_what_to_write_instead(name):
-    (allowed,) = RULES[name].choices
-    assert check_values({name: allowed}) == []
-    other = {bool: True, str: "other"}.get(type(allowed), 3)
-    (error,) = check_values({name: other})
-    assert re.search(r"leave it out|set those", error)
-
-
 ERRORS = {
     "stop_on: [kl_explosio]": "did you mean 'kl_explosion'?",
     "{stop_on: [kl_explosion], doctor: false}": "needs the doctor",

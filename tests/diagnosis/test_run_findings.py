@@ -414,15 +414,6 @@ def test_a_run_killed_before_its_first_step_can_be_read(folder):
     assert verdict_of(read_run(folder)).startswith("Nothing can be said")
 
 
-@pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml", "end.json"])
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b"[" * 100_000])
-def test_damaged_files_are_left_out(folder, name, content):
-    (folder / name).write_bytes(content)
-    run = read_run(folder)
-    assert len(run.metrics) == STEPS + 1
-    assert verdict_of(run).endswith(".")
-
-
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf, -1.0, 1e9, "high"])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_odd_metrics_raise_no_error(name, odd):
