@@ -57,6 +57,7 @@ def test_the_number_of_sequences_is_that_of_the_run_file(monkeypatch):
     monkeypatch.setattr("rloo_kit.job._engine_arguments", lambda _: {"num_sequences": 64})
     load = mock.Mock(side_effect=ModelError("stop"))
     monkeypatch.setattr("rloo_kit.job.load_model", load)
+    rk.setup()  # the job imports TRL
     job = PreparedJob(make_run_config({"unsloth": {"num_sequences": 8}}))
     job.environment = mock.Mock(backend="unsloth")
     with pytest.raises(ModelError, match="stop"):
