@@ -13,7 +13,7 @@ INSTALL = $(UV) pip install --quiet --python $(@D)/bin/python
 WHEELS := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 PINS := sed -n 's/^\([A-Za-z0-9._-]*==.*[^ ]\) *\\$$/\1/p' requirements/requirements.lock
 
-.PHONY: quickstart test test-all test-faults test-notebooks test-browser test-vllm test-gpu-contract
+.PHONY: quickstart test test-all test-faults test-slow test-notebooks test-browser test-vllm test-gpu-contract
 .PHONY: setup setup-gym setup-openenv setup-browser setup-vllm setup-gpu setup-docs setup-types setup-audit lint docs audit lock clean
 
 quickstart: setup
@@ -25,17 +25,20 @@ test: setup  # what to run while working: no long test, fault or notebook
 test-all: setup setup-gym setup-openenv  # all that .venv can run
 	$(PY) $(PYTEST) --durations=12 -m "not ($(ELSEWHERE))"
 test-faults: setup  # signals, kills, full disks, broken checkpoints (docs/reference/reliability.md)
-	$(PY) $(PYTEST) -m "faults and not slow" tests/faults tests/checkpoints tests/training
+	$(PY) $(PYTEST) -m "faults and not slow" tests/{faults,checkpoints,models,training}
 test-notebooks: setup
 	$(PY) $(PYTEST) --dist loadgroup -m "notebook or tracker" tests/docs tests/live
 test-browser: setup-browser  # the report and the notebook's form in Chromium
 	$(PY) $(PYTEST) --confcutdir=tests/browser tests/browser
 test-vllm: setup-vllm  # the vLLM sampler on a CPU
 	CUDA_VISIBLE_DEVICES=-1 .venv-vllm/bin/python $(PYTEST) --durations=8 -m "vllm and not slow" tests/vllm
+test-slow: setup setup-vllm  # minutes each, before a release; some need scripts/fetch_smollm2.py first
+	$(PY) $(PYTEST) -m "slow and not vllm"
+	CUDA_VISIBLE_DEVICES=-1 .venv-vllm/bin/python $(PYTEST) -m "slow and vllm" tests/vllm
 test-gpu-contract: setup-gpu  # the GPU code against the libraries that a GPU gets, on a machine without one
 	PYTHONDONTWRITEBYTECODE= .venv-gpu/bin/python $(PYTEST) -m gpu_contract --confcutdir=tests/gpu_contract tests/gpu_contract
 	CUDA_VISIBLE_DEVICES=-1 .venv-gpu/bin/python $(PYTEST) -k "qwen2_5_vl or under_unsloths" \
-	  tests/models/test_vision.py tests/runs/test_warm_up.py tests/training/test_trl_user.py
+	  tests/{models/test_vision,runs/test_warm_up,training/test_{parity,trainer,trl_user}}.py
 
 setup: .venv/made
 setup-gym setup-openenv: setup-%: .venv/%  # not in `setup`: a C compiler builds a package of gym
@@ -66,12 +69,10 @@ setup-docs setup-types setup-audit: setup-%: .cache/%/made
 	  -c <($(PINS) | grep -viE "^(torch|nvidia|cuda|triton|xformers|numpy|setuptools)") \
 	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist && touch $@
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
-	$(VENV)
-	$(SYNC) $<
+	$(VENV) && $(SYNC) $<
 	$(INSTALL) --no-deps --no-build-isolation -e . && touch $@
 .cache/docs/made .cache/types/made .cache/audit/made: .cache/%/made: requirements/%.lock | $(UV)
-	$(VENV)
-	$(SYNC) $< && touch $@
+	$(VENV) && $(SYNC) $< && touch $@
 
 .cache/uv/bin/uv:
 	python3 -m venv .cache/uv
@@ -89,8 +90,7 @@ lock: | $(UV)
 	for group in docs types audit; do $(COMPILE) --group $$group -o requirements/$$group.lock || exit; done
 
 lint: setup setup-types
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 	.cache/types/bin/pyright
 docs: setup-docs  # every warning is an error; nothing is fetched
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build

@@ -21,7 +21,6 @@ def test_version(capsys):
     ("words", "hint"),
     [
         (["trian"], "invalid choice: 'trian' (choose from "),
-        (["trian"], "; did you mean 'train'?\n"),
         (["rewards", "lsit"], "; did you mean 'list'?\n"),
         (["xyz"], ")\n"),
     ],
@@ -99,11 +98,6 @@ def test_doctor_reports_whether_a_run_learned(tmp_path, capsys, rewards, code, l
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 13, "rew')  # killed
     assert main(["doctor", str(tmp_path)]) == code
     assert line in capsys.readouterr().out
-
-
-def test_the_doctor_refuses_a_folder_of_something_else(tmp_path, capsys):
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a closed pipe is another error there")

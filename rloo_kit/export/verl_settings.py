@@ -1,7 +1,6 @@
 """Translation of a run file's settings into those of verl 0.9.1.
 
-The table of settings is ``assets/verl/settings.yaml``. verl is not imported here. If verl is
-installed, ``tests/scripts/check_hand_over.py`` checks the translated settings.
+The table of settings is ``assets/verl/settings.yaml``. verl is not imported here.
 """
 
 import math

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -115,11 +115,8 @@ def test_a_clone_that_is_not_installed_is_laid_out_as_an_installation(tmp_path):
         "import importlib.metadata, rloo_kit, rloo_kit.rewards\n"
         "print(rloo_kit.__file__, importlib.metadata.version('rloo-kit') == rloo_kit.__version__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=os.environ | {"PYTHONPATH": str(folder)}, cwd=tmp_path,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == [str(folder / "rloo_kit" / "__init__.py"), "True"]
+    printed = run_python(source, env=os.environ | {"PYTHONPATH": str(folder)}, cwd=tmp_path)
+    assert printed.split() == [str(folder / "rloo_kit" / "__init__.py"), "True"]
 
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch):

@@ -281,12 +281,12 @@ def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
     assert list_steps(tmp_path) == [2]
 
 
-@pytest.mark.faults
 class Marks(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics, **_):
         metrics["eval_mark"] = [1, 2, 3, 0][state.global_step - 1]
 
 
+@pytest.mark.faults
 def test_the_best_checkpoint_stays_if_a_better_step_has_none(tmp_path):
     """Step 3 is best, but only steps 2 and 4 are saved."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_mark"}

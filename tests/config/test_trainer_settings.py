@@ -129,15 +129,6 @@ def test_a_setting_takes_right_values_and_names_wrong_ones(name):
         assert error.startswith(f"trainer.{name} is {value!r}, must be ")
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.instead])
-def test_a_setting_without_effect_says_what_to_write_instead(name):
-    (allowed,) = RULES[name].choices
-    assert check_values({name: allowed}) == []
-    other = {bool: True, str: "other"}.get(type(allowed), 3)
-    (error,) = check_values({name: other})
-    assert re.search(r"leave it out|set those", error)
-
-
 ERRORS = {
     "stop_on: [kl_explosio]": "did you mean 'kl_explosion'?",
     "{stop_on: [kl_explosion], doctor: false}": "needs the doctor",
@@ -209,6 +200,13 @@ def test_a_name_of_another_trainer_is_translated_with_one_warning(old, new):
     assert new in known_trainer_fields()
 
 
+def test_the_names_of_older_trl_are_these_settings():
+    older = {"kl_coef": 0.1, "rloo_k": 4, "response_length": 9, "num_ppo_epochs": 2}
+    newer = {"beta": 0.1, "num_generations": 4, "max_completion_length": 9, "num_iterations": 2}
+    with pytest.warns(FutureWarning):
+        assert translate_trainer_arguments(older, all_types=True) == newer
+
+
 def test_every_name_has_one_answer_and_is_no_setting_here():
     assert len(OTHER_NAMES) == sum(map(len, (RENAMED, MOVED, NEEDLESS, REFUSED)))
     assert not known_trainer_fields() & OTHER_NAMES
@@ -236,6 +234,19 @@ def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
     with pytest.warns(FutureWarning, match=f"{name}={value!r} is not needed: ") as caught:
         assert translate_trainer_arguments({name: value}) == {}
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("save_safetensors", "weights are saved as safetensors"),
+        ("local_rollout_forward_batch_size", "or by tokens_per_micro_batch"),
+        ("world_size", "torchrun or accelerate launch sets"),
+    ],
+)
+def test_the_warning_says_why_a_name_is_not_needed(name, why):
+    with pytest.warns(FutureWarning, match=f"{name}=4 is not needed: .*{why}"):
+        translate_trainer_arguments({name: 4})
 
 
 EPISODES = {

@@ -552,8 +552,6 @@ def test_a_share_of_the_prompts_is_kept_by_their_length():
     dataset = files.as_dataset({"prompt": "x " * n} for n in (9, 2, 7, 4, 5, 1, 3, 8, 6, 10))
     assert quantile_of_lengths(dataset, Tokenizer(), 0.9) == 9
     assert quantile_of_lengths(dataset, Tokenizer(), 0.55) == 6
-    kept, dropped = drop_long_prompts(dataset, Tokenizer(), 9)
-    assert (len(kept), dropped) == (9, 1)
 
 
 def test_a_configuration_of_a_dataset_is_chosen_by_name(tmp_path):

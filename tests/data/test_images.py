@@ -107,15 +107,6 @@ def test_image_parts_of_a_saved_dataset_become_a_column(tmp_path, picture):
     assert [m["content"][0].get("text") for m in loaded[0]["prompt"]] == ["Look.", None]
 
 
-def test_a_folder_of_images_with_their_metadata_is_a_dataset(tmp_path, picture, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    row = {"file_name": "red.png", "prompt": "what?", "answer": "red"}
-    (picture.parent / "metadata.jsonl").write_text(json.dumps(row))
-    dataset = load_prompts(picture.parent)
-    assert is_red(dataset[0]["image"])
-    assert dataset[0]["answer"] == "red"
-
-
 @pytest.mark.parametrize(
     ("image", "says"),
     [

@@ -4,11 +4,10 @@ import ast
 import hashlib
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from fresh_python import run_python
+from worked_thought import worked_thought
 
 from rloo_kit.data.tasks import (
     LEVELS,
@@ -18,9 +17,6 @@ from rloo_kit.data.tasks import (
     make_rows,
 )
 from rloo_kit.errors import DataError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from worked_thought import worked_thought
 
 EVERY_LEVEL = [(name, level) for name in TASKS for level in range(1, LEVELS + 1)]
 
@@ -85,13 +81,7 @@ def test_rows_do_not_depend_on_the_hash_seed_of_the_process():
         "print([make_rows(n, 20, level=[1, 2, 3], split=s) for n in TASKS "
         "for s in ('train', 'held_out')])"
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={"PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
+    outputs = {run_python(code, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2")}
     assert len(outputs) == 1
     assert "Reach" in outputs.pop()
 

@@ -414,20 +414,11 @@ def test_a_run_killed_before_its_first_step_can_be_read(folder):
     assert verdict_of(read_run(folder)).startswith("Nothing can be said")
 
 
-@pytest.mark.parametrize("name", ["completions.jsonl", "evaluation.json", "run.yaml", "end.json"])
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]", b"[" * 100_000])
-def test_damaged_files_are_left_out(folder, name, content):
-    (folder / name).write_bytes(content)
-    run = read_run(folder)
-    assert len(run.metrics) == STEPS + 1
-    assert verdict_of(run).endswith(".")
-
-
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf, -1.0, 1e9, "high"])
 @pytest.mark.parametrize("name", HEALTHY)
 def test_odd_metrics_raise_no_error(name, odd):
     run = record({name: [0.5, odd, odd] * 8}, held=(0.6, 0.2))
-    assert verdict_of(run).endswith(".")
+    assert "accuracy on 100 held-out prompts fell from 0.600 to 0.200" in verdict_of(run)
 
 
 # --- runs that a finding ended --------------------------------------------------------------------
@@ -456,7 +447,7 @@ def test_the_finding_that_stopped_a_run_stays_first():
 )
 def test_a_damaged_end_is_no_error(finding):
     run = replace(record(), end={"how": "stopped", "finding": finding, "kept_step": "three"})
-    assert verdict_of(run).endswith(".")
+    assert verdict_of(run) == "It learned: the reward went from 0.544 to 0.903."
 
 
 # --- small batches --------------------------------------------------------------------------------

@@ -4,17 +4,13 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from page_commands import PAGES, README, ROOT, blocks, commands, execute, put_run
 
 import rloo_kit as rk
 from rloo_kit.config.run_file import read_run_file
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from page_commands import PAGES, README, ROOT, blocks, commands, execute, put_run
 
 COMMANDS = dict.fromkeys(command for page in PAGES for command in commands(page))
 

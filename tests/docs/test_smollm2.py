@@ -5,16 +5,14 @@ import re
 import sys
 from pathlib import Path
 
+import fetch_smollm2
+import make_posts
 import pytest
+import update_smollm2
 
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import EXAMPLES, read_run_file
 from rloo_kit.evaluation.statistics import difference
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-import fetch_smollm2
-import make_posts
-import update_smollm2
 
 ROOT = Path(__file__).parents[2]
 

@@ -254,8 +254,6 @@ WRONG = {
     "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
     "judge tiny-thinker --against x --batch-size -2": "batch-size is -2",
     "eval tiny-thinker --set model.load_in_4bit=false": "--set model would change a model",
-    "eval tiny-thinker --set trainer.num_generations=8": "num_generations has no effect on an",
-    "eval tiny-thinker --set model.max_seq_length=16": "--set model would change a model",
     "eval tiny-thinker --set lora.rank=8": "--set lora would change a model",
     "eval tiny-thinker --set trainer.num_generations=3": "num_generations has no effect on an",
     "eval tiny-thinker --set trainer.reward_timeout_seconds=9": "seconds has no effect on an",

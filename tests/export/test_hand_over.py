@@ -1,16 +1,13 @@
-"""``rloo-kit hand-over``: what verl gets, read back without verl.
-
-tests/scripts/check_hand_over.py checks the same folder by verl itself.
-"""
+"""``rloo-kit hand-over``: what verl gets, read back without verl."""
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+import torch
 import yaml
+from fresh_python import run_python
 from PIL import Image
 
 from rloo_kit.cli import main
@@ -19,10 +16,47 @@ from rloo_kit.errors import ConfigError, RewardLoadError
 from rloo_kit.export.hand_over import hand_over
 from rloo_kit.export.verl_settings import ASSETS
 from rloo_kit.job import PreparedJob, read_config
+from rloo_kit.rloo.batching import TokenRows
+from rloo_kit.rloo.rollout import ScoredBatch
+from rloo_kit.sampling.completer import as_completions
+from rloo_kit.scoring.contract import call_reward, reward_columns
 
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from check_hand_over import NUM, differences, score_by_kit, write_run
-
+NUM = 200
+OWN = '''
+def mentions(completions, prompts, answer, **_):
+    """1 where the right answer stands anywhere, None for prompts of an even length."""
+    texts = [completion[0]["content"] for completion in completions]
+    return [
+        None if len(prompt[-1]["content"]) % 2 == 0 else float(right in text)
+        for text, prompt, right in zip(texts, prompts, answer, strict=True)
+    ]
+'''
+RUN = """
+model: {name: tiny-thinker, max_seq_length: 256}
+data:
+  prompts: arithmetic
+  num_prompts: 64
+  held_out: 8
+  held_out_every: 4
+  held_out_rewards: [length_band]
+rewards:
+  - accuracy
+  - {name: thinking, weight: 0.25, long: 12}
+  - {name: "mine.py:mentions", weight: 0.5, only_if: {name: thinking_closed_once, otherwise: -0.5}}
+trainer:
+  max_steps: 8
+  per_device_train_batch_size: 16
+  gradient_accumulation_steps: 2
+  num_generations: 4
+  max_completion_length: 24
+  missing_eos_penalty: 0.5
+  reward_clip_range: [-1, 1.25]
+  beta: 0.02
+  thinking_budget: 20
+  dynamic_sampling: true
+  epsilon_high: 0.28
+  repetition_penalty: 1.1
+"""
 SCORE = """
 import json, sys
 import pyarrow.parquet
@@ -40,6 +74,75 @@ for one in json.load(sys.stdin):
 assert not {"trl", "peft", "unsloth", "verl"} & set(sys.modules)
 print(json.dumps(found))
 """
+
+
+def write_run(folder):
+    """Write a run file with a reward of its own beside it; return its path."""
+    (folder / "mine.py").write_text(OWN)
+    (folder / "run.yaml").write_text(RUN)
+    return folder / "run.yaml"
+
+
+def score_by_kit(run_file):
+    """Return NUM completions of training prompts, with the scores that a training gives them."""
+    job = PreparedJob(*read_config(run_file, []), say=lambda _: None)
+    tokenizer = job.tokenizer
+    longest = job.args.max_completion_length
+    number = len(job.splits[0])
+    rows = [job.splits[0][at % number] for at in range(NUM)]
+    texts = [_text(at, row["answer"]) for at, row in enumerate(rows)]
+    ids = [tokenizer(text)["input_ids"][:longest] for text in texts]
+    ids = [one if len(one) == longest else [*one, tokenizer.eos_token_id] for one in ids]
+    prompts = [row["prompt"] for row in rows]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    completions = as_completions(prompts, texts)
+    columns = reward_columns(rows, completions, ids)
+    found = [call_reward(one.func, columns) for one in job.rewards]
+    rewards = torch.tensor(
+        [[torch.nan if score is None else score for score in one] for one in found]
+    ).T
+    weights = torch.tensor([one.weight for one in job.rewards])
+    batch = ScoredBatch(
+        prompts=prompts,
+        completions=completions,
+        tokens=TokenRows([[0]] * NUM, ids),
+        ended=[one[-1] == tokenizer.eos_token_id for one in ids],
+        rewards=rewards,
+        scores=(rewards * weights).nansum(dim=1),
+    )
+    scores, _ = batch.shaped_scores(job.args.shaping, 4)
+    names = [one.name for one in job.rewards]
+    return [
+        {
+            "row": at % number,
+            "text": texts[at],
+            "ids": ids[at],
+            "score": scores[at].item(),
+            "rewards": dict(zip(names, rewards[at].nan_to_num(0.0).tolist(), strict=True)),
+        }
+        for at in range(NUM)
+    ]
+
+
+def _text(at, answer):
+    """Return a completion: right or wrong, with a thought of several lengths, or cut off."""
+    said = answer if at % 3 else "17"
+    kinds = (
+        f"{'1+' * (at % 7)}2</think>{said}",
+        f"</think>{said}",
+        f"4+5={said}",
+        f"{'12+' * 12}</think>{said}",
+        f"1</think></think>{said}",
+    )
+    return kinds[at % len(kinds)]
+
+
+def differences(expected, given):
+    """Return the largest difference of a score, and of a single reward."""
+    pairs = list(zip(expected, given, strict=True))
+    scores = [abs(want["score"] - got["score"]) for want, got in pairs]
+    each = [abs(w["rewards"][n] - g[n]) for w, g in pairs for n in w["rewards"]]
+    return max(scores), max(each)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +180,7 @@ def test_prompts_read_back_as_verl_reads_them(folder, run_file):
 @pytest.mark.long
 def test_reward_file_gives_the_scores_of_a_training(folder, run_file):
     expected = score_by_kit(run_file)
-    done = subprocess.run(
-        [sys.executable, "-c", SCORE, folder],
-        input=json.dumps(expected), capture_output=True, text=True, check=False, cwd="/",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    given = json.loads(done.stdout)
+    given = json.loads(run_python(SCORE, folder, input=json.dumps(expected), cwd="/"))
     assert len(given) == NUM
     assert len({one["score"] for one in given}) >= 8
     assert set(given[0]) == {"accuracy", "thinking", "mentions", "score"}

@@ -1,12 +1,10 @@
 """Faults made on purpose; docs/reference/reliability.md lists the marks ``fault``."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "scripts")]
 
 
 def pytest_configure(config):

@@ -2,14 +2,9 @@
 
 import json
 import os
-import sys
-from pathlib import Path
-
-from lives import begin
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from kill_and_resume import checkpoint_parts, differences, newest_checkpoint, write_run_file
+from lives import begin
 
 STEPS = 4
 # Optimizer steps that are finished when the reward's fault happens.

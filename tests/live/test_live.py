@@ -109,7 +109,7 @@ def test_pipe_gets_one_line_per_step_and_finding():
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "high", [1.0]])
-def test_odd_metrics_are_shown_as_none(value):
+def test_odd_metrics_are_shown_as_none(value, capsys):
     view = PlainLines()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -119,6 +119,9 @@ def test_odd_metrics_are_shown_as_none(value):
         make_step(view, state)
         view.close()
     assert len(view.progress.metrics.steps) == 6
+    lines = capsys.readouterr().out.splitlines()
+    assert "reward none  accuracy none  thinking none  kl none  length none" in lines[0]
+    assert "reward 0.594  accuracy 0.594" in lines[-1]
     figure_png(view.progress)
 
 

@@ -234,11 +234,6 @@ def test_the_run_file_takes_the_adapters_settings(adapter):
     assert (made.job.rank, made.job.targets) == (4, ("q_proj", "v_proj"))
 
 
-def test_overrides_of_a_run_config_are_refused():
-    with pytest.raises(rk.ConfigError, match=r"\['seed=1'\] is not applied to a RunConfig"):
-        read_config(RunConfig(), ["seed=1"])
-
-
 @pytest.mark.parametrize("rank", [8, 16])  # 16 is what a run file has that does not say it
 def test_the_run_file_cannot_give_the_adapter_another_rank(adapter, rank):
     config = RunConfig(model=ModelSection(name=str(adapter)), lora=LoraSection(r=rank))

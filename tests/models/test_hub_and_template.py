@@ -156,16 +156,3 @@ def test_a_template_beside_the_run_file_is_that_of_the_run_and_of_its_adapter(
     assert base.tokenizer.chat_template == TEMPLATE
     (adapter / "chat_template.jinja").rename(tmp_path / "mine.jinja")
     assert find_trained(tmp_path / "run").model.chat_template == str(tmp_path / "mine.jinja")
-
-
-def test_a_trainer_without_a_tokenizer_takes_the_one_that_was_loaded(tmp_path):
-    file = tmp_path / "mine.jinja"
-    file.write_text(TEMPLATE)
-    model, tokenizer = rk.load_model("tiny-thinker", chat_template=file)
-    trainer = rk.LeaveOneOutTrainer(
-        model=rk.attach_lora(model, r=2),
-        reward_funcs="length",
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        args=rk.LeaveOneOutConfig(str(tmp_path), per_device_train_batch_size=8, doctor=False),
-    )
-    assert trainer.processing_class is tokenizer

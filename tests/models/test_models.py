@@ -65,14 +65,6 @@ def test_an_adapter_is_written_to_the_home_folder_or_the_error_is_one_sentence(
     for folder in (tmp_path / "new", tmp_path / "file"):
         with pytest.raises(rk.ModelError, match="the adapter cannot be written to"):
             rk.save_adapter(policy, tokenizer, folder)
-    monkeypatch.undo()
-
-    def no_place(self, _):  # tokenizers raises a bare Exception
-        self.backend_tokenizer.save(str(tmp_path / "missing" / "tokenizer.json"))
-
-    monkeypatch.setattr(type(tokenizer), "save_pretrained", no_place)
-    with pytest.raises(rk.ModelError, match="the adapter cannot be written to"):
-        rk.save_adapter(policy, tokenizer, tmp_path / "new")
 
 
 # --- names ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Vision models: loaded with their processor, trained in their language layers alone."""
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,13 +8,11 @@ import datasets
 import pytest
 import torch
 from PIL import Image
+from tiny_vision import RUN, save_model, save_squares
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.state import checksum_of_rows
 from rloo_kit.models.shape import read_shape
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from tiny_vision import RUN, save_model, save_squares
 
 # Names of layers in the vision tower that the language model has too
 SAME_NAMES = {"gemma3": "q_proj", "qwen2_5_vl": "gate_proj"}

@@ -1,10 +1,9 @@
 """What fits a card, without a run file: the shipped models, the largest first."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+from fresh_python import run_python
 
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import read_run_file
@@ -69,6 +68,6 @@ def test_torch_is_not_imported():
         "import sys; from rloo_kit.cli import main; main(['plan', '--gpu', '12']); "
         "print({'torch', 'transformers'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Qwen3-4B" in done.stdout
-    assert done.stdout.endswith("set()\n")
+    printed = run_python(code)
+    assert "Qwen3-4B" in printed
+    assert printed.endswith("set()\n")

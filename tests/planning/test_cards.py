@@ -1,10 +1,9 @@
 """Ways to train on several cards: what is divided, which of them fit, the command, the docs."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from jobs import USUAL
 from transformers import LlamaConfig
 
 from rloo_kit.cli import main
@@ -14,9 +13,6 @@ from rloo_kit.models.shape import shape_of_config
 from rloo_kit.planning.cards import find_ways
 from rloo_kit.planning.memory import CONTEXT, LEARN, LOAD, SAMPLE, Job, plan_memory, planned_engine
 from rloo_kit.planning.planner import make_plan
-
-sys.path.insert(0, str(Path(__file__).parent))
-from jobs import USUAL
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +107,6 @@ def test_one_card_has_no_lines_on_several():
 
 
 def test_docs_hold_the_planners_figures():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
     from write_card_ways import PAGE, written
 
     page = PAGE.read_text()

@@ -1,20 +1,17 @@
 """The plan against what a driver measured: no measured peak is above the planned one."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jobs import USUAL
 from transformers import Qwen3Config
 
 from rloo_kit.config.run_file import PROJECTIONS
 from rloo_kit.machine.hardware import find_card
 from rloo_kit.models.shape import read_shape, shape_of_config
 from rloo_kit.planning.memory import Job, plan_memory, planned_engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-from jobs import USUAL
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # Qwen3 of almost no size

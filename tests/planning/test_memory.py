@@ -1,13 +1,12 @@
 """Bytes of each part against what torch and bitsandbytes hold; cards; shapes of models."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
 import torch
+from jobs import USUAL
 from transformers import GPT2Config, Qwen3Config
 from trl.trainer.utils import add_fused_lm_head
 
@@ -35,9 +34,6 @@ from rloo_kit.planning.memory import (
     optimizer_bytes,
     plan_memory,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from jobs import USUAL
 
 
 @pytest.fixture(scope="module")

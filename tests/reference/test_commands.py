@@ -6,6 +6,7 @@ A case ends with exit code 0 and has written what the command promises, or its p
 import json
 import shlex
 import sys
+from itertools import chain
 from pathlib import Path
 
 import cases
@@ -35,6 +36,15 @@ REFUSED = [
     ("eval", {"held_out": 0}, "or dataset with --prompts"),
     ("calibrate", {"rewards": "library"}, "but its scores are not in [0, 1]"),
 ]
+# The first words of a command, and what it writes
+WRITES = {
+    "train": ["runs/one/adapter/adapter_model.safetensors", "runs/one/report.html"],
+    "eval": ["runs/one/eval.json", "runs/one/eval_samples.jsonl"],
+    "export --to adapter": ["runs/one/export-adapter/adapter_model.safetensors"],
+    "export --to merged": ["runs/one/export-merged/model.safetensors"],
+    "calibrate": ["run-calibrated.yaml", "run-calibrated-completions.jsonl"],
+    "rewards check --generations": ["checked/rewards_check.json", "checked/completions.jsonl"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +155,5 @@ def test_a_command_takes_every_run_file(case, models, tmp_path, monkeypatch, cap
     else:
         found = {0, 1} if case["command"].startswith("rewards") else {0}  # 1: there are findings
         assert code in found, f"{name_of(case)}: {said[-500:]}"
+        promised = [WRITES[start] for start in WRITES if case["command"].startswith(start)]
+        assert [name for name in chain(*promised) if not Path(name).is_file()] == []

@@ -206,11 +206,17 @@ def test_secret_settings_are_not_shown(run):
 # --- damaged folders ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["evaluation.json", "end.json", "environment.json", "run.yaml"])
-@pytest.mark.parametrize("text", ["", "[]", '{"before": 3, "during": {}, "hardware": 5}'])
-def test_damaged_file_is_ignored(run, name, text):
+@pytest.mark.parametrize(
+    "name", ["completions.jsonl", "evaluation.json", "end.json", "environment.json", "run.yaml"]
+)
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\xff\xfe", b"[1]", b"[" * 100_000, b'{"before": 3, "during": {}, "hardware": 5}'],
+    ids=["empty", "no-text", "list", "deep", "of-other-types"],
+)
+def test_damaged_file_is_ignored(run, name, damaged):
     folder = run()
-    (folder / name).write_text(text)
+    (folder / name).write_bytes(damaged)
     assert content(folder)["end"]["steps"] == STEPS
 
 

@@ -5,13 +5,12 @@ import math
 import random
 import re
 import statistics
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from rloo_kit.rewards import RewardModel
+from worked_thought import worked_thought
 
 from rloo_kit.cli import main
 from rloo_kit.data.tasks import arithmetic_prompt
@@ -19,9 +18,6 @@ from rloo_kit.errors import ConfigError, DataError, DivergedError, MemoryRanOutE
 from rloo_kit.reward_lab import reward_model
 from rloo_kit.reward_lab.reward_model import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.specs import load_rewards
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from worked_thought import worked_thought
 
 
 def sums(num):

@@ -40,15 +40,6 @@ SHAPINGS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of ten numbers are not worth a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Policy:
     """Embedding, running mean over the tokens so far, one nonlinearity, a linear layer."""
 

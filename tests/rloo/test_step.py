@@ -1,12 +1,10 @@
 """One whole step with a policy that is a table: no TRL, Unsloth or transformers."""
 
-import subprocess
-import sys
-import time
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from fresh_python import run_python
 
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
@@ -106,14 +104,12 @@ def seed():
     torch.manual_seed(1)
 
 
-def test_a_table_learns_the_right_answer_in_two_seconds():
+def test_a_table_learns_the_right_answer():
     table = Table()
-    started = time.perf_counter()
     step = step_of(table)
     train(table, step, 40)
     assert (table.logits.detach().softmax(-1)[:, 2] > 0.9).all()
     assert [number for number, _ in step.log.rollouts] == [*range(1, 41)]
-    assert time.perf_counter() - started < 2
 
 
 def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
@@ -228,5 +224,4 @@ def test_the_step_needs_none_of_the_large_libraries():
     code = (
         "import sys, rloo_kit.rloo.step; print({'trl', 'unsloth', 'transformers'} & {*sys.modules})"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "set()", result.stderr
+    assert run_python(code).strip() == "set()"

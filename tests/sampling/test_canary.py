@@ -32,15 +32,6 @@ NAMES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of a few hundred numbers are not worth a second one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def seeded(seed):
     return torch.Generator().manual_seed(seed)
 

@@ -335,28 +335,34 @@ def test_async_tools_of_a_turn_run_together():
     assert [one["content"] for one in found.completions[0][1:-1]] == list("012345")
 
 
-MALFORMED = [
+WRONG_CALLS = [
     '{"name": "unknown", "arguments": {}}',
     '{"name": "calculator", "arguments": {"wrong": 1}}',
     '{"name": "calculator", "arguments": ["20 + 3"]}',
     '{"name": "calculator", "arguments": "20 + 3"}',
     '{"name": "calculator", "arguments": {"expression": "__import__(1)"}}',
     '{"name": "calculator"}',
-    '{"name": 3, "arguments": {}}',
-    '{"arguments": {}}',
-    "{not json}",
-    "[1]",
-    "null",
 ]
-MARKED = [f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in MALFORMED]
+NO_CALLS = ['{"name": 3, "arguments": {}}', '{"arguments": {}}', "{not json}", "[1]", "null"]
 
 
-@pytest.mark.parametrize("said", [*MARKED, f"{THOUGHT}<tool_call>", CALL.removeprefix(THOUGHT)])
-def test_a_malformed_call_is_an_error_text_or_an_answer(said):
-    found, _ = played([f"{said}<|im_end|>"], ["sorry<|im_end|>"])
-    assert found.completions[0][-1]["role"] == "assistant"
-    if len(found.completions[0]) > 1:
-        assert found.completions[0][1]["content"].startswith("{'error':")
+def marked(call):
+    return f"{THOUGHT}<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_a_wrong_call_is_an_error_text(call):
+    found, _ = played([f"{marked(call)}<|im_end|>"], ["sorry<|im_end|>"])
+    assert [one["role"] for one in found.completions[0]] == ["assistant", "tool", "assistant"]
+    assert found.completions[0][1]["content"].startswith("{'error':")
+
+
+@pytest.mark.parametrize(
+    "said", [*map(marked, NO_CALLS), f"{THOUGHT}<tool_call>", CALL.removeprefix(THOUGHT)]
+)
+def test_what_cannot_be_read_as_a_call_is_an_answer(said):
+    found, _ = played([f"{said}<|im_end|>"])
+    assert found.completions[0] == [{"role": "assistant", "content": said}]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Every field of TRL's RLOOConfig acts, is refused, or has no meaning here.
 
-A field that a new version adds is in none of the three lists, and fails the first test: read what
-TRL and transformers make of it, and give it the row that is true of the kit's step.
+A field that a new version adds is in no list, and fails the first test: read what TRL and
+transformers make of it, and give it the row that is true of the kit's step.
 
 - ``ACTS``: a training with the field set differs from one without in what the row names.
+- ``IN_REFERENCE``: tests/reference/test_covering_arrays.py shows its effect on the gradient.
+- ``PASSED_ON``: the kit hands the value on, and transformers alone reads it.
 - ``REFUSED``: one sentence, before a model is loaded.
 - ``NO_MEANING``: why nothing follows from it, here and in TRL's RLOO.
 """
@@ -25,6 +27,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations import TrackioCallback
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl.trainer import rloo_trainer
 
 import rloo_kit as rk
@@ -40,23 +43,25 @@ ONLY_IN_SOME_VERSIONS: set[str] = set()
 
 
 class Acts:
-    """One row: the value to set, what then differs, and kind and settings of both trainings."""
+    """One row: the value to set, what then differs, and kind and settings of both trainings.
 
-    def __init__(self, value, differs, kind="lora", **context):
+    ``says``: what the error holds where an error differs.
+    """
+
+    def __init__(self, value, differs, kind="lora", says=None, **context):
         self.value = value
         self.differs = differs
         self.kind = kind
+        self.says = says
         self.context = context
 
 
 EVAL = {"eval_strategy": "steps", "eval_steps": 1}
 BEST = EVAL | {"save_strategy": "best", "metric_for_best_model": "eval_seen", "keep_last": 9}
-OFF_POLICY = {"num_iterations": 2, "learning_rate": 0.003}
 SERVER = {
     "generation": "server", "vllm_server_timeout": 0.0, "vllm_server_host": "127.0.0.1",
     "vllm_server_port": 9,
 }  # fmt: skip
-WORKERS = {"dataloader_num_workers": 1}
 TRACKIO = {"trackio_space_id": "me/space"}
 ACTS = {
     # how long, and on what
@@ -76,22 +81,11 @@ ACTS = {
     "seed": Acts(7, "completions"),
     "full_determinism": Acts(True, "determinism"),
     "dataloader_drop_last": Acts(True, "eval_loader"),
-    "dataloader_num_workers": Acts(1, "loader"),
-    "dataloader_persistent_workers": Acts(True, "loader", **WORKERS),
-    "dataloader_prefetch_factor": Acts(4, "loader", **WORKERS),
-    "dataloader_multiprocessing_context": Acts("spawn", "loader", **WORKERS),
-    "dataloader_in_order": Acts(False, "loader", **WORKERS),
     # optimizer and schedule
     "learning_rate": Acts(0.1, "weights"),
     "lr_scheduler_type": Acts("constant", "schedule"),
     "lr_scheduler_kwargs": Acts({"num_cycles": 2}, "schedule", lr_scheduler_type="cosine"),
     "warmup_steps": Acts(1, "schedule"),
-    "optim": Acts("sgd", "optimizer"),
-    "optim_args": Acts("alpha=3", "optimizer", optim="ademamix"),
-    "weight_decay": Acts(0.1, "optimizer"),
-    "adam_beta1": Acts(0.5, "optimizer"),
-    "adam_beta2": Acts(0.5, "optimizer"),
-    "adam_epsilon": Acts(0.1, "optimizer"),
     "max_grad_norm": Acts(1e-3, "weights", optim="sgd"),
     # how it is computed
     "bf16": Acts(True, "precision"),
@@ -103,19 +97,11 @@ ACTS = {
     "gradient_checkpointing_kwargs": Acts(
         {"every_n_layers": 2}, "hooks", gradient_checkpointing=True
     ),
-    "torch_compile": Acts(True, "accelerator"),
-    "torch_compile_backend": Acts("eager", "accelerator"),
-    "torch_compile_mode": Acts("reduce-overhead", "accelerator", torch_compile=True),
     "use_cache": Acts(True, "model"),
     "neftune_noise_alpha": Acts(5.0, "weights"),
     "torch_empty_cache_steps": Acts(1, "cache"),
     "pad_to_multiple_of": Acts(64, "passes"),
-    "accelerator_config": Acts({"even_batches": False}, "accelerator"),
-    "parallelism_config": Acts(ParallelismConfig(), "accelerator"),
-    "ddp_find_unused_parameters": Acts(True, "accelerator"),
-    "ddp_bucket_cap_mb": Acts(3, "accelerator"),
-    "ddp_broadcast_buffers": Acts(False, "accelerator"),
-    "ddp_static_graph": Acts(True, "accelerator"),
+    "ddp_find_unused_parameters": Acts(True, "ddp"),
     "debug": Acts("underflow_overflow", "hooks"),
     # the log
     "logging_strategy": Acts("no", "log"),
@@ -158,8 +144,8 @@ ACTS = {
     "hub_revision": Acts("mine", "uploaded"),
     # models
     "model_init_kwargs": Acts({"dtype": "bfloat16"}, "dtype", kind="path"),
-    "trust_remote_code": Acts(True, "error", kind="own code"),
-    "router_aux_loss_coef": Acts(0.1, "error"),
+    "trust_remote_code": Acts(True, "error", kind="own code", says="ImportError: it runs"),
+    "router_aux_loss_coef": Acts(0.1, "error", says="not a Mixture-of-Experts model"),
     "disable_dropout": Acts(True, "model", kind="dropout"),
     "sync_ref_model": Acts(True, "callbacks", kind="full"),
     "ref_model_mixup_alpha": Acts(
@@ -181,26 +167,50 @@ ACTS = {
         {"max_memory_percent": 0.3}, "generation", use_transformers_continuous_batching=True
     ),
     "use_transformers_paged": Acts(True, "generation"),
-    "use_vllm": Acts(True, "error"),
-    "vllm_mode": Acts("server", "error", **SERVER | {"generation": "auto", "use_vllm": True}),
-    "vllm_server_base_url": Acts("http://127.0.0.1:9/here", "error", **SERVER),
-    "vllm_server_host": Acts("localhost", "error", **SERVER),
-    "vllm_server_port": Acts(10, "error", **SERVER),
+    "use_vllm": Acts(True, "error", says="generation: vllm cannot be used"),
+    "vllm_mode": Acts(
+        "server",
+        "error",
+        says="http://127.0.0.1:9 cannot be reached",
+        **SERVER | {"generation": "auto", "use_vllm": True},
+    ),
+    "vllm_server_base_url": Acts(
+        "http://127.0.0.1:9/here", "error", says="http://127.0.0.1:9/here cannot be", **SERVER
+    ),
+    "vllm_server_host": Acts("localhost", "error", says="http://localhost:9 cannot be", **SERVER),
+    "vllm_server_port": Acts(10, "error", says="http://127.0.0.1:10 cannot be", **SERVER),
     "vllm_server_timeout": Acts(0.1, "warned", **SERVER),
-    "vllm_max_model_length": Acts(77, "error", **SERVER),
+    "vllm_max_model_length": Acts(77, "error", says="--max-model-len 77", **SERVER),
     "vllm_enable_sleep_mode": Acts(True, "engine"),
     "vllm_gpu_memory_utilization": Acts(0.2, "engine"),
-    # the objective
-    "beta": Acts(0.5, "weights"),
-    "epsilon": Acts(0.001, "weights", **OFF_POLICY),
-    "epsilon_high": Acts(0.001, "weights", **OFF_POLICY),
-    "reward_weights": Acts([1.0, 3.0], "weights"),
-    "normalize_advantages": Acts(True, "advantages"),
-    "reward_clip_range": Acts([-0.1, 0.1], "advantages"),
-    "mask_truncated_completions": Acts(True, "weights"),
+}
+IN_REFERENCE = {
+    "beta", "epsilon", "epsilon_high", "reward_weights", "normalize_advantages",
+    "reward_clip_range", "mask_truncated_completions",
+}  # fmt: skip
+PASSED_ON = {
+    "dataloader_num_workers": 1,
+    "dataloader_persistent_workers": True,
+    "dataloader_prefetch_factor": 4,
+    "dataloader_multiprocessing_context": "spawn",
+    "dataloader_in_order": False,
+    "optim": "ademamix",
+    "optim_args": "alpha=3",
+    "weight_decay": 0.1,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.5,
+    "adam_epsilon": 0.1,
+    "torch_compile": True,
+    "torch_compile_backend": "eager",
+    "torch_compile_mode": "reduce-overhead",
+    "accelerator_config": AcceleratorConfig(even_batches=False),
+    "parallelism_config": ParallelismConfig(),
+    "ddp_bucket_cap_mb": 3,
+    "ddp_broadcast_buffers": False,
+    "ddp_static_graph": True,
 }
 TRAINED = {
-    "advantages", "cache", "columns", "completions", "files", "hooks", "log", "metrics", "passes",
+    "cache", "columns", "completions", "files", "hooks", "log", "metrics", "passes",
     "printed", "prompts", "reference", "schedule", "tables", "weights",
 }  # fmt: skip
 """What only a training shows; a trainer that has not trained shows the rest."""
@@ -269,7 +279,7 @@ NO_MEANING = {
 
 
 def test_every_field_is_in_one_list():
-    listed = [*ACTS, *REFUSED, *NO_MEANING]
+    listed = [*ACTS, *IN_REFERENCE, *PASSED_ON, *REFUSED, *NO_MEANING]
     assert sorted(set(listed)) == sorted(listed), "a field is in two lists"
     new = FIELDS.keys() - set(listed)
     assert not new, f"{sorted(new)}: see what TRL makes of it, and give it a row in this file"
@@ -321,12 +331,10 @@ class Watcher(TrainerCallback):
 
     def __init__(self):
         self.batches = []
-        self.advantages = []
         self.evaluations = 0
 
     def on_completions(self, *_, rollout, **__):
         self.batches.append(rollout.sampled)
-        self.advantages.append(rollout.advantages.tolist())
 
     def on_evaluate(self, *_, metrics, **__):
         self.evaluations += 1
@@ -422,20 +430,10 @@ def of_trained(trainer, watcher, calls, resume):
         ],
         "prompts": [one.prompts for one in batches],
         "completions": [[one.tokens.prompt_ids, one.completions] for one in batches],
-        "advantages": watcher.advantages,
         "columns": letters.columns,
         "cache": calls.count("cache"),
         "tables": [call for call in calls if isinstance(call, int)],
     }
-
-
-def of_loader(loader):
-    names = (
-        "drop_last", "num_workers", "persistent_workers", "in_order", "prefetch_factor",
-        "multiprocessing_context",
-    )  # fmt: skip
-    batches = [loader.total_batch_size, len(loader)]
-    return batches + [str(getattr(loader, name, None)).partition(" at ")[0] for name in names]
 
 
 def of_built(trainer, calls, wanted):
@@ -452,24 +450,19 @@ def of_built(trainer, calls, wanted):
         callback.setup(trainer.args, trainer.state, model)
         callback._space_id = trainer.args.trackio_space_id
         callback.on_train_end(trainer.args, trainer.state, trainer.control, model=model)
-    optimizer = trainer.create_optimizer()
-    defaults = getattr(optimizer, "defaults", None), getattr(optimizer, "args", None)
-    groups = [{**group, "params": None} for group in optimizer.param_groups]
-    own = [accelerator.dataloader_config, accelerator.ddp_handler, accelerator.state.dynamo_plugin]
+    loader = trainer.get_eval_dataloader()
     return {
-        "accelerator": [str(one) for one in (*own, accelerator.parallelism_config)],
         "callbacks": [type(one).__name__ for one in trainer.callback_handler.callbacks],
+        "ddp": str(accelerator.ddp_handler),
         "mixed_precision": accelerator.mixed_precision,
         "determinism": torch.are_deterministic_algorithms_enabled(),
         "dtype": str(model.dtype),
         "engine": _engine_arguments(trainer.args),
-        "eval_loader": of_loader(trainer.get_eval_dataloader()),
+        "eval_loader": [loader.total_batch_size, len(loader), loader.drop_last],
         "generation": [str(trainer.generation_config), str(trainer.continuous_batching_config)],
-        "loader": of_loader(trainer.get_train_dataloader()),
         "model": [
             model.config.use_cache, [m.p for m in model.modules() if hasattr(m, "p")],
         ],
-        "optimizer": [type(optimizer).__name__, str(groups), str(defaults)],
         "trackio": [str(call) for call in calls if call[0].endswith((".init", ".freeze"))],
         "uploaded": [str(call[2]) for call in calls if call[0].startswith("hub")],
         "verbosity": transformers.logging.get_verbosity(),
@@ -541,6 +534,12 @@ def _as_it_was():
 
 
 @pytest.mark.long
+def test_equal_settings_give_equal_trainings(usual, tmp_path):
+    row = Acts(None, "weights")
+    assert observe(tmp_path / "run", row, {}) == usual(row)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in ACTS if name in FIELDS])
 def test_a_field_acts(name, usual, tmp_path):
     row = ACTS[name]
@@ -548,4 +547,19 @@ def test_a_field_acts(name, usual, tmp_path):
     after = observe(tmp_path / "run", row, row.context | {name: row.value})
     errors = before["error"], after["error"]
     assert before.get(row.differs) != after.get(row.differs), errors
-    assert row.differs == "error" or errors[0] == errors[1]
+    if row.differs == "error":
+        assert row.says in errors[1]
+    else:
+        assert errors[0] == errors[1]
+
+
+def test_what_transformers_reads_is_passed_on(tmp_path):
+    config = rk.LeaveOneOutConfig(str(tmp_path), **PASSED_ON)
+    assert {name: getattr(config, name) for name in PASSED_ON} == PASSED_ON
+    for method in (
+        "create_optimizer",
+        "get_train_dataloader",
+        "create_accelerator_and_postprocess",
+    ):
+        kits = getattr(rk.LeaveOneOutTrainer, method)
+        assert kits is getattr(trl.RLOOTrainer, method), method

@@ -166,13 +166,12 @@ def test_trls_own_step_and_the_kits_give_the_same(tmp_path):
         assert logged(trl, name) == pytest.approx(logged(kit, name), abs=1e-4), name
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(
     find_spec("triton") is None,
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
-def test_unsloths_patched_class_trains_as_stock_trl_does(tmp_path):
+def test_training_under_unsloths_class_is_that_of_stock_trl(tmp_path):
     """The class that a GPU gets, made here by Unsloth's own patcher; it drops arguments."""
     source = f"""
         import importlib.util, inspect, pathlib, sys

@@ -95,7 +95,7 @@ def test_rewards_read_the_template_of_the_tokenizer_that_the_trainer_takes(
         assert reward.func.reward.thought_opened is True
         return
     made = new_trainer(processing_class=None, reward_funcs="accuracy")
-    assert made.processing_class.chat_template == policy[1].chat_template
+    assert made.processing_class is policy[1]
     assert made.reward_funcs[0].reward.thought_opened is True
 
 
@@ -353,12 +353,11 @@ def test_an_adapter_that_trl_makes_trains_in_float32(new_trainer):
     assert {p.dtype for p in trainer.trained_parameters().values()} == {torch.float32}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("triton") is None,
     reason="Unsloth's patcher needs triton: make test-gpu-contract runs it",
 )
-def test_unsloths_way_of_sampling():
+def test_sampling_under_unsloths_modules():
     """In a process of its own: the modules that a GPU gets patch transformers for good."""
     file = Path(__file__).with_name("unsloth_sampling.py")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]

@@ -1,6 +1,5 @@
 """TRL's own step: when it trains, what it obeys, what it records, and how it resumes."""
 
-import errno
 import types
 import warnings
 
@@ -149,34 +148,21 @@ def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, confi
         run(3, resume=True, step="kit")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-        Exception("No space left on device (os error 28)"),  # of tokenizers
-    ],
-)
-def test_a_full_disk_is_named_where_transformers_writes(new_trainer, config, monkeypatch, error):
-    def full(*_, **__):
-        raise error
+def test_a_full_disk_is_named_where_transformers_writes(new_trainer, config, monkeypatch):
+    def full(*_, **__):  # torch's own error
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(rk.DiskError, match=r"checkpoint 1 could not be written.*free"):
         new_trainer(config(save_strategy="steps", save_steps=1, step="trl")).train()
 
 
-def test_held_out_samples_use_one_gpu_and_keep_the_random_states(new_trainer, config, monkeypatch):
+def test_held_out_samples_keep_the_random_states(new_trainer, config):
     trainer = new_trainer(config(step="trl"))
     trainer.train()
-    used = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *devices: used.extend(devices))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     before = torch.get_rng_state()
     found = trainer.sample_rows([trainer.train_dataset[0]], seed=1)
     assert len(found.completions) == 1
-    assert {*used} <= {0}  # GPU 1 would get a CUDA context, and it is another process's
     assert torch.equal(torch.get_rng_state(), before)
 
 
