@@ -767,7 +767,8 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
-    if load_in_4bit and not is_quantised(source):
+    packed = is_quantised(source)
+    if load_in_4bit and not packed:
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -777,6 +778,10 @@ def _load_transformers(
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
     model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
+    if packed:  # the file has bf16 for its 4-bit layers, which old cards only emulate
+        for layer in model.modules():
+            if hasattr(layer, "compute_type_is_set"):
+                layer.compute_dtype = model.dtype
     model.config.use_cache = False  # training needs no KV cache; generate enables it itself
     loader = AutoProcessor if images else AutoTokenizer
     return model, loader.from_pretrained(
