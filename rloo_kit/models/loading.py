@@ -118,8 +118,7 @@ def load_model(
     with _as_model_errors(str(name)):
         if adapter:
             max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
-            if (adapter / TOKENIZER).is_file():  # with the chat template that it was trained with
-                kwargs.setdefault("tokenizer_name", str(adapter))
+            kwargs = _arguments_of(adapter, source, load_in_4bit) | kwargs
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
     if kwargs.get("load_in_8bit"):
@@ -174,6 +173,23 @@ def load_model(
     )
     add_to_session(model)
     return _with_adapter(model, adapter) if adapter else model, processor
+
+
+def _arguments_of(adapter: Path, source: str, load_in_4bit: bool) -> dict[str, Any]:
+    """Return arguments to load the base of an adapter as it was loaded to train the adapter.
+
+    Args:
+        adapter: The adapter's folder.
+        source: The hub name or folder of the base.
+        load_in_4bit: True to load it in 4 bit.
+    """
+    found: dict[str, Any] = {}
+    if (adapter / TOKENIZER).is_file():
+        found["tokenizer_name"] = str(adapter)  # with its chat template
+    # Unsloth must not replace the base by a copy of its own, except 4-bit weights by 16-bit ones
+    if load_in_4bit or not is_quantised(source):
+        found["use_exact_model_name"] = True
+    return found
 
 
 def _set_template(file: str | Path | None, *processors: Any) -> None:
@@ -777,6 +793,7 @@ def _load_transformers(
             bnb_4bit_quant_storage=dtype if _is_divided() else None,  # FSDP needs a single dtype
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
+    kwargs.pop("use_exact_model_name", None)  # of Unsloth; transformers replaces no names
     model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
     if packed:  # the file has bf16 for its 4-bit layers, which old cards only emulate
         for layer in model.modules():

@@ -370,6 +370,24 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
     found = find_trained(folder)
     assert found.base == "Qwen/Qwen3-4B"  # for cards, and to merge in 16 bit
     assert found.model.name == found.without_adapter().model.name == name
+    # and Unsloth must not replace it by a copy of its own
+    assert found.config.unsloth == ({"use_exact_model_name": True} if name == loaded else {})
+    if name == loaded:  # else the adapter alone has no base
+        bare = find_trained(shutil.copytree(folder / "adapter", tmp_path / "bare"))
+        assert bare.config.unsloth == found.config.unsloth
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact"), [({}, True), ({"load_in_4bit": True}, True), ({"name": "a/b"}, False)]
+)
+def test_an_export_of_another_base_may_get_a_copy(run, tmp_path, monkeypatch, changes, exact):
+    folder = with_settings(run, tmp_path / "run", "model.name=Qwen/Qwen3-4B")
+    change(folder / "adapter" / "adapter_config.json", base_model_name_or_path="Qwen/Qwen3-4B")
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(find_trained(folder), **changes)
+    assert load.call_args.kwargs.get("use_exact_model_name", False) is exact
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
