@@ -55,7 +55,12 @@ class TrainedModel:
         return name if name not in ("", "base") else "adapter"
 
     @property
-    def base_settings(self) -> tuple[ModelSection, str]:
+    def fp16(self) -> bool:
+        """True if the run trained in float16 by its settings."""
+        return bool(self.config.trainer.get("fp16"))
+
+    @property
+    def base_settings(self) -> tuple[ModelSection, str, bool]:
         """Settings to load the base with; models on which they are equal can share one base.
 
         The text of the chat template is in the place of its file.
@@ -66,7 +71,7 @@ class TrainedModel:
             with contextlib.suppress(OSError, UnicodeError):  # loading reports it
                 template = Path(template).expanduser().read_text(encoding="utf-8")
         unsloth = repr(sorted(self.config.unsloth.items()))
-        return replace(section, chat_template=template), unsloth
+        return replace(section, chat_template=template), unsloth, self.fp16
 
     def shape(self, **changes: Any) -> ModelShape:
         """Return the shape of the base. ``changes`` has the same meaning as for ``load_base``.
@@ -259,6 +264,8 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
         for name in given.keys() - SHARED_ENGINE_NAMES
         if not name.startswith(of_run)
     }
+    if trained.fp16 and environment.hardware.on_gpu and not changes:  # slow on a CPU
+        others["precision"] = "fp16"
     model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

@@ -412,6 +412,24 @@ def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, b
             assert (name in given) == (backend == "unsloth" and not changes)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "changes", "precision"),
+    [(True, {}, "fp16"), (False, {}, None), (True, {"load_in_4bit": False}, None)],
+)
+def test_a_run_in_float16_is_sampled_in_float16(
+    run, tmp_path, monkeypatch, on_gpu, changes, precision
+):
+    trained = find_trained(with_settings(run, tmp_path / "run", "trainer.fp16=true"))
+    assert trained.base_settings != find_trained(run).base_settings
+    environment = Mock(backend="unsloth", hardware=Mock(on_gpu=on_gpu))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: environment)
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(trained, **changes)
+    assert load.call_args.kwargs.get("precision") == precision
+
+
 def test_models_that_are_loaded_alike_share_a_base(run, tmp_path):
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     setting = f"model.chat_template={tmp_path}/mine.jinja"
