@@ -5,6 +5,7 @@ out from the model's config or, if the config does not show it, from a failed lo
 """
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -174,7 +175,7 @@ def why_no_start(exc: Exception) -> str:
             "restart, call rk.setup() before unsloth is imported, and leave "
             "expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )
-    elif "bitsandbytes" in low or "bnb" in low:
+    elif re.search("vllm-bnb-plugin|(quantization method:|load format) `?bitsandbytes", low):
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif "error in memory profiling" in low:
         remedy = f"close other programs on the GPU and try again, or {remedy}"

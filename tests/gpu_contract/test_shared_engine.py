@@ -1,12 +1,16 @@
 """The engine that Unsloth shares with the trainer: both kinds of request, sleep, stray files."""
 
+import importlib
+import inspect
 import logging
 import os
+import re
 
 import pytest
 
 from rloo_kit.machine import environment
 from rloo_kit.machine.environment import quiet
+from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
@@ -60,6 +64,20 @@ def test_it_sleeps_and_wakes_once(share, engine_of):
     assert calls(llm).count("sleep") == 2
     assert calls(llm).count("wake_up") == 2
     assert not llm.llm_engine.is_sleeping()
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("vllm.config.model", "Unknown quantization method: {self.quantization}."),
+        ("vllm.model_executor.model_loader", "Load format `{load_format}` is not supported"),
+        ("unsloth_zoo.vllm_utils", "Install it with `pip install vllm-bnb-plugin` to use "),
+    ],
+)
+def test_a_missing_plugin_for_4_bit_weights_is_named(module, text):
+    assert text in inspect.getsource(importlib.import_module(module))
+    said = re.sub(r"{.*?}", "bitsandbytes", text)
+    assert "pip install vllm-bnb-plugin (vLLM 0.28" in why_no_start(ValueError(said))
 
 
 def test_vllm_logs_errors_alone_and_to_no_stream_of_its_own(share):

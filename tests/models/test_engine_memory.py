@@ -277,6 +277,11 @@ def test_a_model_that_unsloth_loaded_has_its_notes():
             "call rk.setup() before unsloth is imported",
         ),
         (ValueError("1 validation error\nValue error, no such model"), "no such model", "set"),
+        (
+            OSError("unsloth/Qwen3-4B-bnb-4bit has no tokenizer"),
+            "no tokenizer",
+            ": set trainer.generation: transformers",
+        ),
         (RuntimeError(), "RuntimeError", "set trainer.generation: transformers"),
     ],
 )
