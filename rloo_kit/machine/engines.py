@@ -6,9 +6,13 @@ empty when the engine starts.
 """
 
 import bisect
+import contextlib
 import gc
+import logging
+import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from rloo_kit.machine.environment import quiet
@@ -60,6 +64,30 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
             f"again only when this process ends; to train again, {RESTART}",
             stacklevel=2,
         )
+
+
+@contextlib.contextmanager
+def without_side_effects() -> Iterator[None]:
+    """Undo the changes that starting vLLM in a ``with`` block makes to this process.
+
+    vLLM's GPU worker reduces torch to one thread. Its CPU worker also replaces
+    ``torch.set_num_threads``. Every start leaves environment variables of torch.distributed behind.
+    """
+    import torch
+
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    before = set(os.environ)
+    level = logging.getLogger("vllm").level
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        logging.getLogger("vllm").setLevel(level)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in before:
+                os.environ.pop(name, None)
 
 
 def leave_process_groups() -> None:

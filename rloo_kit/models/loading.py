@@ -41,7 +41,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
-from rloo_kit.output_folder import disk_errors
+from rloo_kit.output_folder import FULL, disk_errors
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -49,7 +49,6 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-FULL = ("No space left on device", "Disk quota exceeded")
 # Errors of a cache in which nothing can be stored; others are of the network or of its settings
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NOT_STORED = (

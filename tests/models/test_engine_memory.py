@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import GPTNeoXConfig, Qwen3MoeConfig
 
 from rloo_kit.errors import ConfigError, GenerationError
@@ -171,6 +173,49 @@ def test_unsloths_variable_follows_the_sleep_mode_and_is_restored(sleeps, small_
     assert notes_of(model).shared_engine == settings
     assert model.vllm_engine == ("1" if sleeps else "0")
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
+
+
+def test_the_start_of_an_engine_leaves_threads_and_variables_as_they_were(small_card, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    threads = torch.get_num_threads()
+
+    def load(**_):
+        torch.set_num_threads(threads + 1)
+        os.environ["MASTER_PORT"] = "1"
+        return SimpleNamespace(vllm_engine="an engine"), None
+
+    load_shared(load, MODEL, REQUIRED, False)
+    assert torch.get_num_threads() == threads
+    assert "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.parametrize("had_groups", [False, True])
+def test_only_the_process_groups_of_a_failed_start_end(small_card, monkeypatch, had_groups):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: had_groups)
+    leave = Mock()
+    monkeypatch.setattr(shared_engine, "leave_process_groups", leave)
+    with pytest.raises(GenerationError):
+        load_shared(Mock(side_effect=ValueError("no")), MODEL, REQUIRED, False)
+    assert leave.call_count == (not had_groups)
+
+
+def test_an_error_of_a_download_or_the_disk_is_not_one_of_vllm(small_card):
+    def again():  # as Unsloth does with an error of vLLM's start
+        try:
+            raise hub
+        except OSError as exc:
+            error = str(exc)
+            raise RuntimeError(error)  # noqa: B904
+
+    hub = HfHubHTTPError("503 Server Error", response=Mock())
+    for fails in (again, Mock(side_effect=RuntimeError("[Errno 28] No space left on device"))):
+        load = Mock(side_effect=lambda fails=fails, **_: fails())
+        with pytest.raises(RuntimeError, match=r"503|No space"):
+            load_shared(load, MODEL, SHARED, False)
+        assert load.call_count == 1
+    nvcc = Mock(side_effect=FileNotFoundError(2, "No such file or directory", "nvcc"))
+    with pytest.raises(GenerationError, match="nvcc"):
+        load_shared(nvcc, MODEL, REQUIRED, False)
 
 
 def test_guessed_tokens_have_logits_too(four_billion):
