@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import module_from_spec
 from typing import Any
 
 from rloo_kit.machine.environment import quiet
@@ -124,6 +125,22 @@ def may_sleep() -> bool:
             stacklevel=2,
         )
     return not left
+
+
+def restore_sleep_mode() -> None:
+    """Give vLLM's sleep allocator its own methods back, for an engine with its own weights.
+
+    If Unsloth has tried to share weights, it has replaced them by methods that leave the weights on
+    the GPU (``patch_vllm_enable_sleep_mode``). It replaces them again when it starts an engine.
+    """
+    from vllm.device_allocator import cumem
+
+    if cumem.CuMemAllocator.sleep.__module__ != cumem.__name__:
+        spec: Any = cumem.__spec__
+        own = module_from_spec(spec)
+        spec.loader.exec_module(own)
+        for name in ("sleep", "wake_up"):
+            setattr(cumem.CuMemAllocator, name, vars(own.CuMemAllocator)[name])
 
 
 def _empty_engine(llm: Any) -> None:

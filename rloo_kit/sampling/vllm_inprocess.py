@@ -18,6 +18,7 @@ from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.engines import (
     leave_process_groups,
     may_sleep,
+    restore_sleep_mode,
     shut_down_engine,
     without_side_effects,
 )
@@ -168,6 +169,8 @@ class VllmEngine:
         with without_side_effects(), quiet():
             from vllm import LLM
 
+            if self._sleeps:
+                restore_sleep_mode()
             return LLM(**arguments)
 
     def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
