@@ -139,7 +139,6 @@ def load_model(
         share=kwargs.pop("gpu_memory_utilization", None),
         sleeps=kwargs.pop("unsloth_vllm_standby", True),
         required=fast_inference != "auto" or bool(extra),
-        is_exact=kwargs.get("use_exact_model_name", False),
         extra=extra,
         not_shared=tuple(vllm or ()),
     )

@@ -8,12 +8,9 @@ the shapes of the models in examples/, so that planning them needs no network.
 import copy
 import os
 import re
-import runpy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,42 +158,6 @@ def _is_cached(name: str, revision: str | None) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
 
 
-def as_copied(shape: ModelShape, name: str) -> ModelShape:
-    """Return the shape of the 4-bit copy that Unsloth loads in place of a model.
-
-    It is ``shape`` if Unsloth has no copy of the model in which some layers stay in 16 bit.
-
-    Args:
-        shape: The shape of the model.
-        name: Its name.
-    """
-    copied = "" if os.path.exists(name) else _copies().get(name.lower(), "")
-    if copied and _is_cached(copied, None):
-        return read_shape(copied)
-    return replace(shape, in_16bit=DYNAMIC_SHARE) if _is_dynamic(copied) else shape
-
-
-@cache
-def _copies() -> dict[str, str]:
-    """Return the names of Unsloth's 4-bit copies by names of models in lower case.
-
-    The table is read without importing Unsloth, which would import torch. It is {} without Unsloth.
-    """
-    found = find_spec("unsloth")
-    if found is None or found.origin is None:
-        return {}
-    file = Path(found.origin).parent / "models" / "mapper.py"
-    try:
-        return runpy.run_path(str(file))["FLOAT_TO_INT_MAPPER"]
-    except Exception:  # another version of Unsloth
-        return {}
-
-
-def _is_dynamic(name: str) -> bool:
-    """Return True if a name is of a 4-bit copy by Unsloth with some layers in 16 bit."""
-    return "unsloth-bnb-4bit" in name.lower()
-
-
 def is_quantised(source: str) -> bool:
     """Return True if the config of a model says that its weights are already quantised.
 
@@ -248,7 +209,7 @@ def _published_shape(name: str) -> ModelShape | None:
         others=embeddings + norms,
         qk_norm=True,
         packed="bnb-4bit" in name.lower(),
-        in_16bit=DYNAMIC_SHARE if _is_dynamic(name) else 0.0,
+        in_16bit=DYNAMIC_SHARE if "unsloth-bnb-4bit" in name.lower() else 0.0,
     )
 
 
@@ -283,7 +244,7 @@ def shape_of_config(
     if expert := getattr(text, "moe_intermediate_size", None):
         inner = (getattr(text, "num_experts_per_tok", None) or 1) * expert
     norms = (".q_norm", ".q_layernorm")
-    guessed = _is_dynamic(name) and not skipped
+    guessed = "unsloth-bnb-4bit" in name.lower() and not skipped
     return ModelShape(
         source=source,
         hidden_size=text.hidden_size,

@@ -21,7 +21,7 @@ from rloo_kit.models.engine_memory import (
     engine_size,
 )
 from rloo_kit.models.notes import notes_of
-from rloo_kit.models.shape import ModelShape, as_copied, read_shape
+from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.output_folder import FULL
 from rloo_kit.text.wording import first_line
 
@@ -43,7 +43,6 @@ class EngineSettings:
     share: float | None = None  # fraction of the GPU's memory to use; None computes it
     sleeps: bool = True  # True if the KV cache is freed during the learning step
     required: bool = False  # True to raise an error if the engine cannot start
-    is_exact: bool = False  # True if Unsloth loads the named model itself, and no copy of its own
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of Unsloth's load_vllm
     not_shared: tuple[str, ...] = ()  # names of settings under `vllm:`; an error if shared
 
@@ -110,8 +109,6 @@ def load_shared(
 
     loaded: Any = None
     shape = read_shape(source, trust_remote_code=trust_remote_code)
-    if engine.load_in_4bit and not engine.is_exact:
-        shape = as_copied(shape, source)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
         for name in engine.not_shared:

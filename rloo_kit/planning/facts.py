@@ -18,7 +18,7 @@ from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import EMBEDDED, adapter_in
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
-from rloo_kit.models.shape import ModelShape, as_copied, read_shape
+from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
 from rloo_kit.sampling.engine import choose
@@ -53,19 +53,14 @@ def read_facts(config: RunConfig, base: Path, card: Hardware, room: int) -> Fact
     """
     name = beside(config.model.name, base)
     trusts = config.model.trust_remote_code
-    shape = _shape(name, revision=config.model.revision, trust_remote_code=trusts)
-    is_exact = config.unsloth.get("use_exact_model_name") or config.model.revision
-    on_unsloth = (
-        card.on_gpu and config.model.backend != "transformers" and not why_not_unsloth(card.device)
-    )
-    if on_unsloth and config.model.load_in_4bit and not is_exact:
-        shape = as_copied(shape, name)
     return Facts(
-        shape=shape,
+        shape=_shape(name, revision=config.model.revision, trust_remote_code=trusts),
         longest=_longest_prompt(config, name, base),
         card=card,
         room=room,
-        unsloth=on_unsloth,
+        unsloth=card.on_gpu
+        and config.model.backend != "transformers"
+        and not why_not_unsloth(card.device),
         vllm=installed_version("vllm") is not None,
         continues=adapter_in(name) is not None,
     )
@@ -145,8 +140,8 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
         )
     if facts.shape.in_16bit:
         yield (
-            f"about {facts.shape.in_16bit:.0%} of the layers are assumed to stay in 16 bit in the "
-            f"4-bit weights of {config.model.name}, whose config is not on this machine"
+            f"about {facts.shape.in_16bit:.0%} of the layers are assumed to stay in 16 bit in "
+            f"{config.model.name}, since its config is not on this machine"
         )
     if job.on_gpu and not facts.vllm and config.trainer.get("generation", "auto") == "auto":
         yield "completions are sampled by transformers, since vLLM is not installed here"

@@ -189,18 +189,6 @@ def test_the_start_of_an_engine_leaves_threads_and_variables_as_they_were(small_
     assert "MASTER_PORT" not in os.environ
 
 
-def test_the_memory_of_the_engine_is_that_of_unsloths_copy(small_card):
-    asked = []
-
-    def load(gpu_memory_utilization, **_):
-        asked.append(gpu_memory_utilization)
-        return SimpleNamespace(vllm_engine="an engine"), None
-
-    for exact in (False, True):
-        load_shared(load, "Qwen/Qwen3-4B", replace(REQUIRED, is_exact=exact), False)
-    assert asked[0] > asked[1]
-
-
 @pytest.mark.parametrize("had_groups", [False, True])
 def test_only_the_process_groups_of_a_failed_start_end(small_card, monkeypatch, had_groups):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: had_groups)

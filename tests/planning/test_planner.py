@@ -54,21 +54,6 @@ def test_preset_fits_the_card_in_its_name(name, vllm):
     assert memory.peak_bytes < 0.95 * card.usable
 
 
-@pytest.mark.parametrize(
-    ("setting", "share"),
-    [
-        ("seed=1", 0.1),
-        ("unsloth.use_exact_model_name=true", 0),
-        ("model.load_in_4bit=false", 0),
-        ("model.backend=transformers", 0),
-    ],
-)
-def test_layers_that_unsloths_copy_keeps_in_16_bit_are_counted(setting, share):
-    made = plan_of("qwen3-8b-16gb", "16GB", "model.name=Qwen/Qwen3-8B", setting)
-    assert made.facts.shape.in_16bit == share
-    assert ("in the 4-bit weights of Qwen/Qwen3-8B" in str(made)) == bool(share)
-
-
 @pytest.mark.parametrize("gpu", ["24GB", "16GB", "12GB", "8GB", "6GB"])
 def test_changes_make_it_fit_and_all_are_needed(gpu):
     made = plan_of("qwen3-4b-thinking-12gb", gpu, *LARGE)
