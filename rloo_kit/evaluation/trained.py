@@ -70,7 +70,8 @@ class TrainedModel:
         if template is not None:
             with contextlib.suppress(OSError, UnicodeError):  # loading reports it
                 template = Path(template).expanduser().read_text(encoding="utf-8")
-        unsloth = repr(sorted(self.config.unsloth.items()))
+        on_unsloth = setup(section.backend).backend == "unsloth"
+        unsloth = repr(sorted(self.config.unsloth.items())) if on_unsloth else ""
         return replace(section, chat_template=template), unsloth, self.fp16
 
     def shape(self, **changes: Any) -> ModelShape:
@@ -249,7 +250,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
     ``changes`` replaces fields of the run file's section ``model:``. With them, the run's own
-    precision and tokenizer do not apply. Another ``name`` may be replaced by a copy of Unsloth.
+    precision and tokenizer do not apply. Unsloth may replace another ``name`` by its own copy.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).

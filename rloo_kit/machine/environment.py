@@ -215,7 +215,8 @@ def _set_variables_of(hardware: Hardware) -> None:
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
     if hardware.mixed_precision == "fp16":
         # vLLM's sampler fails below compute capability 8.0 if FlashInfer is turned on. Unsloth does
-        # so if it finds nvcc (see VLLM). On newer cards this variable would turn off more than that
+        # so if it finds nvcc (see VLLM). On newer cards this variable would also hide FlashInfer
+        # from the rest of vLLM, and pin FLASH_ATTN
         os.environ.setdefault("UNSLOTH_VLLM_NO_FLASHINFER", "1")
 
 

@@ -94,11 +94,13 @@ def revision_of(adapter: Path) -> str | None:
 def as_recorded(config: RunConfig, adapter: Path) -> RunConfig:
     """Return a run's settings with the hub model that was really loaded to train its adapter.
 
-    It may be Unsloth's copy of ``model.name``. The copies of Unsloth are other weights, so it must
-    not replace the name again.
+    It may be Unsloth's copy of ``model.name``. These copies are other weights, so Unsloth must not
+    replace the recorded name again. With ``load_in_fp8`` the settings stay as they are, because the
+    copy is not quantised again.
     """
     name = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
-    if not _is_on_hub(config.model.name) or not _is_on_hub(name):
+    in_fp8 = config.unsloth.get("load_in_fp8")
+    if in_fp8 or not _is_on_hub(config.model.name) or not _is_on_hub(name):
         return config
     unsloth = {"use_exact_model_name": True} | config.unsloth
     return replace(config, model=replace(config.model, name=name), unsloth=unsloth)

@@ -22,7 +22,6 @@ from rloo_kit.models.engine_memory import (
 )
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import ModelShape, read_shape
-from rloo_kit.output_folder import FULL
 from rloo_kit.text.wording import first_line
 
 # Variable that lets Unsloth's engine free its memory. The kit sets it to 1 (`environment`)
@@ -103,7 +102,7 @@ def load_shared(
             cannot start.
         ConfigError: The weights can be shared, but ``engine.not_shared`` names settings that only
             an engine with its own weights can use.
-        Exception: A download failed, or the disk is full.
+        Exception: The hub or the network answered with an error.
     """
     import torch
 
@@ -154,7 +153,7 @@ def _load_with_engine(
     except Exception as exc:  # Unsloth raises errors of many classes
         if not has_groups:
             leave_process_groups()
-        if is_file_error(exc):
+        if _is_failed_download(exc):
             raise
         is_ours = isinstance(exc, GenerationError)
         return None, str(exc) if is_ours else f"Unsloth: {why_no_start(exc)}"
@@ -181,20 +180,18 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
     )
 
 
-def is_file_error(exc: BaseException | None) -> bool:
-    """Return True if an error means that a download failed or the disk is full.
+def _is_failed_download(exc: BaseException | None) -> bool:
+    """Return True if an error means that the hub or the network failed.
 
-    Unsloth raises some errors again as a RuntimeError with the same text.
+    A file that is missing on the hub is no failure: only vLLM may have asked for it. Unsloth raises
+    some errors again as a RuntimeError with the same text.
     """
     from httpx import TransportError
     from huggingface_hub import errors
 
-    kinds = (
-        errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled,
-        TransportError,
-    )  # fmt: skip
     while exc is not None:
-        if isinstance(exc, kinds) or any(text in str(exc) for text in FULL):
+        is_missing = isinstance(exc, errors.EntryNotFoundError)
+        if isinstance(exc, (errors.HfHubHTTPError, TransportError)) and not is_missing:
             return True
         before = exc.__context__
         exc = exc.__cause__ or (before if str(before) in str(exc) else None)

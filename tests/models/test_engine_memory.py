@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 from transformers import GPTNeoXConfig, Qwen3MoeConfig
 
 from rloo_kit.errors import ConfigError, GenerationError
@@ -199,23 +199,22 @@ def test_only_the_process_groups_of_a_failed_start_end(small_card, monkeypatch, 
     assert leave.call_count == (not had_groups)
 
 
-def test_an_error_of_a_download_or_the_disk_is_not_one_of_vllm(small_card):
-    def again():  # as Unsloth does with an error of vLLM's start
+def test_a_failed_download_is_not_an_error_of_vllm(small_card):
+    def again(**_):  # as Unsloth does with an error of vLLM's start
         try:
-            raise hub
+            raise HfHubHTTPError("503 Server Error", response=Mock())
         except OSError as exc:
             error = str(exc)
             raise RuntimeError(error)  # noqa: B904
 
-    hub = HfHubHTTPError("503 Server Error", response=Mock())
-    for fails in (again, Mock(side_effect=RuntimeError("[Errno 28] No space left on device"))):
-        load = Mock(side_effect=lambda fails=fails, **_: fails())
-        with pytest.raises(RuntimeError, match=r"503|No space"):
-            load_shared(load, MODEL, SHARED, False)
-        assert load.call_count == 1
-    nvcc = Mock(side_effect=FileNotFoundError(2, "No such file or directory", "nvcc"))
-    with pytest.raises(GenerationError, match="nvcc"):
-        load_shared(nvcc, MODEL, REQUIRED, False)
+    load = Mock(side_effect=again)
+    with pytest.raises(RuntimeError, match="503"):
+        load_shared(load, MODEL, SHARED, False)
+    assert load.call_count == 1
+    missing = RemoteEntryNotFoundError("404: a file that only vLLM reads", response=Mock())
+    for error in (missing, FileNotFoundError(2, "No such file or directory", "nvcc")):
+        with pytest.raises(GenerationError, match="404|nvcc"):
+            load_shared(Mock(side_effect=error), MODEL, REQUIRED, False)
 
 
 def test_guessed_tokens_have_logits_too(four_billion):
