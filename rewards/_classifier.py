@@ -228,15 +228,16 @@ def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[
     settings: dict[str, Any] = {"dtype": torch.float32 if device == "cpu" else "auto"}
     config = AutoConfig.from_pretrained(place, trust_remote_code=False, num_labels=1)
     packed = getattr(config, "quantization_config", None)  # 4 bit on disk
-    if packed is not None:
-        packed["llm_int8_skip_modules"] = [*(packed.get("llm_int8_skip_modules") or ()), *HEADS]
-        settings["device_map"] = {"": device}
-    elif load_in_4bit:
-        dtype = torch.float32
+    dtype = torch.float32
+    if packed is not None or load_in_4bit:
         if device != "cpu":
             native = torch.cuda.is_bf16_supported(including_emulation=False)
             dtype = torch.bfloat16 if native else torch.float16
         settings = {"dtype": dtype, "device_map": {"": device}}
+    if packed is not None:
+        packed["llm_int8_skip_modules"] = [*(packed.get("llm_int8_skip_modules") or ()), *HEADS]
+        packed["bnb_4bit_compute_dtype"] = dtype  # the file has bf16, which old cards only emulate
+    elif load_in_4bit:
         settings["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

@@ -32,7 +32,7 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.machine.cleanup import add_to_session
 from rloo_kit.machine.environment import Environment, load_env_file, set_variables, setup
 from rloo_kit.machine.processes import check_launch
-from rloo_kit.models.adapters import EMBEDDED, adapter_in, check_path, lora_settings
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, as_recorded, check_path, lora_settings
 from rloo_kit.models.loading import attach_lora, check_lora_config, load_model, load_tokenizer
 from rloo_kit.sampling.choice import check_engine, start_engine, thought_limit
 from rloo_kit.sampling.engine import Choice, Engine
@@ -321,6 +321,7 @@ class PreparedJob:
     config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+    checkpoint: Path | None = None  # folder of the checkpoint that the run resumes from
     model_name: str = field(init=False)  # as the user wrote it
 
     def __post_init__(self) -> None:
@@ -533,6 +534,8 @@ class PreparedJob:
                 f"unsloth.{next(iter(config.unsloth))} is for Unsloth, but transformers loads the "
                 f"model ({self.environment.why_not_unsloth}): leave it out"
             )
+        if self.checkpoint is not None:
+            config = as_recorded(config, self.checkpoint)
         loaded, tokenizer = load_model(
             **vars(config.model),
             precision="fp16" if args.fp16 else "auto",

@@ -15,6 +15,9 @@ from typing import Any
 from rloo_kit.errors import ConfigError, DiskError, KitError, ModelError
 from rloo_kit.text.wording import first_line
 
+# Texts of the system's errors of a full disk
+FULL = ("No space left on device", "Disk quota exceeded")
+
 
 def free_folder(wanted: str | Path) -> Path:
     """Return ``wanted``, or ``wanted-N`` with the lowest number N from 2 that does not exist yet.

@@ -16,7 +16,7 @@ from rloo_kit.config.engine_tables import SHARED_ENGINE_NAMES
 from rloo_kit.config.run_file import ModelSection, RunConfig, read_run_file, without_hidden_settings
 from rloo_kit.errors import ConfigError, ModelError
 from rloo_kit.machine.environment import setup
-from rloo_kit.models.adapters import CONFIG, adapter_in, base_of, is_path, revision_of
+from rloo_kit.models.adapters import CONFIG, adapter_in, as_recorded, base_of, revision_of
 from rloo_kit.models.loading import load_model
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.output_folder import read_json
@@ -55,7 +55,12 @@ class TrainedModel:
         return name if name not in ("", "base") else "adapter"
 
     @property
-    def base_settings(self) -> tuple[ModelSection, str]:
+    def fp16(self) -> bool:
+        """True if the run trained in float16 by its settings."""
+        return bool(self.config.trainer.get("fp16"))
+
+    @property
+    def base_settings(self) -> tuple[ModelSection, str, bool]:
         """Settings to load the base with; models on which they are equal can share one base.
 
         The text of the chat template is in the place of its file.
@@ -65,8 +70,9 @@ class TrainedModel:
         if template is not None:
             with contextlib.suppress(OSError, UnicodeError):  # loading reports it
                 template = Path(template).expanduser().read_text(encoding="utf-8")
-        unsloth = repr(sorted(self.config.unsloth.items()))
-        return replace(section, chat_template=template), unsloth
+        on_unsloth = setup(section.backend).backend == "unsloth"
+        unsloth = repr(sorted(self.config.unsloth.items())) if on_unsloth else ""
+        return replace(section, chat_template=template), unsloth, self.fp16
 
     def shape(self, **changes: Any) -> ModelShape:
         """Return the shape of the base. ``changes`` has the same meaning as for ``load_base``.
@@ -118,7 +124,7 @@ def find_trained(given: str | Path) -> TrainedModel:
         return _of_run(text, parent, folder)
     model = ModelSection(name=base_of(folder), revision=revision_of(folder))
     config = RunConfig(model=_with_template(model, folder))
-    return TrainedModel(text, model.name, config, folder)
+    return TrainedModel(text, model.name, as_recorded(config, folder), folder)
 
 
 def _adapter_of(run: Path) -> Path:
@@ -149,12 +155,8 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     if model.chat_template or model.name != config.model.name:
         model = _with_template(model, run / "adapter")  # a checkpoint has none
         model = _with_template(model, adapter)
-    # PEFT recorded the name of the model that was really loaded
-    base = model.name
-    recorded = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
-    loaded = recorded if _is_on_hub(base) and _is_on_hub(recorded) else base
-    config = replace(config, model=replace(model, name=loaded))
-    return TrainedModel(name, base, config, adapter, run)
+    config = as_recorded(replace(config, model=model), adapter)
+    return TrainedModel(name, model.name, config, adapter, run)
 
 
 def _with_template(model: ModelSection, adapter: Path) -> ModelSection:
@@ -164,10 +166,6 @@ def _with_template(model: ModelSection, adapter: Path) -> ModelSection:
     """
     file = adapter / "chat_template.jinja"
     return replace(model, chat_template=str(file)) if file.is_file() else model
-
-
-def _is_on_hub(name: str) -> bool:
-    return "/" in name and not is_path(name) and not Path(name).exists()
 
 
 def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
@@ -251,20 +249,24 @@ class LoadedBase:
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
-    ``changes`` replaces fields of the run file's section ``model:``. With them, the arguments in
-    ``unsloth:`` for the run's own precision and tokenizer do not apply.
+    ``changes`` replaces fields of the run file's section ``model:``. With them, the run's own
+    precision and tokenizer do not apply. Unsloth may replace another ``name`` by its own copy.
 
     Raises:
         ModelError: The base cannot be loaded (``load_model``).
     """
-    on_unsloth = setup(trained.model.backend).backend == "unsloth"
-    given = trained.config.unsloth if on_unsloth else {}
+    environment = setup(trained.model.backend)
+    given = trained.config.unsloth if environment.backend == "unsloth" else {}
     of_run = ("load_in_", "tokenizer_name") if changes else ()
+    if changes.get("name", trained.model.name) != trained.model.name:
+        of_run += ("use_exact_model_name",)
     others = {
         name: given[name]
         for name in given.keys() - SHARED_ENGINE_NAMES
         if not name.startswith(of_run)
     }
+    if trained.fp16 and environment.hardware.on_gpu and not changes:  # slow on a CPU
+        others["precision"] = "fp16"
     model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

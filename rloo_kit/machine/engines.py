@@ -6,9 +6,14 @@ empty when the engine starts.
 """
 
 import bisect
+import contextlib
 import gc
+import logging
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from importlib.util import module_from_spec
 from typing import Any
 
 from rloo_kit.machine.environment import quiet
@@ -62,6 +67,30 @@ def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
         )
 
 
+@contextlib.contextmanager
+def without_side_effects() -> Iterator[None]:
+    """Undo the changes that starting vLLM in a ``with`` block makes to this process.
+
+    vLLM's GPU worker reduces torch to one thread. Its CPU worker also replaces
+    ``torch.set_num_threads``. Every start leaves environment variables of torch.distributed behind.
+    """
+    import torch
+
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    before = set(os.environ)
+    level = logging.getLogger("vllm").level
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        logging.getLogger("vllm").setLevel(level)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in before:
+                os.environ.pop(name, None)
+
+
 def leave_process_groups() -> None:
     """End the process groups that a vLLM engine has joined, even if the engine failed to start."""
     if "vllm.distributed.parallel_state" in sys.modules:
@@ -96,6 +125,22 @@ def may_sleep() -> bool:
             stacklevel=2,
         )
     return not left
+
+
+def restore_sleep_mode() -> None:
+    """Give vLLM's sleep allocator its own methods back, for an engine with its own weights.
+
+    If Unsloth has tried to share weights, it has replaced them by methods that leave the weights on
+    the GPU and refuse expandable segments (``patch_vllm_enable_sleep_mode``). It replaces them again when it starts an engine.
+    """
+    from vllm.device_allocator import cumem
+
+    if cumem.CuMemAllocator.sleep.__module__ != cumem.__name__:
+        spec: Any = cumem.__spec__
+        own = module_from_spec(spec)
+        spec.loader.exec_module(own)
+        for name in ("__init__", "sleep", "wake_up"):
+            setattr(cumem.CuMemAllocator, name, vars(own.CuMemAllocator)[name])
 
 
 def _empty_engine(llm: Any) -> None:

@@ -103,7 +103,7 @@ def setup(backend: str = "auto") -> Environment:
     if reason := check_card():
         raise BackendError(reason)
     hardware = detect_hardware()
-    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
+    _set_variables_of(hardware)
     reason = why_not_unsloth(hardware.device)
     if backend == "transformers":
         reason = "the backend transformers was requested"
@@ -208,6 +208,16 @@ def set_variables() -> None:
         os.environ.setdefault(name, value)
     # Without ipywidgets, tqdm warns in a notebook that it uses text, which TQDM_NOTEBOOK requests
     warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+def _set_variables_of(hardware: Hardware) -> None:
+    """Set environment variables that depend on the hardware, unless they are already set."""
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
+    if hardware.mixed_precision == "fp16":
+        # vLLM's sampler fails below compute capability 8.0 if FlashInfer is turned on. Unsloth does
+        # so if it finds nvcc (see VLLM). On newer cards this variable would also hide FlashInfer
+        # from the rest of vLLM, and pin FLASH_ATTN
+        os.environ.setdefault("UNSLOTH_VLLM_NO_FLASHINFER", "1")
 
 
 def cache_folder() -> Path:

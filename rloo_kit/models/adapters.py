@@ -4,11 +4,14 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.lora import NOT_BY_VLLM
+from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, ModelError
+from rloo_kit.output_folder import read_json
 from rloo_kit.text.wording import first_line, format_value, where_missing
 from rloo_kit.types import Model
 
@@ -86,6 +89,25 @@ def revision_of(adapter: Path) -> str | None:
     base = base_of(adapter)
     is_here = base in EMBEDDED or os.path.exists(base)
     return None if is_here else _config_of(adapter).get("revision")
+
+
+def as_recorded(config: RunConfig, adapter: Path) -> RunConfig:
+    """Return a run's settings with the hub model that was really loaded to train its adapter.
+
+    It may be Unsloth's copy of ``model.name``. These copies are other weights, so Unsloth must not
+    replace the recorded name again. With ``load_in_fp8`` the settings stay as they are, because the
+    copy is not quantised again.
+    """
+    name = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
+    in_fp8 = config.unsloth.get("load_in_fp8")
+    if in_fp8 or not _is_on_hub(config.model.name) or not _is_on_hub(name):
+        return config
+    unsloth = {"use_exact_model_name": True} | config.unsloth
+    return replace(config, model=replace(config.model, name=name), unsloth=unsloth)
+
+
+def _is_on_hub(name: str) -> bool:
+    return "/" in name and not is_path(name) and not os.path.exists(name)
 
 
 def base_name(name: str) -> str:

@@ -41,7 +41,7 @@ from rloo_kit.models.engine_memory import reserved_rank
 from rloo_kit.models.notes import notes_of
 from rloo_kit.models.shape import auto_class, is_quantised
 from rloo_kit.models.shared_engine import EngineSettings, load_shared
-from rloo_kit.output_folder import disk_errors
+from rloo_kit.output_folder import FULL, disk_errors
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
@@ -49,7 +49,6 @@ from rloo_kit.types import Model, Tokenizer
 # Files of a hub model that are not downloaded
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-FULL = ("No space left on device", "Disk quota exceeded")
 # Errors of a cache in which nothing can be stored; others are of the network or of its settings
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NOT_STORED = (
@@ -118,8 +117,7 @@ def load_model(
     with _as_model_errors(str(name)):
         if adapter:
             max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
-            if (adapter / TOKENIZER).is_file():  # with the chat template that it was trained with
-                kwargs.setdefault("tokenizer_name", str(adapter))
+            kwargs = _arguments_of(adapter, source, load_in_4bit) | kwargs
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
     if kwargs.get("load_in_8bit"):
@@ -174,6 +172,24 @@ def load_model(
     )
     add_to_session(model)
     return _with_adapter(model, adapter) if adapter else model, processor
+
+
+def _arguments_of(adapter: Path, source: str, load_in_4bit: bool) -> dict[str, Any]:
+    """Return arguments to load the base of an adapter as it was loaded to train the adapter.
+
+    Args:
+        adapter: The adapter's folder.
+        source: The hub name or folder of the base.
+        load_in_4bit: True to load it in 4 bit.
+    """
+    found: dict[str, Any] = {}
+    if (adapter / TOKENIZER).is_file():
+        found["tokenizer_name"] = str(adapter)  # with its chat template
+    # Unsloth must not replace the base by a copy of its own, unless 16 bit is asked for and the base
+    # has 4-bit weights
+    if load_in_4bit or not is_quantised(source):
+        found["use_exact_model_name"] = True
+    return found
 
 
 def _set_template(file: str | Path | None, *processors: Any) -> None:
@@ -769,7 +785,8 @@ def _load_transformers(
 ) -> tuple[Any, Any]:
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
-    if load_in_4bit and not is_quantised(source):
+    packed = is_quantised(source)
+    if load_in_4bit and not packed:
         kwargs["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -778,7 +795,12 @@ def _load_transformers(
             bnb_4bit_quant_storage=dtype if _is_divided() else None,  # FSDP needs a single dtype
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
+    kwargs.pop("use_exact_model_name", None)  # of Unsloth; transformers replaces no names
     model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
+    if packed:  # the file has bf16 for its 4-bit layers, which old cards only emulate
+        for layer in model.modules():
+            if hasattr(layer, "compute_type_is_set"):
+                layer.compute_dtype = model.dtype
     model.config.use_cache = False  # training needs no KV cache; generate enables it itself
     loader = AutoProcessor if images else AutoTokenizer
     return model, loader.from_pretrained(

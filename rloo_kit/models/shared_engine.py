@@ -5,13 +5,14 @@ out from the model's config or, if the config does not show it, from a failed lo
 """
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import is_out_of_memory
-from rloo_kit.machine.engines import may_sleep
+from rloo_kit.machine.engines import leave_process_groups, may_sleep, without_side_effects
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
@@ -101,11 +102,11 @@ def load_shared(
             cannot start.
         ConfigError: The weights can be shared, but ``engine.not_shared`` names settings that only
             an engine with its own weights can use.
+        Exception: The hub or the network answered with an error.
     """
     import torch
-    from accelerate.utils import patch_environment
 
-    loaded = None
+    loaded: Any = None
     shape = read_shape(source, trust_remote_code=trust_remote_code)
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
@@ -115,24 +116,9 @@ def load_shared(
                 "shares them with vLLM here: write it under `unsloth:` if Unsloth has this "
                 "setting, or set model.backend to transformers"
             )
-        # an earlier engine of this process may have left memory that vLLM cannot free
-        engine = replace(engine, sleeps=engine.sleeps and may_sleep())
-        hardware = detect_hardware()
-        try:
-            arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
-            with patch_environment(**{STANDBY: "1" if engine.sleeps else "0"}):
-                loaded = load(**arguments)
-        except Exception as exc:  # Unsloth raises errors of many classes
-            is_ours = isinstance(exc, GenerationError)
-            reason = str(exc) if is_ours else f"Unsloth: {why_no_start(exc)}"
-        else:
-            # Unsloth may load without vLLM and only print the reason
-            if getattr(loaded[0], "vllm_engine", None) is not None:
-                notes_of(loaded[0]).shared_engine = engine
-                return loaded
-            reason = "Unsloth loaded the model without vLLM"
-            if engine.required:
-                reason += ": set trainer.generation: transformers, or fast_inference to 'auto'"
+        loaded, reason = _load_with_engine(load, shape, engine)
+        if reason is None:
+            return loaded
     if engine.required:
         raise GenerationError(reason)
     if loaded is None:
@@ -141,6 +127,44 @@ def load_shared(
         loaded = load()
     notes_of(loaded[0]).why_not_shared = reason
     return loaded
+
+
+def _load_with_engine(
+    load: Callable[..., tuple[Any, Any]], shape: ModelShape, engine: EngineSettings
+) -> tuple[Any, str | None]:
+    """Load a model together with a vLLM engine.
+
+    Returns:
+        The model and its tokenizer, or None if this failed. And the reason why no engine shares the
+        weights, or None if one does.
+    """
+    import torch
+    from accelerate.utils import patch_environment
+
+    has_groups = torch.distributed.is_initialized()  # of several processes, or another engine's
+    # an earlier engine of this process may have left memory that vLLM cannot free
+    engine = replace(engine, sleeps=engine.sleeps and may_sleep())
+    hardware = detect_hardware()
+    try:
+        arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)
+        standby = {STANDBY: "1" if engine.sleeps else "0"}
+        with patch_environment(**standby), without_side_effects():
+            loaded = load(**arguments)
+    except Exception as exc:  # Unsloth raises errors of many classes
+        if not has_groups:
+            leave_process_groups()
+        if _is_failed_download(exc):
+            raise
+        is_ours = isinstance(exc, GenerationError)
+        return None, str(exc) if is_ours else f"Unsloth: {why_no_start(exc)}"
+    # Unsloth may load without vLLM and only print the reason
+    if getattr(loaded[0], "vllm_engine", None) is not None:
+        notes_of(loaded[0]).shared_engine = engine
+        return loaded, None
+    reason = "Unsloth loaded the model without vLLM"
+    if engine.required:
+        reason += ": set trainer.generation: transformers, or fast_inference to 'auto'"
+    return loaded, reason
 
 
 def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str | None:
@@ -154,6 +178,24 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
         f"Unsloth can share weights with vLLM only for dense models with Llama's layers, but this "
         f"model has {', '.join(sorted(names)[:6])}"
     )
+
+
+def _is_failed_download(exc: BaseException | None) -> bool:
+    """Return True if an error means that the hub or the network failed.
+
+    A file that is missing on the hub is no failure: only vLLM may have asked for it. Unsloth raises
+    some errors again as a RuntimeError with the same text.
+    """
+    from httpx import TransportError
+    from huggingface_hub import errors
+
+    while exc is not None:
+        is_missing = isinstance(exc, errors.EntryNotFoundError)
+        if isinstance(exc, (errors.HfHubHTTPError, TransportError)) and not is_missing:
+            return True
+        before = exc.__context__
+        exc = exc.__cause__ or (before if str(before) in str(exc) else None)
+    return False
 
 
 def why_no_start(exc: Exception) -> str:
@@ -174,7 +216,7 @@ def why_no_start(exc: Exception) -> str:
             "restart, call rk.setup() before unsloth is imported, and leave "
             "expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
         )
-    elif "bitsandbytes" in low or "bnb" in low:
+    elif re.search("vllm-bnb-plugin|(quantization method:|load format) `?bitsandbytes", low):
         remedy = "pip install vllm-bnb-plugin (vLLM 0.28 and later need it for 4-bit weights)"
     elif "error in memory profiling" in low:
         remedy = f"close other programs on the GPU and try again, or {remedy}"

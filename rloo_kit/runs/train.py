@@ -161,6 +161,7 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """
     say = job.say
     checkpoint, before = _find_progress(past)
+    job.checkpoint = checkpoint and checkpoint.folder
     _prepare(job, past)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 

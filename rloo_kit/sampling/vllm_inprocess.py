@@ -6,8 +6,6 @@ the trainer (``load_model(..., fast_inference=True)`` on a GPU). The kit's engin
 
 import contextlib
 import copy
-import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,13 @@ import torch
 
 from rloo_kit.errors import GenerationError, MemoryRanOutError
 from rloo_kit.machine.cleanup import is_out_of_memory
-from rloo_kit.machine.engines import leave_process_groups, may_sleep, shut_down_engine
+from rloo_kit.machine.engines import (
+    leave_process_groups,
+    may_sleep,
+    restore_sleep_mode,
+    shut_down_engine,
+    without_side_effects,
+)
 from rloo_kit.machine.environment import quiet
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.adapters import adapter_tensors
@@ -162,9 +166,11 @@ class VllmEngine:
             draft_tokens=(given.get("speculative_config") or {}).get("num_speculative_tokens", 0),
         )
         arguments = self._memory(size, memory_share) | arguments
-        with _without_side_effects(), quiet():
+        with without_side_effects(), quiet():
             from vllm import LLM
 
+            if self._sleeps:
+                restore_sleep_mode()
             return LLM(**arguments)
 
     def _memory(self, size: EngineSize, share: float | None) -> dict[str, Any]:
@@ -394,28 +400,6 @@ def _drawn(output: Any) -> tuple[list[int], list[float]]:
     ids = list(completion.token_ids)
     places = zip(ids, completion.logprobs or (), strict=True)
     return ids, [place[token].logprob for token, place in places]
-
-
-@contextlib.contextmanager
-def _without_side_effects() -> Iterator[None]:
-    """Undo the changes that starting vLLM in a ``with`` block makes to this process.
-
-    vLLM's CPU worker replaces ``torch.set_num_threads`` and changes the number of threads. Every
-    start of vLLM also leaves environment variables of torch.distributed behind.
-    """
-    set_num_threads = torch.set_num_threads
-    num_threads = torch.get_num_threads()
-    before = set(os.environ)
-    level = logging.getLogger("vllm").level
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        logging.getLogger("vllm").setLevel(level)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in before:
-                os.environ.pop(name, None)
 
 
 def _is_lora_request(request: object) -> bool:

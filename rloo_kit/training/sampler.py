@@ -32,6 +32,7 @@ from rloo_kit.sampling.engine import (
     ThoughtLimit,
     draw_from,
 )
+from rloo_kit.sampling.vllm_inprocess import is_4bit
 from rloo_kit.scoring.composition import WeightSchedule
 from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
@@ -282,7 +283,9 @@ class Sampler:
             with self.policy.no_grad():
                 return self.policy.run(batch).log_probs
 
-        dtype = torch.bfloat16 if self.args.bf16 else model.dtype
+        # On a GPU, vLLM computes 4-bit layers in bf16 (vllm_bnb_plugin: _apply_4bit_weight)
+        in_bf16 = self.args.bf16 or (is_4bit(model) and model.device.type != "cpu")
+        dtype = torch.bfloat16 if in_bf16 else model.dtype
         policies = Policies(log_probs, model, self.pad_token_id, dtype)
         return Canary(policies, make_sampling(self.args, self.eos_token_ids))
 

@@ -96,7 +96,7 @@ def make_trainer(trainer_class: type[Trainer], say: Say, shown: Sequence[str], *
     trainer.remove_callback(PrinterCallback)
     # TRL casts the adapter of a 4-bit model to bf16, where small updates are lost.
     for name, parameter in trained_parameters(trainer.model).items():
-        parameter.data = adapter[name].to(torch.float32)
+        parameter.data = adapter[name].to(parameter.device, torch.float32)
     return trainer
 
 

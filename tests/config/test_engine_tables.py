@@ -65,6 +65,20 @@ def test_the_number_of_sequences_is_that_of_the_run_file(monkeypatch):
     assert load.call_args.kwargs["num_sequences"] == 8
 
 
+def test_a_run_resumes_on_the_weights_that_it_began_with(monkeypatch, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "a/copy"}')
+    load = mock.Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.job.load_model", load)
+    job = PreparedJob(make_run_config({"model": {"name": "a/base"}}), checkpoint=tmp_path)
+    job.splits = [{"prompt": "1 + 1"}], None
+    job.environment = mock.Mock(backend="unsloth")
+    with pytest.raises(ModelError, match="stop"):
+        _ = job.policy
+    found = load.call_args.kwargs
+    assert (found["name"], found["use_exact_model_name"]) == ("a/copy", True)
+    assert job.config.model.name == "a/base"  # as run.yaml has it
+
+
 def test_what_the_kit_sets_itself_is_refused():
     with pytest.raises(ConfigError, match=r"^vllm.enable_lora is set by rloo-kit itself: leave it"):
         make_run_config({"vllm": {"enable_lora": False}})

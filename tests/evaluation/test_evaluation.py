@@ -368,6 +368,24 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
     found = find_trained(folder)
     assert found.base == "Qwen/Qwen3-4B"  # for cards, and to merge in 16 bit
     assert found.model.name == found.without_adapter().model.name == name
+    # and Unsloth must not replace it by a copy of its own
+    assert found.config.unsloth == ({"use_exact_model_name": True} if name == loaded else {})
+    if name == loaded:  # else the adapter alone has no base
+        bare = find_trained(shutil.copytree(folder / "adapter", tmp_path / "bare"))
+        assert bare.config.unsloth == found.config.unsloth
+
+
+@pytest.mark.parametrize(
+    ("changes", "exact"), [({}, True), ({"load_in_4bit": True}, True), ({"name": "a/b"}, False)]
+)
+def test_an_export_of_another_base_may_get_a_copy(run, tmp_path, monkeypatch, changes, exact):
+    folder = with_settings(run, tmp_path / "run", "model.name=Qwen/Qwen3-4B")
+    change(folder / "adapter" / "adapter_config.json", base_model_name_or_path="Qwen/Qwen3-4B")
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(find_trained(folder), **changes)
+    assert load.call_args.kwargs.get("use_exact_model_name", False) is exact
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
@@ -390,6 +408,24 @@ def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, b
         assert ("rope_scaling" in given) == (backend == "unsloth")
         for name in ("load_in_fp8", "tokenizer_name"):  # only as the run loaded it
             assert (name in given) == (backend == "unsloth" and not changes)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "changes", "precision"),
+    [(True, {}, "fp16"), (False, {}, None), (True, {"load_in_4bit": False}, None)],
+)
+def test_a_run_in_float16_is_sampled_in_float16(
+    run, tmp_path, monkeypatch, on_gpu, changes, precision
+):
+    trained = find_trained(with_settings(run, tmp_path / "run", "trainer.fp16=true"))
+    assert trained.base_settings != find_trained(run).base_settings
+    environment = Mock(backend="unsloth", hardware=Mock(on_gpu=on_gpu))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: environment)
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+    with pytest.raises(ModelError, match="stop"):
+        load_base(trained, **changes)
+    assert load.call_args.kwargs.get("precision") == precision
 
 
 def test_models_that_are_loaded_alike_share_a_base(run, tmp_path):

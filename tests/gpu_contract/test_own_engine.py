@@ -105,3 +105,16 @@ def test_what_does_not_fit_is_refused(large_policy, vllm_starts, engine_of):
     vllm_starts(8, used_gib=6.5)
     with pytest.raises(GenerationError, match="does not fit"):
         engine_of(model)
+
+
+def test_its_weights_leave_the_card_after_unsloth_has_patched_vllm(model, vllm_starts, engine_of):
+    from unsloth_zoo.vllm_utils import patch_vllm_enable_sleep_mode
+    from vllm.device_allocator import cumem
+
+    vllm_starts(141)
+    patch_vllm_enable_sleep_mode()
+    assert {cumem.CuMemAllocator.sleep.__module__} != {cumem.__name__}
+    engine_of(model)
+    for method in (cumem.CuMemAllocator.sleep, cumem.CuMemAllocator.wake_up):
+        assert method.__module__ == cumem.__name__
+        assert "is_asleep" in method.__code__.co_names

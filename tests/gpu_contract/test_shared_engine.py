@@ -1,10 +1,16 @@
 """The engine that Unsloth shares with the trainer: both kinds of request, sleep, stray files."""
 
+import importlib
+import inspect
 import logging
+import os
+import re
 
 import pytest
 
+from rloo_kit.machine import environment
 from rloo_kit.machine.environment import quiet
+from rloo_kit.models.shared_engine import why_no_start
 from rloo_kit.sampling.engine import Sampling
 
 pytestmark = pytest.mark.gpu_contract
@@ -60,6 +66,20 @@ def test_it_sleeps_and_wakes_once(share, engine_of):
     assert not llm.llm_engine.is_sleeping()
 
 
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("vllm.config.model", "Unknown quantization method: {self.quantization}."),
+        ("vllm.model_executor.model_loader", "Load format `{load_format}` is not supported"),
+        ("unsloth_zoo.vllm_utils", "Install it with `pip install vllm-bnb-plugin` to use "),
+    ],
+)
+def test_a_missing_plugin_for_4_bit_weights_is_named(module, text):
+    assert text in inspect.getsource(importlib.import_module(module))
+    said = re.sub(r"{.*?}", "bitsandbytes", text)
+    assert "pip install vllm-bnb-plugin (vLLM 0.28" in why_no_start(ValueError(said))
+
+
 def test_vllm_logs_errors_alone_and_to_no_stream_of_its_own(share):
     with quiet():  # as the loader starts it
         share(four_bit=True)
@@ -82,3 +102,27 @@ def test_only_the_active_adapter_is_sent_where_the_reference_is_a_copy(share, en
     assert request.lora_tensors
     assert not [name for name in request.lora_tensors if ".ref." in name]
     assert calls(llm).count("remove_lora") == 1
+
+
+@pytest.mark.parametrize(("capability", "value"), [((7, 5), "0"), ((8, 9), "1")])
+def test_the_sampler_that_fails_on_old_cards_is_not_turned_on(
+    card, monkeypatch, tmp_path, capability, value
+):
+    from published import published_config
+    from unsloth_zoo import vllm_utils
+    from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
+
+    card(15, capability=capability)
+    monkeypatch.setattr(environment, "_environment", None)
+    monkeypatch.setattr(environment, "check_card", lambda: None)
+    monkeypatch.setattr(os, "environ", os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
+    environment.setup()
+    monkeypatch.setattr(vllm_utils.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(vllm_utils, "_can_link_libcuda", lambda: True)
+    monkeypatch.setattr(vllm_utils, "_UNSLOTH_FLASHINFER_BLOCK_OWNERS", 0)  # earlier engines
+    config = published_config("qwen3-0.6b")
+    config.save_pretrained(tmp_path)
+    vllm_utils.load_vllm(str(tmp_path), config, return_args=True)
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == value
+    if value == "0":  # else this function raises an error on such a card
+        assert not flashinfer_sampler_supported()

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
 from transformers import GPTNeoXConfig, Qwen3MoeConfig
 
 from rloo_kit.errors import ConfigError, GenerationError
@@ -178,6 +180,48 @@ def test_unsloths_variable_follows_the_sleep_mode_and_is_restored(sleeps, small_
     assert os.environ["UNSLOTH_VLLM_STANDBY"] == "1"
 
 
+def test_the_start_of_an_engine_leaves_threads_and_variables_as_they_were(small_card, monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    threads = torch.get_num_threads()
+
+    def load(**_):
+        torch.set_num_threads(threads + 1)
+        os.environ["MASTER_PORT"] = "1"
+        return SimpleNamespace(vllm_engine="an engine"), None
+
+    load_shared(load, MODEL, REQUIRED, False)
+    assert torch.get_num_threads() == threads
+    assert "MASTER_PORT" not in os.environ
+
+
+@pytest.mark.parametrize("had_groups", [False, True])
+def test_only_the_process_groups_of_a_failed_start_end(small_card, monkeypatch, had_groups):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: had_groups)
+    leave = Mock()
+    monkeypatch.setattr(shared_engine, "leave_process_groups", leave)
+    with pytest.raises(GenerationError):
+        load_shared(Mock(side_effect=ValueError("no")), MODEL, REQUIRED, False)
+    assert leave.call_count == (not had_groups)
+
+
+def test_a_failed_download_is_not_an_error_of_vllm(small_card):
+    def again(**_):  # as Unsloth does with an error of vLLM's start
+        try:
+            raise HfHubHTTPError("503 Server Error", response=Mock())
+        except OSError as exc:
+            error = str(exc)
+            raise RuntimeError(error)  # noqa: B904
+
+    load = Mock(side_effect=again)
+    with pytest.raises(RuntimeError, match="503"):
+        load_shared(load, MODEL, SHARED, False)
+    assert load.call_count == 1
+    missing = RemoteEntryNotFoundError("404: a file that only vLLM reads", response=Mock())
+    for error in (missing, FileNotFoundError(2, "No such file or directory", "nvcc")):
+        with pytest.raises(GenerationError, match="404|nvcc"):
+            load_shared(Mock(side_effect=error), MODEL, REQUIRED, False)
+
+
 def test_guessed_tokens_have_logits_too(four_billion):
     plain, guessed = (size_of(four_billion, draft_tokens=n).working for n in (0, 4))
     assert guessed - plain == 4 * 16 * four_billion.vocab_size * 12
@@ -282,6 +326,11 @@ def test_a_model_that_unsloth_loaded_has_its_notes():
             "call rk.setup() before unsloth is imported",
         ),
         (ValueError("1 validation error\nValue error, no such model"), "no such model", "set"),
+        (
+            OSError("unsloth/Qwen3-4B-bnb-4bit has no tokenizer"),
+            "no tokenizer",
+            ": set trainer.generation: transformers",
+        ),
         (RuntimeError(), "RuntimeError", "set trainer.generation: transformers"),
     ],
 )

@@ -1,5 +1,6 @@
 """A revision of a hub model, and a chat template from a file."""
 
+import json
 import shutil
 import sys
 from unittest import mock
@@ -86,6 +87,17 @@ def test_unsloths_copies_do_not_replace_weights_that_are_here(cache, tmp_path, m
         table.get_model_name.assert_called_once_with("some-org/thinker", False)
     loading._load_unsloth("Qwen/Qwen3-4B", None, False, use_exact_model_name=False)
     assert load.call_args.kwargs == {"use_exact_model_name": False}
+
+
+@pytest.mark.parametrize(("in_4bit", "exact"), [(True, True), (False, None)])
+def test_the_base_of_an_adapter_is_not_replaced(tmp_path, monkeypatch, in_4bit, exact):
+    """Except 4-bit weights, if 16 bit is asked."""
+    packed = {"model_type": "qwen3", "quantization_config": {"load_in_4bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    found = loading._arguments_of(tmp_path, str(tmp_path), in_4bit)
+    assert found.get("use_exact_model_name") is exact
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert loading._arguments_of(tmp_path, str(tmp_path), in_4bit)["use_exact_model_name"]
 
 
 @pytest.mark.long

@@ -11,10 +11,12 @@ import torch
 from huggingface_hub import errors
 from rloo_kit.rewards import end_of_thinking_id
 from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
 from rloo_kit.evaluation.trained import find_trained
+from rloo_kit.models import loading
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.text.chat_templates import end_of_turn_id
@@ -251,3 +253,19 @@ def test_8_bit_is_refused_before_the_weights_are_read():
         rk.ConfigError, match=r"^load_in_8bit is true, but a base can be loaded only in 4"
     ):
         rk.load_model("tiny-thinker", load_in_8bit=True)
+
+
+def test_packed_weights_are_computed_in_the_dtype_of_the_run(tmp_path):
+    given = {"max_seq_length": 64, "load_in_4bit": True, "trust_remote_code": False}
+
+    def load(source, dtype):
+        model, _ = loading._load_transformers(
+            str(source), AutoModelForCausalLM, False, dtype=dtype, **given
+        )
+        return model
+
+    load(TINY_THINKER, torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY_THINKER).save_pretrained(tmp_path)
+    for dtype in (torch.float16, torch.float32):
+        layers = [m for m in load(tmp_path, dtype).modules() if type(m).__name__ == "Linear4bit"]
+        assert {layer.compute_dtype for layer in layers} == {dtype}

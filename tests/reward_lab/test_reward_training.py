@@ -5,9 +5,11 @@ import math
 import random
 import re
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from rloo_kit.rewards import RewardModel
 from worked_thought import worked_thought
@@ -18,6 +20,7 @@ from rloo_kit.errors import ConfigError, DataError, DivergedError, MemoryRanOutE
 from rloo_kit.reward_lab import reward_model
 from rloo_kit.reward_lab.reward_model import read_pairs, split_pairs, train_reward_model
 from rloo_kit.scoring.specs import load_rewards
+from rloo_kit.training.supervised import make_trainer
 
 
 def sums(num):
@@ -288,3 +291,16 @@ def test_out_of_memory_is_one_sentence_and_leaves_nothing(monkeypatch, tmp_path)
     with pytest.raises(MemoryRanOutError, match="lower per_device_train_batch_size"):
         train_reward_model(ROWS, output_dir=place, say=lambda line: None, **SHORT)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_adapter_stays_on_the_device_to_which_the_trainer_moves_the_model():
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.peft_config = {}
+
+    def move(model, args, callbacks):  # as transformers does if the model is not in 4 bit
+        return SimpleNamespace(model=model.to("meta"), remove_callback=str)
+
+    trainer = make_trainer(move, str, (), model=model, args=SimpleNamespace(bf16=True))
+    assert {(p.device.type, p.dtype) for p in trainer.model.parameters()} == {
+        ("meta", torch.float32)
+    }

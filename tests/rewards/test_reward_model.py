@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from rloo_kit.rewards import RewardModel
-from rloo_kit.rewards._classifier import find_source, fingerprint, token_ids
+from rloo_kit.rewards._classifier import find_source, fingerprint, load_base, token_ids
 
 from rloo_kit.errors import ModelError
 from rloo_kit.models.shape import TINY_THINKER
@@ -100,6 +100,17 @@ def test_in_4_bit_the_head_stays_and_scores_stay_close(reward, model_folder):
     assert kinds["model.layers.0.mlp.up_proj"] == "Linear4bit"
     assert found == pytest.approx(expected, abs=1.0)
     assert found != pytest.approx(expected, abs=1e-3)
+
+
+def test_packed_weights_are_computed_in_the_dtype_of_the_device(model_folder, tmp_path):
+    packed, _ = load_base(str(model_folder), load_in_4bit=True, device="cpu")
+    packed.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["bnb_4bit_compute_dtype"] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again, _ = load_base(str(tmp_path), load_in_4bit=False, device="cpu")
+    layers = [m for m in again.modules() if type(m).__name__ == "Linear4bit"]
+    assert {str(layer.compute_dtype) for layer in layers} == {"torch.float32"}
 
 
 @pytest.mark.gpu

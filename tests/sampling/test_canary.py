@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from rloo_kit.sampling.canary import (
     position_between,
 )
 from rloo_kit.sampling.engine import Generations, Sampling
+from rloo_kit.training.arguments import LeaveOneOutConfig
+from rloo_kit.training.sampler import Sampler as SamplerOfTrainer
 
 VOCABULARY = 24
 HIDDEN = 16
@@ -538,3 +542,26 @@ def test_only_the_beginnings_of_a_few_completions_are_compared():
 def test_long_prompts_are_few_but_four():
     assert len(checked_shape([400] * 64, [300] * 64).rows) == PROBE_POSITIONS // 464
     assert len(checked_shape([1000] * 8, [10] * 8).rows) == 4
+
+
+class Linear4bit(torch.nn.Linear):
+    """A layer that vLLM computes in bf16 on a GPU."""
+
+
+@pytest.mark.parametrize(
+    ("device", "layer", "dtype"),
+    [
+        ("cuda", Linear4bit, torch.bfloat16),
+        ("cuda", torch.nn.Linear, torch.float16),
+        ("cpu", Linear4bit, torch.float16),
+    ],
+)
+def test_the_noise_is_that_of_the_coarser_dtype(device, layer, dtype, tmp_path):
+    model = torch.nn.Sequential(layer(2, 2))
+    model.dtype, model.device = torch.float16, torch.device(device)
+    args = LeaveOneOutConfig(str(tmp_path), bf16=False)
+    sampler = SimpleNamespace(
+        accelerator=Mock(unwrap_model=lambda model: model),
+        model=model, args=args, policy=None, pad_token_id=PAD, eos_token_ids=[STOP],
+    )  # fmt: skip
+    assert SamplerOfTrainer._make_canary(sampler)._policies.dtype == dtype
