@@ -321,6 +321,7 @@ class PreparedJob:
     config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+    recorded: bool = False  # as in ``make_run_config``
     model_name: str = field(init=False)  # as the user wrote it
 
     def __post_init__(self) -> None:
@@ -380,7 +381,7 @@ class PreparedJob:
         settings = {**config.trainer, "output_dir": config.output_dir, "seed": config.seed}
         if config.data.enable_thinking is not None:
             settings["chat_template_kwargs"] = template_settings(config)
-        return LeaveOneOutConfig(**settings)
+        return LeaveOneOutConfig(**settings, recorded=self.recorded)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -168,10 +168,11 @@ def read_held_out(
     config = first.config
     given = read_overrides(overrides)
     _check_given(given)
+    recorded = first.run is not None
     if overrides:
-        config = make_run_config(config.as_dict(), overrides)
+        config = make_run_config(config.as_dict(), overrides, recorded=recorded)
     of_data = given.get("data") or {}
-    job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute
+    job = PreparedJob(config, EXAMPLES, say, recorded)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()

@@ -101,7 +101,8 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             for name in _OF_UNSLOTH & arguments.keys()
             if name not in OTHER_NAMES or arguments[name] == _TRL_FIELDS[name].default
         }
-        values = translate_trainer_arguments(arguments) | of_unsloth
+        recorded = arguments.pop("recorded", False)  # see `run_file.make_run_config`
+        values = translate_trainer_arguments(arguments, recorded=recorded) | of_unsloth
         check_launch(values)
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))

@@ -184,6 +184,15 @@ def test_accuracy_of_a_worked_task_needs_match_number_or_another_system_message(
     make_run_config({}, ["data={prompts: gsm8k, system: The number.}", "rewards=[accuracy]"])
 
 
+def test_contradictions_in_recorded_settings_are_not_checked(tmp_path):
+    text = "trainer: {thinking_budget: 600, num_generations: 3}\nthinking: {start: <a>}\n"
+    with pytest.raises(ConfigError, match="leaves no room"):
+        read_run_file(write(tmp_path, text))
+    assert read_run_file(tmp_path / "run.yaml", recorded=True).trainer["num_generations"] == 3
+    with pytest.raises(ConfigError, match="did you mean"):
+        read_run_file(write(tmp_path, "trainer: {num_generation: 3}"), recorded=True)
+
+
 def test_a_default_that_an_older_run_recorded_is_accepted():
     make_run_config({"trainer": {"eval_on_start": False}})
 
