@@ -1,9 +1,10 @@
 """Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
 
 import contextlib
+import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
+from rloo_kit.models.adapters import lora_settings
 from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
@@ -61,18 +63,34 @@ def folder_to_resume(
         source: The argument ``source`` of ``train``.
         config: The settings that were read from it.
         resume: False to begin a new run; the folder of a run; or True for ``source`` if it is a
-            folder, else for the newest run in ``output_dir``, if there is one.
+            folder or the run.yaml in it, else for the newest run in ``output_dir``, if there is
+            one.
 
     Raises:
-        ConfigError: The folder does not belong to a run.
+        ConfigError: The folder does not belong to a run, or ``config`` has another ``output_dir``
+            than the run in ``source``.
     """
     if resume is False:
         return None
     if resume is not True:
         return run_file_in(resume).parent
-    if not isinstance(source, RunConfig) and is_folder(source):
-        return Path(source)
-    return latest_folder(config.output_dir)
+    folder = None
+    if not isinstance(source, RunConfig):
+        folder = Path(source) if is_folder(source) else _folder_of(Path(source))
+    if folder is None:
+        return latest_folder(config.output_dir)
+    if config.output_dir != read_run_file(run_file_in(folder), recorded=True).output_dir:
+        raise ConfigError(
+            f"output_dir is {format_value(config.output_dir)}, but the run continues in its own "
+            f"folder {format_value(str(folder))}: leave output_dir out"
+        )
+    return folder
+
+
+def _folder_of(file: Path) -> Path | None:
+    """Return the folder of the run that recorded its settings in a file; None for another file."""
+    is_record = file.name == RUN_FILE and (file.parent / "environment.json").is_file()
+    return file.parent if is_record else None
 
 
 def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
@@ -88,13 +106,47 @@ def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     end = read_json(folder / "end.json") or {}
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
         return 0
-    then = trl_defaults() | read_run_file(folder / RUN_FILE).trainer
+    then = trl_defaults() | read_run_file(folder / RUN_FILE, recorded=True).trainer
     now = trl_defaults() | trainer
     if now["max_steps"] > 0:
         is_enough = end["steps"] >= now["max_steps"]
     else:
         is_enough = then["max_steps"] <= 0 and now["num_train_epochs"] <= then["num_train_epochs"]
     return end["steps"] if is_enough else 0
+
+
+def command_with_adapter(
+    source: str | Path, overrides: Sequence[str], config: RunConfig, adapter: Path
+) -> str:
+    """Return the command that starts a run which trains an adapter further.
+
+    Args:
+        source: The run file, or the folder of a run.
+        overrides: Settings in the form ``section.key=value``.
+        config: The settings in ``source``.
+        adapter: Folder of the adapter.
+    """
+    words = ["rloo-kit", "train", Path(source).as_posix()]
+    settings = [*overrides, f"model.name={adapter.as_posix()}"]
+    layers = lora_settings(adapter, {})["target_modules"]
+    if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
+        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def command_after_stop(folder: Path) -> str:
+    """Return the command that trains the kept weights of a run further; "" if no finding ended it.
+
+    The checkpoints of such a run have later weights.
+    """
+    finding = (read_json(folder / "end.json") or {}).get("finding")
+    if not finding:
+        return ""
+    remedies = filter(None, finding["setting"].split(", "))
+    config = read_run_file(folder / RUN_FILE, recorded=True)
+    return command_with_adapter(folder, [*remedies], config, folder / "adapter")
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
@@ -109,7 +161,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     Raises:
         ConfigError: A setting differs. The message names the first one.
     """
-    then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
+    recorded = read_run_file(folder / RUN_FILE, recorded=True)
+    then = _by_path(without_hidden(recorded.as_dict()))
     # secrets are masked in run.yaml, so both are compared without them
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
     for path in {**then, **asked}:

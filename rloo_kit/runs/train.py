@@ -24,6 +24,7 @@ from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     check_same_settings,
+    command_after_stop,
     finished_steps,
     folder_to_resume,
     opened_folder,
@@ -239,13 +240,19 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
     cannot be read.
 
     Raises:
-        ConfigError: The run has an adapter but no valid checkpoint, so a new start would remove it.
+        ConfigError: ``trainer.stop_on`` ended the run, or the run has an adapter but no valid
+            checkpoint, so a new start would remove it.
     """
     if past is None:
         return None, None
     checkpoint = find_checkpoint(past)
     if checkpoint is None:
         if (past / "adapter").is_dir():
+    if command := command_after_stop(past):
+        raise ConfigError(
+            f"trainer.stop_on ended the run in {str(past)!r}, and its checkpoints have the weights "
+            f"after the fault: train the kept adapter further with `{command}`"
+        )
             raise ConfigError(
                 f"the run in {str(past)!r} has an adapter but no checkpoint to resume from: leave "
                 f"--resume out, and set model.name={past / 'adapter'} to train the adapter further"

@@ -282,6 +282,20 @@ def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path
         check_same_settings(tmp_path, RunConfig())
 
 
+def test_a_runs_own_file_resumes_that_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "one-2"):
+        Path(name).mkdir()
+        write(Path(name), "output_dir: one")
+    config = RunConfig(output_dir="one")
+    assert folder_to_resume("one/run.yaml", config, True) == Path("one-2")  # a user's file
+    Path("one/environment.json").touch()
+    assert folder_to_resume("one/run.yaml", config, True) == Path("one")
+    for source in ("one", "one/run.yaml"):
+        with pytest.raises(ConfigError, match="output_dir is 'other', but the run continues in"):
+            folder_to_resume(source, RunConfig(output_dir="other"), True)
+
+
 def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):
     write(
         tmp_path,
