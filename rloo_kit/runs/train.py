@@ -13,7 +13,7 @@ from rloo_kit.checkpoints.stopping import terminate_as_interrupt, who_interrupte
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint, list_steps
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
-from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.evaluator import Evaluation, check_held_out
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
@@ -123,12 +123,13 @@ def _unheard(say: Say) -> Say:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _prepare(job: PreparedJob, past: Path | None) -> None:
+def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> None:
     """Load the model, the data and the engine. Nothing is written yet.
 
     Args:
         job: The run.
         past: Folder of the run to resume; None for a new run.
+        before: Its scores from before training; None if there are none.
     """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
@@ -137,6 +138,8 @@ def _prepare(job: PreparedJob, past: Path | None) -> None:
 
     prompts, held_out = job.splits
     check_prompts(prompts, job.args)
+    if before is not None:
+        check_held_out(held_out, before)
     summary.announce_load(job)
     engine, choice = job.engine
     summary.introduce(job)
@@ -162,7 +165,7 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """
     say = job.say
     checkpoint, before = _find_progress(past)
-    _prepare(job, past)
+    _prepare(job, past, before)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     with _opened(job, past, checkpoint) as (folder, recorder):
@@ -245,14 +248,14 @@ def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | N
     """
     if past is None:
         return None, None
-    checkpoint = find_checkpoint(past)
-    if checkpoint is None:
-        if (past / "adapter").is_dir():
     if command := command_after_stop(past):
         raise ConfigError(
             f"trainer.stop_on ended the run in {str(past)!r}, and its checkpoints have the weights "
             f"after the fault: train the kept adapter further with `{command}`"
         )
+    checkpoint = find_checkpoint(past)
+    if checkpoint is None:
+        if (past / "adapter").is_dir():
             raise ConfigError(
                 f"the run in {str(past)!r} has an adapter but no checkpoint to resume from: leave "
                 f"--resume out, and set model.name={past / 'adapter'} to train the adapter further"
