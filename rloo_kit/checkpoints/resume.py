@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
     checksum_of_rows,
@@ -54,7 +54,7 @@ from rloo_kit.checkpoints.store import (
     write_checkpoint,
 )
 from rloo_kit.checkpoints.weights import read_weights, write_weights
-from rloo_kit.config.settings import OWN_FIELDS, on_resume
+from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, on_resume
 from rloo_kit.errors import CheckpointError, KitError
 from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
@@ -71,7 +71,8 @@ MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 MAY_CHANGE = on_resume("may")
 # Those of MAY_CHANGE that determine the learning rate of a step
 OF_SCHEDULE = (
-    "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
+    "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
+    "warmup_steps",
 )  # fmt: skip
 # Without held-out scores, the score of a checkpoint is the mean reward of this many last steps
 SCORED_STEPS = 4
@@ -128,9 +129,10 @@ class ResumableTrainer(Trainer):
         is_main = self.accelerator.is_main_process
         if checkpoint is not None:
             check_same_run(checkpoint, self._facts)
+            self._check_optimizer(checkpoint.folder)
             self.state_read = read_tree(checkpoint.folder)
-        elif is_main and self.args.save_strategy != "no":
-            _set_aside(Path(self.args.output_dir))
+        if is_main and self.args.save_strategy != "no":
+            _set_aside(Path(self.args.output_dir), checkpoint)
         folder = checkpoint and str(checkpoint.folder)
         # Added last, after the callbacks whose state it restores
         self.add_callback(last := _Restore(self))
@@ -331,6 +333,19 @@ class ResumableTrainer(Trainer):
             )
         return found
 
+    def _check_optimizer(self, folder: Path) -> None:
+        """Check that a checkpoint of TRL's step has the states of optimizer and schedule.
+
+        Raises:
+            CheckpointError: It has only the weights.
+        """
+        has_both = self.is_deepspeed_enabled or (folder / SCHEDULER_NAME).is_file()
+        if self.by_trl and not has_both:
+            raise CheckpointError(
+                f"{folder.name} has no optimizer state, because trainer.save_only_model was true: "
+                f"begin a new run that trains its adapter further (model.name: {folder})"
+            )
+
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
@@ -369,7 +384,9 @@ class ResumableTrainer(Trainer):
         state = self.state_read
         if state is None:
             return
-        if not self.by_trl:
+        if self.by_trl:
+            self._restore_schedule(None)
+        else:
             try:
                 self.optimizer.load_state_dict(state.pop("optimizer"))
                 self._restore_schedule(state.pop("scheduler"))
@@ -410,25 +427,43 @@ class ResumableTrainer(Trainer):
             set_random_states(self.state_read["random"])
         self.state_read = None
 
-    def _restore_schedule(self, kept: dict[str, Any]) -> None:
-        """Restore the learning rate schedule.
+    def _restore_schedule(self, kept: dict[str, Any] | None) -> None:
+        """Restore the learning rate schedule, after the optimizer.
 
-        If the settings of the schedule have changed since the checkpoint, the state of a
-        ``LambdaLR`` is not loaded. Instead, the new schedule is advanced to the step of the
-        checkpoint. The state of a schedule of another class is always loaded.
+        If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` gets only
+        the step of the checkpoint, and computes the learning rate anew; a warning says so. The
+        state of a schedule of another class is always loaded.
+
+        Args:
+            kept: Its state; None if transformers has loaded it, with the old learning rate.
         """
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]
         now = self._facts["settings"]
         schedule = self.lr_scheduler
-        is_same = all(then.get(name) == now[name] for name in OF_SCHEDULE)
-        if is_same or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
-            schedule.load_state_dict(kept)
+        changed = [name for name in OF_SCHEDULE if name in then and then[name] != now[name]]
+        if not changed or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+            if kept is not None:
+                schedule.load_state_dict(kept)
             return
+        if kept is None:
+            change = now["learning_rate"] / then["learning_rate"]
+            schedule.base_lrs = [rate * change for rate in schedule.base_lrs]
+        else:
+            schedule.last_epoch = kept["last_epoch"]
+        old = float(self.optimizer.param_groups[0]["lr"])
+        schedule.last_epoch -= 1
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(kept["last_epoch"]):
-                schedule.step()
+            schedule.step()
+        new = float(schedule.get_last_lr()[0])
+        if new != old:
+            warnings.warn(
+                f"the learning rate is {new:.3g} in the next step, and was {old:.3g} before the "
+                f"change of {', '.join(changed)}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return facts that identify this run, so that a checkpoint of another run can be refused.
@@ -519,12 +554,17 @@ class Boundary(TrainerCallback):
         self.trainer.take_snapshot()
 
 
-def _set_aside(run: Path) -> None:
-    """Move the checkpoints of an earlier training in the same folder to a folder of their own.
+def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
+    """Move the checkpoints of another training in the same folder to a folder of their own.
 
-    Otherwise the new training would remove them, or a resume could mistake them for its own.
+    Otherwise this training would remove them, or a resume could mistake them for its own.
+
+    Args:
+        run: The folder that this training writes to.
+        resumed: The checkpoint that it resumes from; None if it starts at step 0.
     """
-    if steps := list_steps(run):
+    is_own = resumed is not None and resumed.folder.resolve().parent == run.resolve()
+    if not is_own and (steps := list_steps(run)):
         kept = make_run_folder(run / "_earlier")
         for step in steps:
             name = f"checkpoint-{step}"
@@ -566,6 +606,19 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     name = checkpoint.folder.name
     # an older checkpoint does not have these two
     then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
+    # a setting that is newer than the checkpoint had what is now its default
+    old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
+    new = now["settings"]
+    changed = {
+        s: f"trainer.{s} was {old[s]!r} and now is {new[s]!r}"
+        for s in MUST_STAY
+        if s in old and old[s] != new[s]
+    }
+    if precision := [changed.pop(s) for s in sorted(BY_DEVICE) if s in changed]:
+        raise CheckpointError(
+            f"{name} was written in another precision ({', '.join(precision)}): resume on a device "
+            f"with that precision, with these settings as they were, or begin a new run"
+        )
     step = then["step"]
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
@@ -578,26 +631,18 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{name} was written with {text} back to what it was, or begin a new run"
             )
-    # a setting that is newer than the checkpoint had what is now its default
-    old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
-    new = now["settings"]
-    changed = ", ".join(
-        f"trainer.{s} was {old[s]!r} and now is {new[s]!r}"
-        for s in MUST_STAY
-        if s in old and old[s] != new[s]
-    )
     if changed:
         run = checkpoint.folder.parent
         own = f" (`{resume_command(run)}` does so if its run.yaml is unchanged)"
         own = own if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
-            f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
-            f"new run"
+            f"{name} was written with other settings: {', '.join(changed.values())}; set them "
+            f"back{own}, or begin a new run"
         )
     notes = [
-        f"trainer.{s} is {new[s]!r} from here on, and was {old.get(s)!r}"
+        f"trainer.{s} is {new[s]!r} from here on, and was {old[s]!r}"
         for s in MAY_CHANGE
-        if old.get(s) != new[s]
+        if s in old and old[s] != new[s]
     ]
     if any(then.get(what) != now[what] for what in ("versions", "threads")):
         notes.append(
