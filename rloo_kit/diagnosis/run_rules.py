@@ -75,7 +75,8 @@ def _usual_rate(run: RunRecord) -> float:
 
 
 def _lower_rate(run: RunRecord) -> str:
-    rate = _rate(run)
+    # Before a resume the rate may have been higher than now
+    rate = run.setting("learning_rate") if run.config else _rate(run)
     usual = _usual_rate(run)
     return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
 
