@@ -48,6 +48,8 @@ MAY_CHANGE = {
 }
 # Settings that name files. A folder may have moved, so only the names are compared
 OF_FILES = {"data.held_out_rewards", "environment", "model.chat_template", "rewards", "tools"}
+# Parameters of a judge that only say where its server is, and how it is asked
+OF_SERVER = {"api_key_env", "base_url", "max_concurrency", "max_retries", "timeout_seconds"}
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 
@@ -152,7 +154,8 @@ def command_after_stop(folder: Path) -> str:
 def check_same_settings(folder: Path, now: RunConfig) -> None:
     """Check that the settings do not differ from those with which the run to resume began.
 
-    Settings in ``MAY_CHANGE`` may differ. The trainer itself compares the settings of ``trainer:``.
+    Settings in ``MAY_CHANGE`` and the address of a judge may differ. The trainer itself compares
+    the settings of ``trainer:``.
 
     Args:
         folder: Folder of the run to resume.
@@ -167,7 +170,7 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
     for path in {**then, **asked}:
         old, new = then.get(path), asked.get(path)
-        if path in OF_FILES and without_folders(old) == without_folders(new):
+        if path in OF_FILES and _comparable(old) == _comparable(new):
             continue
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
@@ -176,6 +179,16 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
                 f"`{resume_command(folder)}`, which needs no --set, or leave --resume out to begin "
                 "a new run"
             )
+
+
+def _comparable(value: object) -> Any:
+    """Return rewards or files without folders, and judges without the address of their server."""
+    if isinstance(value, list):
+        return [_comparable(one) for one in value]
+    if not isinstance(value, dict):
+        return without_folders(value)
+    is_judge = str(value.get("name")).partition(":")[0] == "judge"
+    return {k: _comparable(v) for k, v in value.items() if not (is_judge and k in OF_SERVER)}
 
 
 def _by_path(settings: dict[str, Any]) -> dict[str, Any]:

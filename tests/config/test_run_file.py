@@ -296,6 +296,15 @@ def test_a_runs_own_file_resumes_that_run(tmp_path, monkeypatch):
             folder_to_resume(source, RunConfig(output_dir="other"), True)
 
 
+def test_a_resume_accepts_another_address_of_a_judge(tmp_path):
+    judge = {"name": "judge", "model": "m", "base_url": "http://a/v1"}
+    write(tmp_path, yaml.safe_dump({"rewards": [judge]}))
+    moved = judge | {"base_url": "http://b/v1", "timeout_seconds": 9.0}
+    check_same_settings(tmp_path, RunConfig(rewards=[moved]))
+    with pytest.raises(ConfigError, match="rewards is"):
+        check_same_settings(tmp_path, RunConfig(rewards=[moved | {"model": "other"}]))
+
+
 def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):
     write(
         tmp_path,
