@@ -271,7 +271,10 @@ class ResumableTrainer(Trainer):
         step = self._loop.global_step
         if self.accelerator.is_main_process:
             self.notify("on_checkpoint")
-            about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
+            callbacks = snapshot["callbacks"]
+            score_of = "held_out" if "held_out" in callbacks else "reward"
+            facts = self._facts | {"score_of": score_of}
+            about = {"facts": facts, "score": self._checkpoint_score(callbacks)}
             if self.by_trl:
                 folder = run / f"checkpoint-{step}"
                 with checkpoint_errors(run, step):

@@ -188,7 +188,8 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         run: Folder of the run.
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
-            the later step counts as better.
+            the later step counts as better. Scores of another kind (fact ``score_of``) than that of
+            the checkpoint that was written last do not count.
         spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}
@@ -196,9 +197,15 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         with contextlib.suppress(_BrokenError):
             found[step] = _read_manifest(run / f"checkpoint-{step}")
     steps = list(found)  # the lowest first
-    scored = sorted((found[s]["score"], s) for s in steps if found[s]["score"] is not None)
-    best = [step for _, step in scored[::-1][:keep_best]]
     written_last = max(steps, key=lambda step: found[step]["time"], default=0)
+    kinds = {step: found[step]["facts"].get("score_of") for step in steps}
+    kind = kinds.get(written_last)
+    scored = sorted(
+        (found[step]["score"], step)
+        for step in steps
+        if found[step]["score"] is not None and kinds[step] in (kind, None)
+    )
+    best = [step for _, step in scored[::-1][:keep_best]]
     kept = {f"checkpoint-{step}" for step in (*steps[::-1][:keep_last], *best, written_last)}
     for name in {f"checkpoint-{step}" for step in steps} - kept - {spare}:
         try:

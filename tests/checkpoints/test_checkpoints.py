@@ -39,9 +39,9 @@ def fill(folder):
         (folder / name).write_bytes(content)
 
 
-def write(run, *steps, score=None):
+def write(run, *steps, score=None, facts=None):
     for step in steps:
-        write_checkpoint(run, step, fill, facts={"seed": 7}, score=score)
+        write_checkpoint(run, step, fill, facts=facts or {"seed": 7}, score=score)
     return run / f"checkpoint-{steps[-1]}"
 
 
@@ -330,6 +330,14 @@ def test_the_last_and_the_best_stay(tmp_path, scores, keep_last, keep_best, left
     prune_checkpoints(tmp_path, keep_last, keep_best)
     assert list_steps(tmp_path) == left
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+
+
+def test_scores_of_another_kind_do_not_count(tmp_path):
+    write(tmp_path, 1, score=0.9, facts={"score_of": "held_out"})
+    write(tmp_path, 2, score=0.5)  # of an older version
+    write(tmp_path, 3, 4, score=0.1, facts={"score_of": "reward"})
+    prune_checkpoints(tmp_path, 1, 1)
+    assert list_steps(tmp_path) == [2, 4]
 
 
 def test_the_one_just_written_stays_also_below_an_older_future(tmp_path):
