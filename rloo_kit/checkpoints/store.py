@@ -281,7 +281,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
-        raise _BrokenError(f"{MANIFEST} is missing or is not the manifest of a checkpoint")
+        why = f"{MANIFEST} is missing or is not the manifest of a checkpoint"
+        if not (folder / MANIFEST).exists() and (folder / "trainer_state.json").exists():
+            why = (
+                f"{MANIFEST} is missing, as in one of TRL's own trainer, whose adapter can only "
+                "begin a new run (model.name, or rk.load_model)"
+            )
+        raise _BrokenError(why)
     if manifest.get("format", FORMAT) != FORMAT:
         raise _BrokenError(
             f"it has format {format_value(manifest['format'])}, written by rloo-kit "

@@ -147,6 +147,10 @@ BROKEN = {
     ),
     "file missing": (lambda folder: (folder / "empty").unlink(), "empty is missing"),
     "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json"),
+    "checkpoint of TRL": (
+        lambda folder: (folder / MANIFEST).rename(folder / "trainer_state.json"),
+        r"as in one of TRL's own trainer, .* \(model.name",
+    ),
     "manifest half": (shorten(MANIFEST, 0.5), "manifest.json"),
     "manifest a list": (set_manifest("[]"), "not the manifest of a checkpoint"),
     "manifest with a format only": (set_manifest('{"format": 2}'), "has changed"),
