@@ -19,12 +19,14 @@ With TRL's training step (``by_trl``), transformers writes and reads weights, op
 states on every process in its own way. The kit only adds ``state.json`` and the manifest.
 """
 
+import contextlib
 import copy
 import importlib.metadata
 import json
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,11 @@ from rloo_kit.checkpoints.store import (
 )
 from rloo_kit.checkpoints.weights import read_weights, write_weights
 from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, on_resume
-from rloo_kit.errors import CheckpointError, KitError
+from rloo_kit.data.images import has_images
+from rloo_kit.errors import CheckpointError, DiskError, KitError
 from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
-from rloo_kit.output_folder import make_run_folder
+from rloo_kit.output_folder import LOCKED, lock_folder, make_run_folder
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.text.wording import resume_command
@@ -119,6 +122,7 @@ class ResumableTrainer(Trainer):
 
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
+            ConfigError: Another process trains in ``output_dir``.
             KeyboardInterrupt: A signal stopped the training; the subclass ``Terminated`` if it was
                 SIGTERM or SIGHUP.
         """
@@ -131,13 +135,14 @@ class ResumableTrainer(Trainer):
             check_same_run(checkpoint, self._facts)
             self._check_optimizer(checkpoint.folder)
             self.state_read = read_tree(checkpoint.folder)
-        if is_main and self.args.save_strategy != "no":
-            _set_aside(Path(self.args.output_dir), checkpoint)
+        saves = is_main and self.args.save_strategy != "no"
+        own = _own_folder(Path(self.args.output_dir), checkpoint)
         folder = checkpoint and str(checkpoint.folder)
-        # Added last, after the callbacks whose state it restores
-        self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        with stop_signals(print) if is_main else stop_signals() as self._signals:
+        signals = stop_signals(print) if is_main else stop_signals()
+        with own if saves else contextlib.nullcontext(), signals as self._signals:
+            # Added last, after the callbacks whose state it restores
+            self.add_callback(last := _Restore(self))
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -557,6 +562,25 @@ class Boundary(TrainerCallback):
         self.trainer.take_snapshot()
 
 
+@contextlib.contextmanager
+def _own_folder(run: Path, resumed: Checkpoint | None) -> Iterator[None]:
+    """Lock the folder of a training, and move the checkpoints of another training out of it.
+
+    Args:
+        run: The folder. ``runs.train`` may have locked it.
+        resumed: As in ``_set_aside``.
+
+    Raises:
+        ConfigError: Another process trains in the folder.
+    """
+    with contextlib.ExitStack() as held:
+        if run.resolve() not in LOCKED:
+            with contextlib.suppress(DiskError):  # a disk without locks
+                held.enter_context(lock_folder(run))
+        _set_aside(run, resumed)
+        yield
+
+
 def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
     """Move the checkpoints of another training in the same folder to a folder of their own.
 
@@ -575,7 +599,7 @@ def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
         warnings.warn(
             f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
             f"training, call train(resume_from_checkpoint={str(kept)!r})",
-            stacklevel=4,  # the caller of LeaveOneOutTrainer.train
+            stacklevel=6,  # the caller of LeaveOneOutTrainer.train
         )
 
 

@@ -20,7 +20,8 @@ from rloo_kit.checkpoints.resume import check_same_run
 from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
-from rloo_kit.errors import CheckpointError, RewardContractError
+from rloo_kit.errors import CheckpointError, ConfigError, RewardContractError
+from rloo_kit.output_folder import lock_folder
 
 STEPS = 5
 CUT = 3
@@ -331,6 +332,21 @@ def test_the_best_checkpoint_stays_if_a_better_step_has_none(tmp_path):
     trainer.train()
     assert list_steps(tmp_path) == [2, 4]
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(tmp_path, monkeypatch):
+    trainer = new_trainer(tmp_path, max_steps=1)
+    with lock_folder(tmp_path):
+        monkeypatch.setattr(resume, "LOCKED", set())  # as if the lock were of another process
+        with pytest.raises(ConfigError, match="in use by another run"):
+            trainer.train()
+    assert list_steps(tmp_path) == []
+    trainer.train()
+    monkeypatch.undo()
+    with lock_folder(tmp_path):  # by the run that trains
+        trainer.train()
+    assert list_steps(tmp_path) == [1]
+    assert not (tmp_path / "run.lock").exists()
 
 
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):
