@@ -144,9 +144,9 @@ def command_after_stop(folder: Path) -> str:
     The checkpoints of such a run have later weights.
     """
     finding = (read_json(folder / "end.json") or {}).get("finding")
-    if not finding:
+    if not isinstance(finding, dict):
         return ""
-    remedies = filter(None, finding["setting"].split(", "))
+    remedies = filter(None, str(finding.get("setting") or "").split(", "))
     config = read_run_file(folder / RUN_FILE, recorded=True)
     return command_with_adapter(folder, [*remedies], config, folder / "adapter")
 
