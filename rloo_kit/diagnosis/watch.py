@@ -170,9 +170,9 @@ class RunWatch(TrainerCallback):
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
         if self.best and "best_weights" in held:
-            state = held["best_weights"]
-            if state.get("by_held_out", self.by_held_out) == self.by_held_out:
-                self.best.load_state_dict(state)
+            kept = held["best_weights"]
+            if kept.get("by_held_out", self.by_held_out) == self.by_held_out:
+                self.best.load_state_dict(kept)
             else:  # scores of two kinds cannot be compared
                 self.best = BestWeights(self.parameters())
 
