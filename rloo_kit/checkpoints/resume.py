@@ -37,8 +37,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
-    MANY_ROWS,
-    SAMPLED_ROWS,
     checksum_of_rows,
     checksum_of_weights,
     random_states,
@@ -483,7 +481,6 @@ class ResumableTrainer(Trainer):
         processes, and the settings that matter for a resume.
         """
         args = self.args
-        num_rows = SAMPLED_ROWS if has_images(self.train_dataset) else MANY_ROWS
         settings = json.loads(json.dumps(args.to_dict(), default=str))
         settings["rows_per_step"] = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -496,7 +493,6 @@ class ResumableTrainer(Trainer):
             "threads": torch.get_num_threads(),
             "model": checksum_of_weights(self._policy),
             "prompts": checksum_of_rows(self.train_dataset),
-            "rows": checksum_of_rows(self.train_dataset, num_rows),
             "rewards": self.reward_func_names,
             "step": "trl" if self.by_trl else "kit",
             "processes": args.world_size,
@@ -635,9 +631,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
     """
     name = checkpoint.folder.name
-    # an older checkpoint does not have these
-    older = {"step": "kit", "processes": now["processes"], "rows": now["rows"]}
-    then: dict[str, Any] = older | checkpoint.facts
+    # an older checkpoint does not have these two
+    then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
     # a setting that is newer than the checkpoint had what is now its default
     old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
     new = now["settings"]
@@ -652,13 +647,11 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             f"with that precision, with these settings as they were, or begin a new run"
         )
     step = then["step"]
-    of_prompts = "other prompts: set data, and the content of the file that it names,"
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
         ("processes", f"another number of processes ({then['processes']}): set it"),
         ("model", "another model: set model.name, model.load_in_4bit and lora"),
-        ("prompts", of_prompts),
-        ("rows", of_prompts),
+        ("prompts", "other prompts: set data, and the content of the file that it names,"),
         ("rewards", "other rewards: set rewards"),
     ):
         if then.get(what) != now[what]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -271,19 +270,6 @@ def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_on
         CheckpointError, match=r"precision \(trainer.bf16 was .* now is 'other'\): "
     ):
         check_same_run(checkpoint, now)
-
-
-def test_a_changed_row_of_many_is_found(tmp_path):
-    trainer = new_trainer(tmp_path)
-    rows = [{"prompt": f"What is {n} + 1?"} for n in range(3000)]
-    trainer.train_dataset = Dataset.from_list(rows)
-    checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, trainer.facts())
-    rows[1] = {"prompt": "What is 2 + 2?"}
-    trainer.train_dataset = Dataset.from_list(rows)
-    with pytest.raises(CheckpointError, match="other prompts"):
-        check_same_run(checkpoint, trainer.facts())
-    del checkpoint.facts["rows"]  # of an older version, which read only some rows
-    check_same_run(checkpoint, trainer.facts())
 
 
 @pytest.mark.parametrize("name", ["neftune_noise_alpha", "disable_dropout", "lr_scheduler_kwargs"])
