@@ -134,13 +134,13 @@ class ResumableTrainer(Trainer):
         if checkpoint is not None:
             check_same_run(checkpoint, self._facts)
             self._check_optimizer(checkpoint.folder)
-            self.state_read = read_tree(checkpoint.folder)
         saves = is_main and self.args.save_strategy != "no"
-        own = _own_folder(Path(self.args.output_dir), checkpoint)
+        lock = _own_folder(Path(self.args.output_dir), checkpoint)
         folder = checkpoint and str(checkpoint.folder)
         self._started = time.monotonic()
         signals = stop_signals(print) if is_main else stop_signals()
-        with own if saves else contextlib.nullcontext(), signals as self._signals:
+        with lock if saves else contextlib.nullcontext(), signals as self._signals:
+            self.state_read = checkpoint and read_tree(checkpoint.folder)
             # Added last, after the callbacks whose state it restores
             self.add_callback(last := _Restore(self))
             try:
@@ -573,10 +573,10 @@ def _own_folder(run: Path, resumed: Checkpoint | None) -> Iterator[None]:
     Raises:
         ConfigError: Another process trains in the folder.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if run.resolve() not in LOCKED:
             with contextlib.suppress(DiskError):  # a disk without locks
-                held.enter_context(lock_folder(run))
+                stack.enter_context(lock_folder(run))
         _set_aside(run, resumed)
         yield
 
@@ -590,17 +590,20 @@ def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
         run: The folder that this training writes to.
         resumed: The checkpoint that it resumes from; None if it starts at step 0.
     """
-    is_own = resumed is not None and resumed.folder.resolve().parent == run.resolve()
-    if not is_own and (steps := list_steps(run)):
-        kept = make_run_folder(run / "_earlier")
-        for step in steps:
-            name = f"checkpoint-{step}"
-            (run / name).rename(kept / name)
-        warnings.warn(
-            f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
-            f"training, call train(resume_from_checkpoint={str(kept)!r})",
-            stacklevel=6,  # the caller of LeaveOneOutTrainer.train
-        )
+    steps = list_steps(run)
+    # A checkpoint in the folder may be a link to another disk, and the link may be given instead
+    places = resumed and (resumed.folder.absolute(), resumed.folder.resolve())
+    if not steps or (places and any(place.parent.samefile(run) for place in places)):
+        return
+    kept = make_run_folder(run / "_earlier")
+    for step in steps:
+        name = f"checkpoint-{step}"
+        (run / name).rename(kept / name)
+    warnings.warn(
+        f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
+        f"training, call train(resume_from_checkpoint={str(kept)!r})",
+        stacklevel=6,  # the caller of LeaveOneOutTrainer.train
+    )
 
 
 @dataclass

@@ -334,6 +334,16 @@ def test_the_best_checkpoint_stays_if_a_better_step_has_none(tmp_path):
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
 
 
+@pytest.mark.parametrize("given", ["run/checkpoint-1", "run/checkpoint-2", "link"])
+def test_the_checkpoints_of_the_resumed_training_stay_if_one_is_a_link(tmp_path, given):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoint-2")
+    resume._set_aside(tmp_path / "run", Checkpoint(tmp_path / given, 1, {}))
+    assert list_steps(tmp_path / "run") == [1, 2]
+
+
 def test_a_folder_that_another_process_trains_in_is_refused(tmp_path, monkeypatch):
     trainer = new_trainer(tmp_path, max_steps=1)
     with lock_folder(tmp_path):
