@@ -133,6 +133,8 @@ def command_with_adapter(
     layers = lora_settings(adapter, {})["target_modules"]
     if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
         settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
+    if config.model.revision is not None:
+        settings.append("model.revision=null")  # it is of a hub name, and the adapter is a folder
     for setting in settings:
         words += ["--set", setting]
     return shlex.join(words)
@@ -141,7 +143,7 @@ def command_with_adapter(
 def command_after_stop(folder: Path) -> str:
     """Return the command that trains the kept weights of a run further; "" if no finding ended it.
 
-    The checkpoints of such a run have later weights.
+    The newest checkpoint of a run that a finding ended has later weights than its adapter.
     """
     finding = (read_json(folder / "end.json") or {}).get("finding")
     if not isinstance(finding, dict):

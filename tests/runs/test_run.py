@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,17 @@ from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError, DataError, DiskError, ModelError
 from rloo_kit.evaluation.evaluator import Evaluation, check_held_out
-from rloo_kit.job import PreparedJob
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import finished_steps, opened_folder, write_run_file
+from rloo_kit.runs.folder import (
+    command_after_stop,
+    finished_steps,
+    opened_folder,
+    write_run_file,
+)
 from rloo_kit.runs.recorder import RunRecorder
 from rloo_kit.runs.train import _find_progress
 
@@ -106,6 +112,17 @@ def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last, finishe
     if how == "stopped":
         with pytest.raises(ConfigError, match=f"ended the run in 'run', .*`{AFTER_STOP}`"):
             _find_progress(Path("run"))
+
+
+def test_the_command_after_a_stop_can_be_run_without_the_revision_of_the_base(finished):
+    Path("run").mkdir()
+    Path("run/run.yaml").write_text("model: {name: org/model, revision: v1}")
+    Path("run/end.json").write_text(json.dumps({"finding": {"setting": "trainer.beta=0.1"}}))
+    shutil.copytree(finished / "adapter", "run/adapter")
+    words = shlex.split(command_after_stop(Path("run")))
+    config, base = read_config(words[2], words[4::2])
+    assert config.trainer["beta"] == 0.1
+    assert PreparedJob(config, base).tokenizer.chat_template
 
 
 @pytest.mark.long
