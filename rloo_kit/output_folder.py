@@ -233,14 +233,14 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
             f"run folder {str(folder)!r} cannot be locked ({exc.strerror or exc}): free some "
             f"space, or choose an output_dir on a disk that has file locks"
         ) from exc
-    LOCKED.add(whole := file.parent.resolve())
+    LOCKED.add(resolved := file.parent.resolve())
     try:
         yield
     finally:
-        LOCKED.discard(whole)
+        LOCKED.discard(resolved)
         # The file is removed before the lock is released, so that no file means no lock. On Windows
         # it cannot be removed now, and the library removes it
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         lock.release()
 
