@@ -360,6 +360,8 @@ def test_settings_that_a_newer_version_refuses_together_can_be_evaluated(run, tm
         rk.read_run_file(folder / "run.yaml")
     found = read_held_out([find_trained(folder)], say=str)
     assert found.job.args.kl_estimator == "k3"
+    with pytest.raises(ConfigError, match="has no effect"):  # settings of the user are checked
+        read_held_out([find_trained(folder)], ["trainer.temperature=0.9"], say=str)
 
 
 def test_hidden_values_are_not_read_as_settings(run, tmp_path):
