@@ -20,7 +20,7 @@ from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
-from rloo_kit.models.adapters import lora_settings
+from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
@@ -140,13 +140,22 @@ def command_with_adapter(
     return shlex.join(words)
 
 
-def command_after_stop(folder: Path) -> str:
-    """Return the command that trains the kept weights of a run further; "" if no finding ended it.
+def command_after_stop(folder: Path, stop_on: Sequence[str] | None = None) -> str:
+    """Return the command that trains the kept weights of a run further.
 
     The newest checkpoint of a run that a finding ended has later weights than its adapter.
+
+    Args:
+        folder: Folder of the run.
+        stop_on: Kinds of findings that count; None: all.
+
+    Returns:
+        The command; "" if no finding of these kinds ended the run, or if it has no adapter.
     """
     finding = (read_json(folder / "end.json") or {}).get("finding")
-    if not isinstance(finding, dict):
+    if not isinstance(finding, dict) or adapter_in(folder / "adapter") is None:
+        return ""
+    if stop_on is not None and finding.get("kind") not in stop_on:
         return ""
     remedies = filter(None, str(finding.get("setting") or "").split(", "))
     config = read_run_file(folder / RUN_FILE, recorded=True)

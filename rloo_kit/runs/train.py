@@ -164,7 +164,7 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
-    checkpoint, before = _find_progress(past)
+    checkpoint, before = _find_progress(past, job.config.trainer.get("stop_on") or ())
     _prepare(job, past, before)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
@@ -236,22 +236,29 @@ def _opened(
             ) from exc
 
 
-def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
+def _find_progress(
+    past: Path | None, stop_on: Sequence[str]
+) -> tuple[Checkpoint | None, Evaluation | None]:
     """Return the checkpoint to resume from, and the scores from before training.
 
     Both are None for a new run or without a valid checkpoint. The scores are also None if they
     cannot be read.
 
+    Args:
+        past: Folder of the run to resume; None for a new run.
+        stop_on: Kinds of findings that end the run from now on.
+
     Raises:
-        ConfigError: ``trainer.stop_on`` ended the run, or the run has an adapter but no valid
-            checkpoint, so a new start would remove it.
+        ConfigError: A finding of one of these kinds ended the run, or the run has an adapter but no
+            valid checkpoint, so a new start would remove it.
     """
     if past is None:
         return None, None
-    if command := command_after_stop(past):
+    if command := command_after_stop(past, stop_on):
         raise ConfigError(
-            f"trainer.stop_on ended the run in {str(past)!r}, and its checkpoints have the weights "
-            f"after the fault: train the kept adapter further with `{command}`"
+            f"trainer.stop_on ended the run in {str(past)!r}, and its newest checkpoint has the "
+            f"weights after the fault: train the kept adapter further with `{command}`, or resume "
+            "with --set trainer.stop_on=null if the finding is false"
         )
     checkpoint = find_checkpoint(past)
     if checkpoint is None:

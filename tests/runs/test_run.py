@@ -100,7 +100,8 @@ NEXT = {
 def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last, finished):
     Path("run").mkdir()
     Path("run/run.yaml").write_text(f"rewards: [{reward}]")
-    end = {"how": how} | ({"finding": {"setting": "trainer.beta=0.1"}} if how == "stopped" else {})
+    finding = {"kind": "kl_explosion", "setting": "trainer.beta=0.1"}
+    end = {"how": how} | ({"finding": finding} if how == "stopped" else {})
     Path("run/end.json").write_text(json.dumps(end))
     shutil.copytree(finished / "adapter", "run/adapter")
     if saved:
@@ -110,8 +111,13 @@ def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last, finishe
     summary.conclude(lines.append, result)
     assert lines[-1].startswith(last)
     if how == "stopped":
-        with pytest.raises(ConfigError, match=f"ended the run in 'run', .*`{AFTER_STOP}`"):
-            _find_progress(Path("run"))
+        with pytest.raises(ConfigError, match=f"ended the run in 'run', .*`{AFTER_STOP}`, or"):
+            _find_progress(Path("run"), ["kl_explosion"])
+        Path("run/checkpoint-4").rmdir()
+        with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+            _find_progress(Path("run"), [])  # as after trainer.stop_on=null
+        shutil.rmtree("run/adapter")  # or it was not copied
+        assert _find_progress(Path("run"), ["kl_explosion"]) == (None, None)
 
 
 def test_the_command_after_a_stop_can_be_run_without_the_revision_of_the_base(finished):
