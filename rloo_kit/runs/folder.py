@@ -81,7 +81,9 @@ def folder_to_resume(
         folder = Path(source) if is_folder(source) else _folder_of(Path(source))
     if folder is None:
         return latest_folder(config.output_dir)
-    if config.output_dir != read_run_file(run_file_in(folder), recorded=True).output_dir:
+    recorded = read_run_file(run_file_in(folder), recorded=True).output_dir
+    is_same = Path(config.output_dir).expanduser().resolve() == folder.resolve()
+    if config.output_dir != recorded and not is_same:
         raise ConfigError(
             f"output_dir is {format_value(config.output_dir)}, but the run continues in its own "
             f"folder {format_value(str(folder))}: leave output_dir out"

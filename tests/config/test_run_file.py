@@ -294,6 +294,9 @@ def test_a_runs_own_file_resumes_that_run(tmp_path, monkeypatch):
     for source in ("one", "one/run.yaml"):
         with pytest.raises(ConfigError, match="output_dir is 'other', but the run continues in"):
             folder_to_resume(source, RunConfig(output_dir="other"), True)
+    Path("one").rename("copy")
+    for same in ("one", "copy/", "./copy", str(tmp_path / "copy")):
+        assert folder_to_resume("copy", RunConfig(output_dir=same), True) == Path("copy")
 
 
 def test_a_resume_accepts_another_address_of_a_judge(tmp_path):
