@@ -1,6 +1,7 @@
 """Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
 
 import contextlib
+import os
 import shlex
 import shutil
 import time
@@ -76,9 +77,7 @@ def folder_to_resume(
         return None
     if resume is not True:
         return run_file_in(resume).parent
-    folder = None
-    if not isinstance(source, RunConfig):
-        folder = Path(source) if is_folder(source) else _folder_of(Path(source))
+    folder = run_of(source)
     if folder is None:
         return latest_folder(config.output_dir)
     recorded = read_run_file(run_file_in(folder), recorded=True).output_dir
@@ -91,10 +90,18 @@ def folder_to_resume(
     return folder
 
 
-def _folder_of(file: Path) -> Path | None:
-    """Return the folder of the run that recorded its settings in a file; None for another file."""
-    is_record = file.name == RUN_FILE and (file.parent / "environment.json").is_file()
-    return file.parent if is_record else None
+def run_of(source: object) -> Path | None:
+    """Return the folder of a run if ``source`` is the folder or its run.yaml, otherwise None.
+
+    The run.yaml of a run has the file environment.json beside it.
+    """
+    if not isinstance(source, str | Path):
+        return None
+    place = Path(source)
+    if is_folder(source):
+        return place
+    is_record = place.name == RUN_FILE and os.path.isfile(place.parent / "environment.json")
+    return place.parent if is_record else None
 
 
 def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:

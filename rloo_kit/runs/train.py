@@ -28,6 +28,7 @@ from rloo_kit.runs.folder import (
     finished_steps,
     folder_to_resume,
     opened_folder,
+    run_of,
 )
 from rloo_kit.runs.summary import RunResult
 from rloo_kit.text.redaction import redacting
@@ -84,16 +85,18 @@ def train(
 
         return call_in_child(train, (source, overrides), say, resume=resume)
     say = _unheard(redacting(say)) if is_first() else lambda _: None
-    config, base = read_config(source, overrides)
-    job = PreparedJob(config, base, say)
-    with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
+    # an older version may have begun the run with settings that contradict each other now
+    recorded = resume is not False and not overrides and run_of(source) is not None
+    config, base = read_config(source, overrides, recorded=recorded)
+    job = PreparedJob(config, base, say, recorded)
+    with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as stack:
         if num_processes() > 1:
             _ = job.args  # connects the processes
         past = from_first(folder_to_resume(source, config, resume))
         check_writable(past or free_folder(config.output_dir))
         if past is not None:
             if is_first():
-                held.enter_context(lock_folder(past))
+                stack.enter_context(lock_folder(past))
             check_same_settings(past, job.config)
             if steps := finished_steps(past, config.trainer):
                 say(

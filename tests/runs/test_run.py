@@ -247,6 +247,18 @@ def test_a_checkpoint_that_no_recorder_wrote_keeps_the_record():
     assert recorder.resumed_at == [2]
 
 
+def test_settings_that_a_newer_version_refuses_together_can_be_resumed(finished):
+    shutil.copytree(finished, "run")
+    content = yaml.safe_load(Path("run/run.yaml").read_text())
+    content["trainer"] |= {"kl_estimator": "k3", "beta": 0.0}
+    Path("run/run.yaml").write_text(yaml.safe_dump(content))
+    for source in ("run", "run/run.yaml"):
+        assert rk.train(source, resume=True, say=str).steps == 2  # all that it asks for
+        for how in ({"overrides": ["trainer.seed=1"], "resume": True}, {}):
+            with pytest.raises(ConfigError, match="has no effect"):
+                rk.train(source, say=str, **how)
+
+
 def test_a_resume_refuses_other_held_out_prompts(finished):
     before = Evaluation.from_dict(read(finished / "evaluation.json")["before"])
     _, held_out = PreparedJob(rk.read_run_file(finished / "run.yaml"), say=str).prompts
