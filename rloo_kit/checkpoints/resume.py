@@ -354,6 +354,11 @@ class ResumableTrainer(Trainer):
                 f"begin a new run that trains its adapter further (model.name: {folder})"
             )
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of transformers, and remember the rates of the schedule from before."""
+        self._fresh_rates = getattr(self.lr_scheduler, "base_lrs", None)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
@@ -439,7 +444,7 @@ class ResumableTrainer(Trainer):
         """Restore the learning rate schedule, after the optimizer.
 
         If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` gets only
-        the step of the checkpoint, and computes the learning rate anew; a warning says so. The
+        the step of the checkpoint, and computes the learning rate again; a warning says so. The
         state of a schedule of another class is always loaded.
 
         Args:
@@ -455,8 +460,7 @@ class ResumableTrainer(Trainer):
                 schedule.load_state_dict(kept)
             return
         if kept is None:
-            change = now["learning_rate"] / then["learning_rate"]
-            schedule.base_lrs = [rate * change for rate in schedule.base_lrs]
+            schedule.base_lrs = self._fresh_rates
         else:
             schedule.last_epoch = kept["last_epoch"]
         old = float(self.optimizer.param_groups[0]["lr"])

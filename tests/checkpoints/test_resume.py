@@ -244,6 +244,24 @@ def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, step):
     assert list_steps(tmp_path) == [2]
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_the_rate_of_the_users_own_optimizer_is_used(tmp_path, step):
+    def trainer(steps, rate):
+        made = new_trainer(tmp_path, max_steps=steps, learning_rate=rate / 2, step=step)
+        made.optimizer = torch.optim.AdamW([*made.trained_parameters().values()], lr=rate)
+        return made
+
+    trainer(1, 1e-2).train()
+    second = trainer(2, 4e-3)
+    with (
+        pytest.warns(UserWarning, match=r"learning_rate is 0\.002 from here on, and was 0\.005"),
+        pytest.warns(UserWarning, match=r"rate is 0\.002 in the next step, and was 0 before"),
+    ):
+        second.train(resume_from_checkpoint=True)
+    assert second.state.log_history[-2]["learning_rate"] == pytest.approx(4e-3 / 2)
+
+
 def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_one(tmp_path):
     trainer = new_trainer(tmp_path)
     now = trainer.facts()
