@@ -249,10 +249,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         return _read(folder)
     except _BrokenError as exc:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} is broken: {exc}; resume the run with --resume, which "
-            f"uses its newest valid checkpoint"
-        ) from exc
+        remedy = "; resume the run with --resume, which uses its newest valid checkpoint"
+        if folder.is_dir() and not (folder / MANIFEST).exists():
+            remedy = ""  # the error names another one
+        raise CheckpointError(f"checkpoint {str(folder)!r} is broken: {exc}{remedy}") from exc
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -281,11 +281,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
-        why = f"{MANIFEST} is missing or is not the manifest of a checkpoint"
-        if not (folder / MANIFEST).exists() and (folder / "trainer_state.json").exists():
+        why = f"{MANIFEST} is not the manifest of a checkpoint"
+        if not folder.is_dir():
+            why = "there is no such folder"
+        elif not (folder / MANIFEST).exists():
             why = (
-                f"{MANIFEST} is missing, as in one of TRL's own trainer, whose adapter can only "
-                "begin a new run (model.name, or rk.load_model)"
+                f"it has no {MANIFEST}: TRL's own trainer wrote it, or the run was killed while it "
+                "was written; to train its adapter further, begin a new run with model.name"
             )
         raise _BrokenError(why)
     if manifest.get("format", FORMAT) != FORMAT:
