@@ -248,7 +248,8 @@ def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, step):
 @pytest.mark.parametrize("step", ["kit", "trl"])
 def test_the_rate_of_the_users_own_optimizer_is_used(tmp_path, step):
     def trainer(steps, rate):
-        made = new_trainer(tmp_path, max_steps=steps, learning_rate=rate / 2, step=step)
+        settings = {"learning_rate": rate / 2, "step": step, "doctor": True}
+        made = new_trainer(tmp_path, max_steps=steps, **settings)
         made.optimizer = torch.optim.AdamW([*made.trained_parameters().values()], lr=rate)
         return made
 
@@ -260,6 +261,7 @@ def test_the_rate_of_the_users_own_optimizer_is_used(tmp_path, step):
     ):
         second.train(resume_from_checkpoint=True)
     assert second.state.log_history[-2]["learning_rate"] == pytest.approx(4e-3 / 2)
+    assert "learning_rate" not in second.watch.config.trainer  # the doctor reads the logged rate
 
 
 def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_one(tmp_path):

@@ -283,6 +283,8 @@ def test_a_rate_that_a_resume_has_lowered_is_not_recommended():
     settings = ["trainer.learning_rate=0.001"]
     (finding,) = find_in_run(record(rows, held=(0.5, 0.0), settings=settings))
     assert finding.setting.startswith("trainer.learning_rate=0.0003, ")
+    (finding,) = find_in_run(record(rows, held=(0.5, 0.0)))  # with an optimizer of the user
+    assert finding.setting.startswith("trainer.learning_rate=0.001, ")
 
 
 def test_an_easier_level_comes_before_more_generations():
