@@ -384,7 +384,7 @@ class PreparedJob:
         settings = {**config.trainer, "output_dir": config.output_dir, "seed": config.seed}
         if config.data.enable_thinking is not None:
             settings["chat_template_kwargs"] = template_settings(config)
-        return LeaveOneOutConfig(**settings, recorded=self.recorded)
+        return LeaveOneOutConfig(**settings, _recorded=self.recorded)
 
     @cached_property
     def tokenizer(self) -> Any:
