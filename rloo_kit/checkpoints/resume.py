@@ -356,7 +356,7 @@ class ResumableTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of transformers, and remember the rates of the schedule from before."""
-        self._fresh_rates = getattr(self.lr_scheduler, "base_lrs", None)
+        self._fresh_rates: Any = getattr(self.lr_scheduler, "base_lrs", None)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
