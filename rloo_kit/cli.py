@@ -189,8 +189,8 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "continue the newest run in output_dir, or the run whose folder is given instead of a run "
-    "file, from its newest complete checkpoint, or from step 0 without checkpoint and adapter; "
+    "continue the newest run in output_dir, or the run whose folder or own run.yaml is given, "
+    "from its newest complete checkpoint, or from step 0 without checkpoint and adapter; "
     "start a new run if output_dir has none",
     action="store_true",
 )

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
     from rloo_kit.training.step_choice import StepChoice
 
 
-def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
+def read_config(
+    source: str | Path | RunConfig, overrides: Sequence[str], *, recorded: bool = False
+) -> tuple[RunConfig, Path]:
     """Return the settings of a run, and the folder that its relative paths start from.
 
     ``.env`` is loaded into the environment first. The run.yaml in the folder of a run has no
@@ -60,6 +62,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
             or a ``RunConfig``.
         overrides: Settings in the form ``section.key=value``, as after ``--set``. A ``RunConfig``
             takes none.
+        recorded: As in ``make_run_config``.
 
     Raises:
         ConfigError: ``source`` is a folder without run.yaml, a setting is wrong, or there are
@@ -83,7 +86,7 @@ def read_config(source: str | Path | RunConfig, overrides: Sequence[str]) -> tup
         file, base = source, find_run_file(source).parent
         if is_folder(source):
             file, base = run_file_in(source), Path()
-        config = without_hidden_settings(read_run_file(file, overrides))
+        config = without_hidden_settings(read_run_file(file, overrides, recorded=recorded))
     adapter = adapter_in(beside(config.model.name, base))
     if adapter is not None:  # `lora:` gets the adapter's settings
         given = {name: getattr(config.lora, name) for name in config.lora.given}
@@ -321,6 +324,7 @@ class PreparedJob:
     config: RunConfig  # paths in it become absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
     say: Say = print  # called with each line that is printed for the user
+    recorded: bool = False  # as in ``make_run_config``
     checkpoint: Path | None = None  # folder of the checkpoint that the run resumes from
     model_name: str = field(init=False)  # as the user wrote it
 
@@ -381,7 +385,7 @@ class PreparedJob:
         settings = {**config.trainer, "output_dir": config.output_dir, "seed": config.seed}
         if config.data.enable_thinking is not None:
             settings["chat_template_kwargs"] = template_settings(config)
-        return LeaveOneOutConfig(**settings)
+        return LeaveOneOutConfig(**settings, _recorded=self.recorded)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -206,6 +206,10 @@ def without_nan(value: object) -> Any:
 # --- locks and JSON -------------------------------------------------------------------------------
 
 
+# Folders that this process has locked
+LOCKED: set[Path] = set()
+
+
 @contextlib.contextmanager
 def lock_folder(folder: str | Path) -> Iterator[None]:
     """Lock the folder of a run during the ``with`` block, so that no other process uses it.
@@ -232,12 +236,14 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
             f"run folder {str(folder)!r} cannot be locked ({exc.strerror or exc}): free some "
             f"space, or choose an output_dir on a disk that has file locks"
         ) from exc
+    LOCKED.add(resolved := file.parent.resolve())
     try:
         yield
     finally:
+        LOCKED.discard(resolved)
         # The file is removed before the lock is released, so that no file means no lock. On Windows
         # it cannot be removed now, and the library removes it
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         lock.release()
 

@@ -19,12 +19,14 @@ With TRL's training step (``by_trl``), transformers writes and reads weights, op
 states on every process in its own way. The kit only adds ``state.json`` and the manifest.
 """
 
+import contextlib
 import copy
 import importlib.metadata
 import json
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from rloo_kit.checkpoints.state import (
     checksum_of_rows,
@@ -54,11 +56,12 @@ from rloo_kit.checkpoints.store import (
     write_checkpoint,
 )
 from rloo_kit.checkpoints.weights import read_weights, write_weights
-from rloo_kit.config.settings import OWN_FIELDS, on_resume
-from rloo_kit.errors import CheckpointError, KitError
+from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, on_resume
+from rloo_kit.data.images import has_images
+from rloo_kit.errors import CheckpointError, DiskError, KitError
 from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
-from rloo_kit.output_folder import make_run_folder
+from rloo_kit.output_folder import LOCKED, lock_folder, make_run_folder
 from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.text.wording import resume_command
@@ -71,7 +74,8 @@ MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
 MAY_CHANGE = on_resume("may")
 # Those of MAY_CHANGE that determine the learning rate of a step
 OF_SCHEDULE = (
-    "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps",
+    "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
+    "warmup_steps",
 )  # fmt: skip
 # Without held-out scores, the score of a checkpoint is the mean reward of this many last steps
 SCORED_STEPS = 4
@@ -118,6 +122,7 @@ class ResumableTrainer(Trainer):
 
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
+            ConfigError: Another process trains in ``output_dir``.
             KeyboardInterrupt: A signal stopped the training; the subclass ``Terminated`` if it was
                 SIGTERM or SIGHUP.
         """
@@ -128,14 +133,16 @@ class ResumableTrainer(Trainer):
         is_main = self.accelerator.is_main_process
         if checkpoint is not None:
             check_same_run(checkpoint, self._facts)
-            self.state_read = read_tree(checkpoint.folder)
-        elif is_main and self.args.save_strategy != "no":
-            _set_aside(Path(self.args.output_dir))
+            self._check_optimizer(checkpoint.folder)
+        saves = is_main and self.args.save_strategy != "no"
+        lock = _own_folder(Path(self.args.output_dir), checkpoint)
         folder = checkpoint and str(checkpoint.folder)
-        # Added last, after the callbacks whose state it restores
-        self.add_callback(last := _Restore(self))
         self._started = time.monotonic()
-        with stop_signals(print) if is_main else stop_signals() as self._signals:
+        signals = stop_signals(print) if is_main else stop_signals()
+        with lock if saves else contextlib.nullcontext(), signals as self._signals:
+            self.state_read = checkpoint and read_tree(checkpoint.folder)
+            # Added last, after the callbacks whose state it restores
+            self.add_callback(last := _Restore(self))
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
@@ -269,7 +276,10 @@ class ResumableTrainer(Trainer):
         step = self._loop.global_step
         if self.accelerator.is_main_process:
             self.notify("on_checkpoint")
-            about = {"facts": self._facts, "score": self._checkpoint_score(snapshot["callbacks"])}
+            callbacks = snapshot["callbacks"]
+            score_of = "held_out" if "held_out" in callbacks else "reward"
+            facts = self._facts | {"score_of": score_of}
+            about = {"facts": facts, "score": self._checkpoint_score(callbacks)}
             if self.by_trl:
                 folder = run / f"checkpoint-{step}"
                 with checkpoint_errors(run, step):
@@ -331,6 +341,24 @@ class ResumableTrainer(Trainer):
             )
         return found
 
+    def _check_optimizer(self, folder: Path) -> None:
+        """Check that a checkpoint of TRL's step has the states of optimizer and schedule.
+
+        Raises:
+            CheckpointError: It has only the weights.
+        """
+        has_both = self.is_deepspeed_enabled or (folder / SCHEDULER_NAME).is_file()
+        if self.by_trl and not has_both:
+            raise CheckpointError(
+                f"{folder.name} has no optimizer state, because trainer.save_only_model was true: "
+                f"begin a new run that trains its adapter further (model.name: {folder})"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of transformers, and remember the rates of the schedule from before."""
+        self._fresh_rates: Any = getattr(self.lr_scheduler, "base_lrs", None)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
@@ -369,7 +397,9 @@ class ResumableTrainer(Trainer):
         state = self.state_read
         if state is None:
             return
-        if not self.by_trl:
+        if self.by_trl:
+            self._restore_schedule(None)
+        else:
             try:
                 self.optimizer.load_state_dict(state.pop("optimizer"))
                 self._restore_schedule(state.pop("scheduler"))
@@ -410,25 +440,42 @@ class ResumableTrainer(Trainer):
             set_random_states(self.state_read["random"])
         self.state_read = None
 
-    def _restore_schedule(self, kept: dict[str, Any]) -> None:
-        """Restore the learning rate schedule.
+    def _restore_schedule(self, kept: dict[str, Any] | None) -> None:
+        """Restore the learning rate schedule, after the optimizer.
 
-        If the settings of the schedule have changed since the checkpoint, the state of a
-        ``LambdaLR`` is not loaded. Instead, the new schedule is advanced to the step of the
-        checkpoint. The state of a schedule of another class is always loaded.
+        If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` gets only
+        the step of the checkpoint, and computes the learning rate again; a warning says so. The
+        state of a schedule of another class is always loaded.
+
+        Args:
+            kept: Its state; None if transformers has loaded it, with the old learning rate.
         """
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]
         now = self._facts["settings"]
         schedule = self.lr_scheduler
-        is_same = all(then.get(name) == now[name] for name in OF_SCHEDULE)
-        if is_same or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
-            schedule.load_state_dict(kept)
+        changed = [name for name in OF_SCHEDULE if name in then and then[name] != now[name]]
+        if not changed or not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+            if kept is not None:
+                schedule.load_state_dict(kept)
             return
+        if kept is None:
+            schedule.base_lrs = self._fresh_rates
+        else:
+            schedule.last_epoch = kept["last_epoch"]
+        old = float(self.optimizer.param_groups[0]["lr"])
+        schedule.last_epoch -= 1
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(kept["last_epoch"]):
-                schedule.step()
+            schedule.step()
+        new = float(schedule.get_last_lr()[0])
+        if new != old:
+            warnings.warn(
+                f"the learning rate is {new:.3g} in the next step, and was {old:.3g} before the "
+                f"change of {', '.join(changed)}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return facts that identify this run, so that a checkpoint of another run can be refused.
@@ -519,21 +566,48 @@ class Boundary(TrainerCallback):
         self.trainer.take_snapshot()
 
 
-def _set_aside(run: Path) -> None:
-    """Move the checkpoints of an earlier training in the same folder to a folder of their own.
+@contextlib.contextmanager
+def _own_folder(run: Path, resumed: Checkpoint | None) -> Iterator[None]:
+    """Lock the folder of a training, and move the checkpoints of another training out of it.
 
-    Otherwise the new training would remove them, or a resume could mistake them for its own.
+    Args:
+        run: The folder. ``runs.train`` may have locked it.
+        resumed: As in ``_set_aside``.
+
+    Raises:
+        ConfigError: Another process trains in the folder.
     """
-    if steps := list_steps(run):
-        kept = make_run_folder(run / "_earlier")
-        for step in steps:
-            name = f"checkpoint-{step}"
-            (run / name).rename(kept / name)
-        warnings.warn(
-            f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
-            f"training, call train(resume_from_checkpoint={str(kept)!r})",
-            stacklevel=4,  # the caller of LeaveOneOutTrainer.train
-        )
+    with contextlib.ExitStack() as stack:
+        if run.resolve() not in LOCKED:
+            with contextlib.suppress(DiskError):  # a disk without locks
+                stack.enter_context(lock_folder(run))
+        _set_aside(run, resumed)
+        yield
+
+
+def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
+    """Move the checkpoints of another training in the same folder to a folder of their own.
+
+    Otherwise this training would remove them, or a resume could mistake them for its own.
+
+    Args:
+        run: The folder that this training writes to.
+        resumed: The checkpoint that it resumes from; None if it starts at step 0.
+    """
+    steps = list_steps(run)
+    # A checkpoint in the folder may be a link to another disk, and the link may be given instead
+    places = resumed and (resumed.folder.absolute(), resumed.folder.resolve())
+    if not steps or (places and any(place.parent.samefile(run) for place in places)):
+        return
+    kept = make_run_folder(run / "_earlier")
+    for step in steps:
+        name = f"checkpoint-{step}"
+        (run / name).rename(kept / name)
+    warnings.warn(
+        f"the checkpoints of an earlier training were moved to {str(kept)!r}: to continue that "
+        f"training, call train(resume_from_checkpoint={str(kept)!r})",
+        stacklevel=6,  # the caller of LeaveOneOutTrainer.train
+    )
 
 
 @dataclass
@@ -566,6 +640,19 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     name = checkpoint.folder.name
     # an older checkpoint does not have these two
     then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
+    # a setting that is newer than the checkpoint had what is now its default
+    old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
+    new = now["settings"]
+    changed = {
+        s: f"trainer.{s} was {old[s]!r} and now is {new[s]!r}"
+        for s in MUST_STAY
+        if s in old and old[s] != new[s]
+    }
+    if precision := [changed.pop(s) for s in sorted(BY_DEVICE) if s in changed]:
+        raise CheckpointError(
+            f"{name} was written in another precision ({', '.join(precision)}): resume on a device "
+            f"with that precision, with these settings as they were, or begin a new run"
+        )
     step = then["step"]
     for what, text in (
         ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
@@ -578,26 +665,18 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{name} was written with {text} back to what it was, or begin a new run"
             )
-    # a setting that is newer than the checkpoint had what is now its default
-    old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
-    new = now["settings"]
-    changed = ", ".join(
-        f"trainer.{s} was {old[s]!r} and now is {new[s]!r}"
-        for s in MUST_STAY
-        if s in old and old[s] != new[s]
-    )
     if changed:
         run = checkpoint.folder.parent
         own = f" (`{resume_command(run)}` does so if its run.yaml is unchanged)"
         own = own if (run / "run.yaml").is_file() else ""
         raise CheckpointError(
-            f"{name} was written with other settings: {changed}; set them back{own}, or begin a "
-            f"new run"
+            f"{name} was written with other settings: {', '.join(changed.values())}; set them "
+            f"back{own}, or begin a new run"
         )
     notes = [
-        f"trainer.{s} is {new[s]!r} from here on, and was {old.get(s)!r}"
+        f"trainer.{s} is {new[s]!r} from here on, and was {old[s]!r}"
         for s in MAY_CHANGE
-        if old.get(s) != new[s]
+        if s in old and old[s] != new[s]
     ]
     if any(then.get(what) != now[what] for what in ("versions", "threads")):
         notes.append(

@@ -188,7 +188,8 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         run: Folder of the run.
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
-            the later step counts as better.
+            the later step counts as better. Scores of another kind (fact ``score_of``) than that of
+            the checkpoint that was written last do not count.
         spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}
@@ -196,9 +197,15 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         with contextlib.suppress(_BrokenError):
             found[step] = _read_manifest(run / f"checkpoint-{step}")
     steps = list(found)  # the lowest first
-    scored = sorted((found[s]["score"], s) for s in steps if found[s]["score"] is not None)
-    best = [step for _, step in scored[::-1][:keep_best]]
     written_last = max(steps, key=lambda step: found[step]["time"], default=0)
+    kinds = {step: found[step]["facts"].get("score_of") for step in steps}
+    kind = kinds.get(written_last)
+    scored = sorted(
+        (found[step]["score"], step)
+        for step in steps
+        if found[step]["score"] is not None and kinds[step] in (kind, None)
+    )
+    best = [step for _, step in scored[::-1][:keep_best]]
     kept = {f"checkpoint-{step}" for step in (*steps[::-1][:keep_last], *best, written_last)}
     for name in {f"checkpoint-{step}" for step in steps} - kept - {spare}:
         try:
@@ -242,10 +249,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         return _read(folder)
     except _BrokenError as exc:
-        raise CheckpointError(
-            f"checkpoint {str(folder)!r} is broken: {exc}; resume the run with --resume, which "
-            f"uses its newest valid checkpoint"
-        ) from exc
+        remedy = "; resume the run with --resume, which uses its newest valid checkpoint"
+        if folder.is_dir() and not (folder / MANIFEST).exists():
+            remedy = ""  # the error names another one
+        raise CheckpointError(f"checkpoint {str(folder)!r} is broken: {exc}{remedy}") from exc
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -274,7 +281,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_json(folder / MANIFEST)
     if manifest is None:
-        raise _BrokenError(f"{MANIFEST} is missing or is not the manifest of a checkpoint")
+        why = f"{MANIFEST} is not the manifest of a checkpoint"
+        if not folder.is_dir():
+            why = "there is no such folder"
+        elif not (folder / MANIFEST).exists():
+            why = (
+                f"it has no {MANIFEST}: TRL's own trainer wrote it, or the run was killed while it "
+                "was written; to train its adapter further, begin a new run with model.name"
+            )
+        raise _BrokenError(why)
     if manifest.get("format", FORMAT) != FORMAT:
         raise _BrokenError(
             f"it has format {format_value(manifest['format'])}, written by rloo-kit "

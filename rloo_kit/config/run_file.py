@@ -288,12 +288,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_run_file(
+    path: str | Path, overrides: Sequence[str] = (), *, recorded: bool = False
+) -> RunConfig:
     """Read and check a run file.
 
     Args:
         path: A YAML file, or the name of one that ships with the kit, such as ``quickstart``.
         overrides: Settings in the form ``section.key=value`` that replace those of the file.
+        recorded: As in ``make_run_config``.
 
     Raises:
         ConfigError: The file is missing or not YAML, or any setting is wrong. One message has up to
@@ -324,7 +327,7 @@ def read_run_file(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"run file {name} is not valid YAML{line}: {first_line(ValueError(problem or exc))}; "
             f"check the indentation and quotes there"
         ) from exc
-    return make_run_config({} if content is None else content, overrides)
+    return make_run_config({} if content is None else content, overrides, recorded=recorded)
 
 
 def find_run_file(path: str | Path) -> Path:
@@ -407,18 +410,22 @@ def without_hidden_settings(config: RunConfig) -> RunConfig:
     """
     settings = config.as_dict()
     kept = without_hidden(settings)
-    return config if kept == settings else make_run_config(kept)
+    return config if kept == settings else make_run_config(kept, recorded=True)
 
 
 # --- checking ------------------------------------------------------------------------------------
 
 
-def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig:
+def make_run_config(
+    content: object, overrides: Sequence[str] = (), *, recorded: bool = False
+) -> RunConfig:
     """Check the content of a run file, and return it as a ``RunConfig``.
 
     Args:
         content: The content of the file, as YAML returns it; anything but a dict is an error.
         overrides: Settings in the form ``section.key=value`` that replace those of the content.
+        recorded: True for the settings of a run that has begun, perhaps with an older version:
+            whether they contradict each other is not checked.
 
     Raises:
         ConfigError: A setting is wrong. One message lists the first 12 errors and counts the
@@ -439,14 +446,14 @@ def make_run_config(content: object, overrides: Sequence[str] = ()) -> RunConfig
     for name in TABLES:
         errors += check_table(name, getattr(config, name))
     try:
-        trainer = translate_trainer_arguments(config.trainer, all_types=True)
+        trainer = translate_trainer_arguments(config.trainer, all_types=True, recorded=recorded)
         config = dataclasses.replace(config, trainer=trainer)
     except ConfigError as exc:
         errors.append(str(exc))
     reward = TASK_REWARDS.get(config.data.prompts.partition(":")[0])
     if reward is not None and "rewards" not in content:
         config = dataclasses.replace(config, rewards=[reward])
-    errors = errors or _check_together(config)
+    errors = errors or ([] if recorded else _check_together(config))
     if errors:
         raise ConfigError(format_errors(errors))
     return config

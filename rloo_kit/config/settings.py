@@ -297,11 +297,13 @@ TRL_RULES: dict[str, Rule] = {
     "adam_epsilon": _MUST,
     "beta": Rule(default=0.05, minimum=0, maximum=100, resume="must"),
     "bf16": Rule(by_device=True, resume="must"),
+    "cache_implementation": _MAY,
     "chat_template_kwargs": _MUST,
     "data_seed": Rule(
         choices=(None,), instead="but trainer.seed gives the order of prompts: leave it out"
     ),
     "dataloader_pin_memory": _BY_DEVICE,
+    "disable_dropout": _MUST,
     "ds3_gather_for_generation": _OF_TRL,
     "enable_jit_checkpoint": Rule(
         choices=(False,), instead="but SIGTERM saves a checkpoint anyway: leave it out"
@@ -322,12 +324,14 @@ TRL_RULES: dict[str, Rule] = {
     "log_level": _LOG_LEVEL,
     "log_level_replica": _LOG_LEVEL,
     "logging_steps": Rule(default=1),
+    "lr_scheduler_kwargs": _MAY,
     "lr_scheduler_type": _MAY,
     "mask_truncated_completions": _MUST,
     "max_completion_length": Rule(default=512, minimum=1, maximum=1_000_000, resume="must"),
     "max_grad_norm": Rule(default=1.0, minimum=0, resume="may"),
     "max_steps": Rule(minimum=-1, maximum=1_000_000_000, resume="may"),
     "min_p": Rule(minimum=0, maximum=1, resume="must"),
+    "neftune_noise_alpha": _MUST,
     "normalize_advantages": _MUST,
     "num_completions_to_print": Rule(default=0),
     # leave-one-out compares a completion with its siblings
@@ -338,11 +342,14 @@ TRL_RULES: dict[str, Rule] = {
     "optim_args": _MUST,
     "per_device_train_batch_size": Rule(default=8, minimum=1),
     "push_to_hub": Rule(choices=(False,), instead=_NO_UPLOAD),
+    "ref_model_mixup_alpha": _MUST,
+    "ref_model_sync_steps": _MUST,
     "repetition_penalty": Rule(above=0, resume="must"),
     "report_to": Rule(default="none"),
     "restore_callback_states_from_checkpoint": _OF_TRL,
     "reward_clip_range": _MUST,
     "reward_weights": _MUST,
+    "router_aux_loss_coef": _MUST,
     "save_only_model": _OF_TRL,
     "save_steps": Rule(default=10),
     "save_total_limit": Rule(
@@ -353,6 +360,7 @@ TRL_RULES: dict[str, Rule] = {
     "seed": _MUST,
     "shuffle_dataset": _MUST,
     "steps_per_generation": Rule(minimum=1),
+    "sync_ref_model": _MUST,
     "temperature": Rule(default=1.0, minimum=1e-3, maximum=10, resume="must"),
     "top_k": Rule(minimum=0, resume="must"),
     "top_p": Rule(above=0, maximum=1, resume="must"),

@@ -128,13 +128,16 @@ def grpo_fields() -> Set[str]:
     return fields_of("trl", "trainer/grpo_config.py", "GRPOConfig").keys()
 
 
-def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[str]:
+def check_values(
+    values: Mapping[str, Any], *, all_types: bool = False, recorded: bool = False
+) -> list[str]:
     """Return an error message for each invalid trainer setting.
 
     Args:
         values: Settings with the names of the installed TRL and of the kit.
         all_types: Also check the types of TRL's fields that have neither a range nor choices. Set
             it for run files. Python code may pass objects of other types, which TRL converts.
+        recorded: As in ``run_file.make_run_config``.
     """
     errors = []
     for name, value in values.items():
@@ -142,7 +145,7 @@ def check_values(values: Mapping[str, Any], *, all_types: bool = False) -> list[
         has_range = rule.choices or rule.minimum is not None or rule.above is not None
         if all_types or has_range or name in KIT_TYPES:
             errors += check_value(f"trainer.{name}", value, _types()[name], rule)
-    return errors or _check_together(values)
+    return errors or ([] if recorded else _check_together(values))
 
 
 def _check_together(given: Mapping[str, Any]) -> list[str]:
@@ -195,7 +198,7 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
 
 
 def translate_trainer_arguments(
-    arguments: Mapping[str, Any], *, all_types: bool = False
+    arguments: Mapping[str, Any], *, all_types: bool = False, recorded: bool = False
 ) -> dict[str, Any]:
     """Check trainer settings, and return them with the names of the installed TRL and of the kit.
 
@@ -205,6 +208,7 @@ def translate_trainer_arguments(
     Args:
         arguments: Settings with the names of this trainer or of another one (``other_names.py``).
         all_types: As in ``check_values``.
+        recorded: As in ``run_file.make_run_config``.
 
     Raises:
         ConfigError: A name is unknown or given twice, a value is wrong, settings contradict each
@@ -226,8 +230,8 @@ def translate_trainer_arguments(
             notes.append(f"{name}={format_value(value)} is not needed: {reason}")
         else:
             errors.append(f"unknown trainer setting {format_value(name)}{_instead_of(name)}")
-    errors += check_values(values, all_types=all_types)
-    errors = errors or check_batch(values)
+    errors += check_values(values, all_types=all_types, recorded=recorded)
+    errors = errors or ([] if recorded else check_batch(values))
     if errors:
         raise ConfigError(format_errors(errors))
     values |= {name: float(values[name]) for name in FLOATS if name in values}

@@ -322,7 +322,7 @@ def read_run(folder: str | Path) -> RunRecord:
         )
     config = None
     with contextlib.suppress(ConfigError, RecursionError):
-        config = read_run_file(place / "run.yaml")
+        config = read_run_file(place / "run.yaml", recorded=True)
     return RunRecord(
         rows,
         completions,

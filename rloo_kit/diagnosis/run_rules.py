@@ -75,7 +75,9 @@ def _usual_rate(run: RunRecord) -> float:
 
 
 def _lower_rate(run: RunRecord) -> str:
-    rate = _rate(run)
+    # Before a resume the rate may have been higher than now. The user's own optimizer has its own
+    given = run.config.trainer.get("learning_rate") if run.config else None
+    rate = _rate(run) if given is None else given
     usual = _usual_rate(run)
     return f"trainer.learning_rate={usual if rate > usual else rate / 3:.1g}"
 

@@ -153,7 +153,7 @@ class RunWatch(TrainerCallback):
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
         """Add the best weights to the state of a checkpoint, ``held``."""
         if self.best:
-            held["best_weights"] = self.best.state_dict()
+            held["best_weights"] = {"by_held_out": self.by_held_out, **self.best.state_dict()}
 
     def on_resume(
         self,
@@ -170,7 +170,11 @@ class RunWatch(TrainerCallback):
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
         if self.best and "best_weights" in held:
-            self.best.load_state_dict(held["best_weights"])
+            kept = held["best_weights"]
+            if kept.get("by_held_out", self.by_held_out) == self.by_held_out:
+                self.best.load_state_dict(kept)
+            else:  # scores of two kinds cannot be compared
+                self.best = BestWeights(self.parameters())
 
     def on_completions(
         self,

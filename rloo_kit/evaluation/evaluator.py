@@ -20,6 +20,7 @@ from rloo_kit.scoring.contract import CheckedReward
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards
 from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.numbers import mean_or_none
+from rloo_kit.text.redaction import redact_tree
 from rloo_kit.text.thoughts import find_thoughts, thought_marks
 from rloo_kit.text.wording import text_of
 from rloo_kit.types import Completion, Model, Row, Score, Tokenizer
@@ -253,6 +254,26 @@ def evaluate(
     }
     length = fmean(one["tokens"] for one in samples)
     return Evaluation(means, len(dataset), length, temperature, samples, num_samples)
+
+
+def check_held_out(dataset: Any, before: Evaluation) -> None:
+    """Check that a run's held-out prompts are still those that it scored before training.
+
+    Args:
+        dataset: The prompts, a ``datasets.Dataset``; None if there are none.
+        before: The recorded scores. An environment or an image adds text to their prompts.
+
+    Raises:
+        DataError: There are other prompts, or more or fewer of them.
+    """
+    then = [text_of(group[0]["prompt"]) for group in before.by_prompt]
+    prompts = [] if dataset is None else dataset["prompt"][:]  # without the columns of images
+    now = list(map(text_of, redact_tree(prompts)))
+    if len(then) != len(now) or not all(map(str.startswith, then, now)):
+        raise DataError(
+            "the held-out prompts are not those that the run scored before training: set back the "
+            "content of data.prompts (or the version of rloo-kit), or begin a new run"
+        )
 
 
 def settings_of(args: "LeaveOneOutConfig") -> dict[str, Any]:

@@ -168,10 +168,12 @@ def read_held_out(
     config = first.config
     given = read_overrides(overrides)
     _check_given(given)
+    # with other settings the user can correct a contradiction
+    recorded = first.run is not None and not overrides
     if overrides:
         config = make_run_config(config.as_dict(), overrides)
     of_data = given.get("data") or {}
-    job = PreparedJob(config, EXAMPLES, say)  # the paths of a run are absolute
+    job = PreparedJob(config, EXAMPLES, say, recorded)  # the paths of a run are absolute
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()

@@ -144,7 +144,7 @@ def _adapter_of(run: Path) -> Path:
 
 
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
-    config = without_hidden_settings(read_run_file(run / "run.yaml"))
+    config = without_hidden_settings(read_run_file(run / "run.yaml", recorded=True))
     model = config.model
     if started := adapter_in(model.name):  # it trained another run's adapter further
         first = find_trained(started)

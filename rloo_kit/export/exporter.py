@@ -434,7 +434,7 @@ class _Export:
         """
         if self.trained.run is not None:
             with contextlib.suppress(KitError):  # its file may be gone
-                job = PreparedJob(self.trained.config)
+                job = PreparedJob(self.trained.config, recorded=True)
                 train, held_out = job.prompts
                 found = train if held_out is None else held_out
                 if job.prompt_limit is not None:

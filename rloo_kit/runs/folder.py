@@ -1,9 +1,11 @@
 """Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
 
 import contextlib
+import os
+import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from rloo_kit.errors import ConfigError, DiskError
 from rloo_kit.job import PreparedJob, is_folder, run_file_in
 from rloo_kit.machine.hardware import TESTED, installed_version
 from rloo_kit.machine.processes import num_processes
+from rloo_kit.models.adapters import adapter_in, lora_settings
 from rloo_kit.output_folder import (
     latest_folder,
     lock_folder,
@@ -46,6 +49,8 @@ MAY_CHANGE = {
 }
 # Settings that name files. A folder may have moved, so only the names are compared
 OF_FILES = {"data.held_out_rewards", "environment", "model.chat_template", "rewards", "tools"}
+# Parameters of a judge that only say where its server is, and how it is asked
+OF_SERVER = {"api_key_env", "base_url", "max_concurrency", "max_retries", "timeout_seconds"}
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 
@@ -61,18 +66,42 @@ def folder_to_resume(
         source: The argument ``source`` of ``train``.
         config: The settings that were read from it.
         resume: False to begin a new run; the folder of a run; or True for ``source`` if it is a
-            folder, else for the newest run in ``output_dir``, if there is one.
+            folder or the run.yaml in it, else for the newest run in ``output_dir``, if there is
+            one.
 
     Raises:
-        ConfigError: The folder does not belong to a run.
+        ConfigError: The folder does not belong to a run, or ``config`` has another ``output_dir``
+            than the run in ``source``.
     """
     if resume is False:
         return None
     if resume is not True:
         return run_file_in(resume).parent
-    if not isinstance(source, RunConfig) and is_folder(source):
-        return Path(source)
-    return latest_folder(config.output_dir)
+    folder = run_of(source)
+    if folder is None:
+        return latest_folder(config.output_dir)
+    recorded = read_run_file(run_file_in(folder), recorded=True).output_dir
+    is_same = Path(config.output_dir).expanduser().resolve() == folder.resolve()
+    if config.output_dir != recorded and not is_same:
+        raise ConfigError(
+            f"output_dir is {format_value(config.output_dir)}, but the run continues in its own "
+            f"folder {format_value(str(folder))}: leave output_dir out"
+        )
+    return folder
+
+
+def run_of(source: object) -> Path | None:
+    """Return the folder of a run if ``source`` is the folder or its run.yaml, otherwise None.
+
+    The run.yaml of a run has the file environment.json beside it.
+    """
+    if not isinstance(source, str | Path):
+        return None
+    place = Path(source)
+    if is_folder(source):
+        return place
+    is_record = place.name == RUN_FILE and os.path.isfile(place.parent / "environment.json")
+    return place.parent if is_record else None
 
 
 def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
@@ -88,7 +117,7 @@ def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     end = read_json(folder / "end.json") or {}
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
         return 0
-    then = trl_defaults() | read_run_file(folder / RUN_FILE).trainer
+    then = trl_defaults() | read_run_file(folder / RUN_FILE, recorded=True).trainer
     now = trl_defaults() | trainer
     if now["max_steps"] > 0:
         is_enough = end["steps"] >= now["max_steps"]
@@ -97,10 +126,56 @@ def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     return end["steps"] if is_enough else 0
 
 
+def command_with_adapter(
+    source: str | Path, overrides: Sequence[str], config: RunConfig, adapter: Path
+) -> str:
+    """Return the command that starts a run which trains an adapter further.
+
+    Args:
+        source: The run file, or the folder of a run.
+        overrides: Settings in the form ``section.key=value``.
+        config: The settings in ``source``.
+        adapter: Folder of the adapter.
+    """
+    words = ["rloo-kit", "train", Path(source).as_posix()]
+    settings = [*overrides, f"model.name={adapter.as_posix()}"]
+    layers = lora_settings(adapter, {})["target_modules"]
+    if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
+        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
+    if config.model.revision is not None:
+        settings.append("model.revision=null")  # it is of a hub name, and the adapter is a folder
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
+
+
+def command_after_stop(folder: Path, stop_on: Sequence[str] | None = None) -> str:
+    """Return the command that trains the kept weights of a run further.
+
+    The newest checkpoint of a run that a finding ended has later weights than its adapter.
+
+    Args:
+        folder: Folder of the run.
+        stop_on: Kinds of findings that count; None: all.
+
+    Returns:
+        The command; "" if no finding of these kinds ended the run, or if it has no adapter.
+    """
+    finding = (read_json(folder / "end.json") or {}).get("finding")
+    if not isinstance(finding, dict) or adapter_in(folder / "adapter") is None:
+        return ""
+    if stop_on is not None and finding.get("kind") not in stop_on:
+        return ""
+    remedies = filter(None, str(finding.get("setting") or "").split(", "))
+    config = read_run_file(folder / RUN_FILE, recorded=True)
+    return command_with_adapter(folder, [*remedies], config, folder / "adapter")
+
+
 def check_same_settings(folder: Path, now: RunConfig) -> None:
     """Check that the settings do not differ from those with which the run to resume began.
 
-    Settings in ``MAY_CHANGE`` may differ. The trainer itself compares the settings of ``trainer:``.
+    Settings in ``MAY_CHANGE`` and the address of a judge may differ. The trainer itself compares
+    the settings of ``trainer:``.
 
     Args:
         folder: Folder of the run to resume.
@@ -109,12 +184,13 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
     Raises:
         ConfigError: A setting differs. The message names the first one.
     """
-    then = _by_path(without_hidden(read_run_file(folder / RUN_FILE).as_dict()))
+    recorded = read_run_file(folder / RUN_FILE, recorded=True)
+    then = _by_path(without_hidden(recorded.as_dict()))
     # secrets are masked in run.yaml, so both are compared without them
     asked = _by_path(without_hidden(redact_tree(now.as_dict())))
     for path in {**then, **asked}:
         old, new = then.get(path), asked.get(path)
-        if path in OF_FILES and without_folders(old) == without_folders(new):
+        if path in OF_FILES and _comparable(old) == _comparable(new):
             continue
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
@@ -123,6 +199,16 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
                 f"`{resume_command(folder)}`, which needs no --set, or leave --resume out to begin "
                 "a new run"
             )
+
+
+def _comparable(value: object) -> Any:
+    """Return rewards or files without folders, and judges without the address of their server."""
+    if isinstance(value, list):
+        return [_comparable(one) for one in value]
+    if not isinstance(value, dict):
+        return without_folders(value)
+    is_judge = str(value.get("name")).partition(":")[0] == "judge"
+    return {k: _comparable(v) for k, v in value.items() if not (is_judge and k in OF_SERVER)}
 
 
 def _by_path(settings: dict[str, Any]) -> dict[str, Any]:

@@ -95,15 +95,16 @@ class RunRecorder(TrainerCallback):
 
         The steps after the checkpoint are trained again, and write their rows again.
         """
-        record = held["record"]
+        # A training in Python, which has no recorder, may have written the checkpoint
+        record = held.get("record") or {"sizes": {}, "resumed_at": [], "seconds": 0.0}
         self.steps, self._earlier = state.global_step, record["seconds"]
         if self.make_ready is not None:
             self.make_ready()
         self.resumed_at = [*record["resumed_at"], state.global_step]
         for name in ROW_FILES:  # not the names in the checkpoint, which may be anything
             path = self.folder / name
-            size = record["sizes"][name]
-            if _size(path) > size:
+            size = record["sizes"].get(name)
+            if size is not None and _size(path) > size:
                 os.truncate(path, size)
         if found := read_json(self.folder / "evaluation.json"):
             found.pop("after", None)

@@ -85,7 +85,10 @@ class HeldOutScores(TrainerCallback):
         TRL can sample only now, because its training loop has just prepared the model.
         """
         if self.before is None and self.trainer.by_trl:
-            self._score_at(0)
+            if self.trainer.resumed_from is None:
+                self._score_at(0)
+            else:  # the model has the weights of the checkpoint
+                self.job.say("before: unknown, because evaluation.json has no score of the start")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score the held-out prompts after every ``data.held_out_every`` steps.

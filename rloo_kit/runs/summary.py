@@ -15,6 +15,7 @@ from rloo_kit.machine.hardware import GIB, why_not_vllm
 from rloo_kit.machine.processes import num_processes
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.models.notes import notes_of
+from rloo_kit.runs.folder import command_after_stop
 from rloo_kit.text.wording import resume_command, shell_path, text_of
 from rloo_kit.types import Say
 
@@ -136,7 +137,9 @@ def conclude(say: Say, result: RunResult) -> None:
     say(f"read {result.folder / 'report.html'} in a browser")
     say(str(result.released))
     config = record.config
-    if record.end.get("how") != "finished" and list_steps(result.folder):
+    if command := command_after_stop(result.folder):
+        say(f"train the kept weights further with {command}")
+    elif record.end.get("how") != "finished" and list_steps(result.folder):
         say(f"resume with {resume_command(result.folder)}")
     elif config and (config.model.name, config.data.prompts, config.rewards) == QUICKSTART:
         say("next: rloo-kit rewards list, then copy examples/quickstart.yaml and train your model")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rloo_kit.checkpoints.stopping import terminate_as_interrupt, who_interrupted
 from rloo_kit.checkpoints.store import Checkpoint, find_checkpoint, list_steps
-from rloo_kit.config.run_file import RunConfig
+from rloo_kit.config.run_file import RunConfig, read_run_file
 from rloo_kit.errors import ConfigError, KitError, MemoryRanOutError, ProcessEndedError
-from rloo_kit.evaluation.evaluator import Evaluation
+from rloo_kit.evaluation.evaluator import Evaluation, check_held_out
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.live.select import chosen_view
 from rloo_kit.machine.cleanup import MIB, is_out_of_memory, session
@@ -23,10 +23,13 @@ from rloo_kit.output_folder import check_writable, free_folder, lock_folder, rea
 from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
+    RUN_FILE,
     check_same_settings,
+    command_after_stop,
     finished_steps,
     folder_to_resume,
     opened_folder,
+    run_of,
 )
 from rloo_kit.runs.summary import RunResult
 from rloo_kit.text.redaction import redacting
@@ -57,8 +60,8 @@ def train(
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
         say: Called with each line that is printed for the user. An OSError that it raises, as of a
             closed terminal, does not end the run.
-        resume: True: resume ``source`` if it is the folder of a run, else the newest run in
-            ``output_dir``. A path: resume the run in that folder. The run continues from its newest
+        resume: True: resume ``source`` if it is the folder of a run or the run.yaml in it, else the
+            newest run in ``output_dir``. A path: resume the run in that folder. The run continues from its newest
             valid checkpoint, or from step 0 if it has neither a checkpoint nor an adapter.
         in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
             happens if an earlier vLLM engine of this process could not free all of its memory.
@@ -83,16 +86,18 @@ def train(
 
         return call_in_child(train, (source, overrides), say, resume=resume)
     say = _unheard(redacting(say)) if is_first() else lambda _: None
-    config, base = read_config(source, overrides)
-    job = PreparedJob(config, base, say)
-    with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as held:
+    # an older version may have begun the run with settings that contradict each other now
+    recorded = resume is not False and not overrides and run_of(source) is not None
+    config, base = read_config(source, overrides, recorded=recorded)
+    job = PreparedJob(config, base, say, recorded)
+    with terminate_as_interrupt(), session() as opened, contextlib.ExitStack() as stack:
         if num_processes() > 1:
             _ = job.args  # connects the processes
         past = from_first(folder_to_resume(source, config, resume))
         check_writable(past or free_folder(config.output_dir))
         if past is not None:
             if is_first():
-                held.enter_context(lock_folder(past))
+                stack.enter_context(lock_folder(past))
             check_same_settings(past, job.config)
             if steps := finished_steps(past, config.trainer):
                 say(
@@ -122,12 +127,13 @@ def _unheard(say: Say) -> Say:
 # --- preparation ---------------------------------------------------------------------------------
 
 
-def _prepare(job: PreparedJob, past: Path | None) -> None:
+def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> None:
     """Load the model, the data and the engine. Nothing is written yet.
 
     Args:
         job: The run.
         past: Folder of the run to resume; None for a new run.
+        before: Its scores from before training; None if there are none.
     """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
@@ -136,6 +142,8 @@ def _prepare(job: PreparedJob, past: Path | None) -> None:
 
     prompts, held_out = job.splits
     check_prompts(prompts, job.args)
+    if before is not None:
+        check_held_out(held_out, before)
     summary.announce_load(job)
     engine, choice = job.engine
     summary.introduce(job)
@@ -160,9 +168,12 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
         past: Folder of the run to resume; None for a new run.
     """
     say = job.say
-    checkpoint, before = _find_progress(past)
-    job.checkpoint = checkpoint and checkpoint.folder
-    _prepare(job, past)
+    checkpoint, before = _find_progress(past, job.config.trainer.get("stop_on") or ())
+    if checkpoint and past:
+        then = read_run_file(past / RUN_FILE, recorded=True).model.name
+        if then == job.config.model.name:  # a repository may have been renamed
+            job.checkpoint = checkpoint.folder
+    _prepare(job, past, before)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
     with _opened(job, past, checkpoint) as (folder, recorder):
@@ -233,17 +244,30 @@ def _opened(
             ) from exc
 
 
-def _find_progress(past: Path | None) -> tuple[Checkpoint | None, Evaluation | None]:
+def _find_progress(
+    past: Path | None, stop_on: Sequence[str]
+) -> tuple[Checkpoint | None, Evaluation | None]:
     """Return the checkpoint to resume from, and the scores from before training.
 
     Both are None for a new run or without a valid checkpoint. The scores are also None if they
     cannot be read.
 
+    Args:
+        past: Folder of the run to resume; None for a new run.
+        stop_on: Kinds of findings that end the run from now on.
+
     Raises:
-        ConfigError: The run has an adapter but no valid checkpoint, so a new start would remove it.
+        ConfigError: A finding of one of these kinds ended the run, or the run has an adapter but no
+            valid checkpoint, so a new start would remove it.
     """
     if past is None:
         return None, None
+    if command := command_after_stop(past, stop_on):
+        raise ConfigError(
+            f"trainer.stop_on ended the run in {str(past)!r}, and its newest checkpoint has the "
+            f"weights after the fault: train the kept adapter further with `{command}`, or resume "
+            "with --set trainer.stop_on=null if the finding is false"
+        )
     checkpoint = find_checkpoint(past)
     if checkpoint is None:
         if (past / "adapter").is_dir():

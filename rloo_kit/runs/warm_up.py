@@ -6,7 +6,6 @@ run or a calibration.
 """
 
 import json
-import shlex
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.job import PreparedJob, read_config, system_message
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.processes import num_processes
-from rloo_kit.models.adapters import lora_settings
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.output_folder import check_writable, free_folder, write_json
+from rloo_kit.runs.folder import command_with_adapter
 from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redacting
@@ -92,7 +91,8 @@ def warm_up(  # noqa: PLR0913
         found = _trained(PreparedJob(config, base, say), rows, settings, folder)
     named = str(examples) if isinstance(examples, str | Path) else "rows"
     write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
-    command = _next_command(source, overrides, config, folder)
+    file = "RUN.yaml" if isinstance(source, RunConfig) else source
+    command = command_with_adapter(file, overrides, config, folder)
     say(f"adapter in {folder}; the run continues it with {command}")
     return folder
 
@@ -118,21 +118,6 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
         raise ConfigError("; ".join(errors))
     length = {"num_train_epochs": epochs or 2.0} if steps is None else {"max_steps": steps}
     return {"learning_rate": learning_rate, **length}
-
-
-def _next_command(
-    source: str | Path | RunConfig, overrides: Sequence[str], config: RunConfig, folder: Path
-) -> str:
-    """Return the command that starts a run which trains the adapter in ``folder`` further."""
-    file = "RUN.yaml" if isinstance(source, RunConfig) else Path(source).as_posix()
-    words = ["rloo-kit", "train", file]
-    settings = [*overrides, f"model.name={folder.as_posix()}"]
-    layers = lora_settings(folder, {})["target_modules"]
-    if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
-        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
-    for setting in settings:
-        words += ["--set", setting]
-    return shlex.join(words)
 
 
 # --- examples ------------------------------------------------------------------------------------

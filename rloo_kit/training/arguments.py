@@ -87,7 +87,10 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         """
         return redact_tree(super().to_dict())
 
-    def __init__(self, output_dir: str | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, output_dir: str | None = None, *, _recorded: bool = False, **arguments: Any
+    ) -> None:
+        # ``_recorded`` is only for ``job.py``: as in ``run_file.make_run_config``
         others = arguments.pop("other_names", None) or {}
         for name in {RENAMED[other] for other in others if other in RENAMED} & arguments.keys():
             if arguments[name] == self.__dataclass_fields__[name].default:
@@ -101,7 +104,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             for name in _OF_UNSLOTH & arguments.keys()
             if name not in OTHER_NAMES or arguments[name] == _TRL_FIELDS[name].default
         }
-        values = translate_trainer_arguments(arguments) | of_unsloth
+        values = translate_trainer_arguments(arguments, recorded=_recorded) | of_unsloth
         check_launch(values)
         for field in OWN_FIELDS:
             setattr(self, field.name, values.pop(field.name, field.default))

@@ -355,7 +355,7 @@ class LeaveOneOutTrainer(StepTrainer):
                 memory.
             KeyboardInterrupt: A signal stopped the training. Its last step is saved, unless a
                 second signal followed.
-            ConfigError: The trainer was released.
+            ConfigError: The trainer was released, or another process trains in ``output_dir``.
         """
         if self.model is None:
             raise ConfigError("this trainer was released: load the model again for a new trainer")
@@ -365,6 +365,8 @@ class LeaveOneOutTrainer(StepTrainer):
             self.has_own_optimizer = self.optimizer is not None
         if not self.has_own_optimizer:  # each training makes one, with its own learning rate
             self.optimizer = None
+        elif self.watch is not None:
+            self.watch.config.trainer.pop("learning_rate", None)  # it has no effect
         self._restart()
         try:
             if not (resume_from_checkpoint or self.dry_run_done):

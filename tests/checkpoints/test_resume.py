@@ -20,7 +20,8 @@ from rloo_kit.checkpoints.resume import check_same_run
 from rloo_kit.checkpoints.state import random_states, read_tree, set_random_states, write_tree
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.checkpoints.store import Checkpoint, list_steps
-from rloo_kit.errors import CheckpointError, RewardContractError
+from rloo_kit.errors import CheckpointError, ConfigError, RewardContractError
+from rloo_kit.output_folder import lock_folder
 
 STEPS = 5
 CUT = 3
@@ -228,15 +229,39 @@ def test_a_run_with_all_steps_trains_no_further(tmp_path, num_prompts):
 
 
 @pytest.mark.faults
-def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path):
-    new_trainer(tmp_path / "one", max_steps=1).train()
-    second = new_trainer(tmp_path, max_steps=2, learning_rate=5e-3, save_steps=2)
-    with pytest.warns(UserWarning, match=r"learning_rate is 0\.005 from here on, and was 0\.01"):
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_a_changed_learning_rate_is_used_with_a_warning(tmp_path, step):
+    new_trainer(tmp_path / "one", max_steps=1, step=step).train()
+    second = new_trainer(tmp_path, max_steps=2, learning_rate=5e-3, save_steps=2, step=step)
+    with (
+        pytest.warns(UserWarning, match=r"learning_rate is 0\.005 from here on, and was 0\.01"),
+        pytest.warns(UserWarning, match=r"rate is 0\.0025 in the next step, and was 0 before"),
+    ):
         second.train(resume_from_checkpoint=tmp_path / "one")
     # linear to 0 over two steps, of which one is done
     assert second.state.log_history[-2]["learning_rate"] == pytest.approx(5e-3 / 2)
     assert second.state.save_steps == 2
     assert list_steps(tmp_path) == [2]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("step", ["kit", "trl"])
+def test_the_rate_of_the_users_own_optimizer_is_used(tmp_path, step):
+    def trainer(steps, rate):
+        settings = {"learning_rate": rate / 2, "step": step, "doctor": True}
+        made = new_trainer(tmp_path, max_steps=steps, **settings)
+        made.optimizer = torch.optim.AdamW([*made.trained_parameters().values()], lr=rate)
+        return made
+
+    trainer(1, 1e-2).train()
+    second = trainer(2, 4e-3)
+    with (
+        pytest.warns(UserWarning, match=r"learning_rate is 0\.002 from here on, and was 0\.005"),
+        pytest.warns(UserWarning, match=r"rate is 0\.002 in the next step, and was 0 before"),
+    ):
+        second.train(resume_from_checkpoint=True)
+    assert second.state.log_history[-2]["learning_rate"] == pytest.approx(4e-3 / 2)
+    assert "learning_rate" not in second.watch.config.trainer  # the doctor reads the logged rate
 
 
 def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_one(tmp_path):
@@ -260,6 +285,34 @@ def test_another_value_of_a_setting_names_it_and_the_command_that_has_the_old_on
     (tmp_path / "run.yaml").touch()
     with pytest.raises(CheckpointError, match=f"`rloo-kit train {tmp_path} --resume` does so"):
         check_same_run(checkpoint, now)
+    now["model"], now["settings"]["bf16"] = "of another type", "other"
+    with pytest.raises(
+        CheckpointError, match=r"precision \(trainer.bf16 was .* now is 'other'\): "
+    ):
+        check_same_run(checkpoint, now)
+
+
+@pytest.mark.parametrize("name", ["neftune_noise_alpha", "disable_dropout", "lr_scheduler_kwargs"])
+def test_settings_of_trl_that_change_learning_are_compared(tmp_path, name):
+    now = new_trainer(tmp_path).facts()
+    checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1, copy.deepcopy(now))
+    now["settings"][name] = "other"
+    if name == "lr_scheduler_kwargs":
+        with pytest.warns(UserWarning, match=f"{name} is 'other' from here on, and was None"):
+            check_same_run(checkpoint, now)
+    else:
+        with pytest.raises(CheckpointError, match=f"{name} was .* and now is 'other'"):
+            check_same_run(checkpoint, now)
+    del checkpoint.facts["settings"][name]  # of a version that did not store it
+    check_same_run(checkpoint, now)
+
+
+@pytest.mark.faults
+def test_weights_without_optimizer_are_no_checkpoint_to_resume_from(tmp_path):
+    settings = {"step": "trl", "save_only_model": True}
+    new_trainer(tmp_path, max_steps=1, **settings).train()
+    with pytest.raises(CheckpointError, match=r"no optimizer state, because .*save_only_model"):
+        new_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.faults
@@ -279,6 +332,9 @@ def test_a_new_training_keeps_the_checkpoints_of_an_earlier_one(tmp_path):
     continued.train()
     assert continued.resumed_from.step == 1
     assert list_steps(tmp_path) == [2]
+    with pytest.warns(UserWarning, match="moved to .*_earlier-2"):
+        new_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=earlier)
+    assert list_steps(tmp_path / "_earlier-2") == [2]
 
 
 class Marks(TrainerCallback):
@@ -296,6 +352,31 @@ def test_the_best_checkpoint_stays_if_a_better_step_has_none(tmp_path):
     trainer.train()
     assert list_steps(tmp_path) == [2, 4]
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("given", ["run/checkpoint-1", "run/checkpoint-2", "link"])
+def test_the_checkpoints_of_the_resumed_training_stay_if_one_is_a_link(tmp_path, given):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoint-2")
+    resume._set_aside(tmp_path / "run", Checkpoint(tmp_path / given, 1, {}))
+    assert list_steps(tmp_path / "run") == [1, 2]
+
+
+def test_a_folder_that_another_process_trains_in_is_refused(tmp_path, monkeypatch):
+    trainer = new_trainer(tmp_path, max_steps=1)
+    with lock_folder(tmp_path):
+        monkeypatch.setattr(resume, "LOCKED", set())  # as if the lock were of another process
+        with pytest.raises(ConfigError, match="in use by another run"):
+            trainer.train()
+    assert list_steps(tmp_path) == []
+    trainer.train()
+    monkeypatch.undo()
+    with lock_folder(tmp_path):  # by the run that trains
+        trainer.train()
+    assert list_steps(tmp_path) == [1]
+    assert not (tmp_path / "run.lock").exists()
 
 
 def test_resume_without_a_checkpoint_is_an_error(tmp_path):

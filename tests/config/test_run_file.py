@@ -184,6 +184,15 @@ def test_accuracy_of_a_worked_task_needs_match_number_or_another_system_message(
     make_run_config({}, ["data={prompts: gsm8k, system: The number.}", "rewards=[accuracy]"])
 
 
+def test_contradictions_in_recorded_settings_are_not_checked(tmp_path):
+    text = "trainer: {thinking_budget: 600, num_generations: 3}\nthinking: {start: <a>}\n"
+    with pytest.raises(ConfigError, match="leaves no room"):
+        read_run_file(write(tmp_path, text))
+    assert read_run_file(tmp_path / "run.yaml", recorded=True).trainer["num_generations"] == 3
+    with pytest.raises(ConfigError, match="did you mean"):
+        read_run_file(write(tmp_path, "trainer: {num_generation: 3}"), recorded=True)
+
+
 def test_a_default_that_an_older_run_recorded_is_accepted():
     make_run_config({"trainer": {"eval_on_start": False}})
 
@@ -271,6 +280,32 @@ def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path
     write(tmp_path, "lora: {use_rslora: true}")
     with pytest.raises(ConfigError, match=r"lora.use_rslora is None, but .* began with True"):
         check_same_settings(tmp_path, RunConfig())
+
+
+def test_a_runs_own_file_resumes_that_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "one-2"):
+        Path(name).mkdir()
+        write(Path(name), "output_dir: one")
+    config = RunConfig(output_dir="one")
+    assert folder_to_resume("one/run.yaml", config, True) == Path("one-2")  # a user's file
+    Path("one/environment.json").touch()
+    assert folder_to_resume("one/run.yaml", config, True) == Path("one")
+    for source in ("one", "one/run.yaml"):
+        with pytest.raises(ConfigError, match="output_dir is 'other', but the run continues in"):
+            folder_to_resume(source, RunConfig(output_dir="other"), True)
+    Path("one").rename("copy")
+    for same in ("one", "copy/", "./copy", str(tmp_path / "copy")):
+        assert folder_to_resume("copy", RunConfig(output_dir=same), True) == Path("copy")
+
+
+def test_a_resume_accepts_another_address_of_a_judge(tmp_path):
+    judge = {"name": "judge", "model": "m", "base_url": "http://a/v1"}
+    write(tmp_path, yaml.safe_dump({"rewards": [judge]}))
+    moved = judge | {"base_url": "http://b/v1", "timeout_seconds": 9.0}
+    check_same_settings(tmp_path, RunConfig(rewards=[moved]))
+    with pytest.raises(ConfigError, match="rewards is"):
+        check_same_settings(tmp_path, RunConfig(rewards=[moved | {"model": "other"}]))
 
 
 def test_a_resume_finds_the_files_of_a_project_that_has_moved(tmp_path):

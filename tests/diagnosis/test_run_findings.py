@@ -278,6 +278,17 @@ def test_a_setting_is_a_line_of_this_run_file(name, tmp_path):
     assert changed != run.config
 
 
+def test_a_rate_that_a_resume_has_lowered_is_not_recommended():
+    rows = {**FLAT, "kl": GONE, "learning_rate": line(0.01, 0.001)}
+    settings = ["trainer.learning_rate=0.001"]
+    (finding,) = find_in_run(record(rows, held=(0.5, 0.0), settings=settings))
+    assert finding.setting.startswith("trainer.learning_rate=0.0003, ")
+    other = record(rows, held=(0.5, 0.0))
+    del other.config.trainer["learning_rate"]  # as with an optimizer of the user
+    (finding,) = find_in_run(other)
+    assert finding.setting.startswith("trainer.learning_rate=0.001, ")
+
+
 def test_an_easier_level_comes_before_more_generations():
     (finding,) = find_in_run(
         record(all_of(0.0), settings=["data.prompts=countdown", "data.level=5"])

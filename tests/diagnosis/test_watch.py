@@ -1,5 +1,6 @@
 """Online diagnosis: when a finding is reported, what stops a run, which weights are kept."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -243,6 +244,33 @@ def test_scores_from_before_training_may_come_after_it_began():
     watch.see_held_out(4, scores(0.2), 0.2)
     watch.best.restore()
     assert (watch.best.step, weight.item()) == (0, 0.0)
+
+
+@pytest.mark.parametrize(("every", "value"), [(None, 0.9), (4, -math.inf)])
+def test_scores_of_batches_and_of_held_out_prompts_are_not_compared(every, value, tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    first, _, _ = watching(None, stop_on=["kl_explosion"], parameters=lambda: [weight])
+    first.on_train_begin()
+    first.best.see(3, 0.9)
+    first.on_state(held=(held := {}))
+    watch, _, _ = watching(every, stop_on=["kl_explosion"], parameters=lambda: [weight])
+    watch.see_held_out(0, scores(0.5), 0.5)
+    watch.on_train_begin()
+    args = SimpleNamespace(output_dir=tmp_path)
+    watch.on_resume(args, SimpleNamespace(global_step=4), held=held)
+    assert watch.best.value == value
+
+
+def test_trl_scores_no_checkpoint_as_the_start():
+    def score():
+        raise AssertionError
+
+    said = []
+    trainer = SimpleNamespace(by_trl=True, resumed_from="a checkpoint")
+    scores = HeldOutScores(SimpleNamespace(say=said.append), trainer, None, None)
+    scores.score = score
+    scores.on_train_begin()
+    assert said[0].startswith("before: unknown")
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,20 @@ def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
     assert find_trained(past).adapter == past / "checkpoint-2"
 
 
+def test_settings_that_a_newer_version_refuses_together_can_be_evaluated(run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    content = yaml.safe_load((folder / "run.yaml").read_text())
+    content["trainer"] |= {"kl_estimator": "k3", "beta": 0.0}
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match="has no effect"):
+        rk.read_run_file(folder / "run.yaml")
+    found = read_held_out([find_trained(folder)], say=str)
+    assert found.job.args.kl_estimator == "k3"
+    with pytest.raises(ConfigError, match="has no effect"):  # settings of the user are checked
+        read_held_out([find_trained(folder)], ["trainer.temperature=0.9"], say=str)
+
+
 def test_hidden_values_are_not_read_as_settings(run, tmp_path):
     folder = with_settings(run, tmp_path / "run", "trainer.hub_token=hf_" + "aB3" * 9)
     assert "[hidden: hub_token]" in (folder / "run.yaml").read_text()

@@ -136,6 +136,10 @@ NOT_VARIED = {
         "sizes of every case"
     ),
     "use_cpu dataloader_pin_memory": "of the machine",
+    "cache_implementation disable_dropout lr_scheduler_kwargs neftune_noise_alpha "
+    "ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef sync_ref_model": (
+        "TRL's, tests/training/test_every_field.py"
+    ),
     "keep_best keep_last save_steps max_hours": "when a checkpoint is written: tests/checkpoints",
     "logging_steps num_completions_to_print report_to": "what is written: tests/live, tests/report",
     "log_level log_level_replica": "what transformers prints",

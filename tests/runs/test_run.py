@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,21 @@ import rloo_kit as rk
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import ConfigError, DiskError, ModelError
-from rloo_kit.evaluation.evaluator import Evaluation
-from rloo_kit.job import PreparedJob
+from rloo_kit.errors import ConfigError, DataError, DiskError, ModelError
+from rloo_kit.evaluation.evaluator import Evaluation, check_held_out
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
 from rloo_kit.runs import summary
-from rloo_kit.runs.folder import finished_steps, opened_folder, write_run_file
+from rloo_kit.runs.folder import (
+    command_after_stop,
+    finished_steps,
+    opened_folder,
+    write_run_file,
+)
 from rloo_kit.runs.recorder import RunRecorder
+from rloo_kit.runs.train import _find_progress
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -73,6 +80,7 @@ def check_thoughts(completions):
             assert row["thought_tokens"] < row["tokens"] <= 48
 
 
+AFTER_STOP = "rloo-kit train run --set trainer.beta=0.1 --set model.name=run/adapter"
 NEXT = {
     "accuracy": "next: rloo-kit rewards list, then copy examples/quickstart.yaml and",
     "thinking": "next: rloo-kit chat run to try it, rloo-kit export run --to merged to use",
@@ -86,18 +94,41 @@ NEXT = {
         ("thinking", "finished", True, NEXT["thinking"]),
         ("thinking", "interrupted", True, "resume with rloo-kit train run --resume"),
         ("thinking", "interrupted", False, NEXT["thinking"]),  # nothing to resume from
+        ("thinking", "stopped", True, f"train the kept weights further with {AFTER_STOP}"),
     ],
 )
-def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last):
+def test_the_last_line_fits_the_run_that_ended(reward, how, saved, last, finished):
     Path("run").mkdir()
     Path("run/run.yaml").write_text(f"rewards: [{reward}]")
-    Path("run/end.json").write_text(json.dumps({"how": how}))
+    finding = {"kind": "kl_explosion", "setting": "trainer.beta=0.1"}
+    end = {"how": how} | ({"finding": finding} if how == "stopped" else {})
+    Path("run/end.json").write_text(json.dumps(end))
+    shutil.copytree(finished / "adapter", "run/adapter")
     if saved:
         Path("run/checkpoint-4").mkdir()
     lines = []
     result = summary.RunResult(Path("run"), None, None, 4, 1.0)
     summary.conclude(lines.append, result)
     assert lines[-1].startswith(last)
+    if how == "stopped":
+        with pytest.raises(ConfigError, match=f"ended the run in 'run', .*`{AFTER_STOP}`, or"):
+            _find_progress(Path("run"), ["kl_explosion"])
+        Path("run/checkpoint-4").rmdir()
+        with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+            _find_progress(Path("run"), [])  # as after trainer.stop_on=null
+        shutil.rmtree("run/adapter")  # or it was not copied
+        assert _find_progress(Path("run"), ["kl_explosion"]) == (None, None)
+
+
+def test_the_command_after_a_stop_can_be_run_without_the_revision_of_the_base(finished):
+    Path("run").mkdir()
+    Path("run/run.yaml").write_text("model: {name: org/model, revision: v1}")
+    Path("run/end.json").write_text(json.dumps({"finding": {"setting": "trainer.beta=0.1"}}))
+    shutil.copytree(finished / "adapter", "run/adapter")
+    words = shlex.split(command_after_stop(Path("run")))
+    config, base = read_config(words[2], words[4::2])
+    assert config.trainer["beta"] == 0.1
+    assert PreparedJob(config, base).tokenizer.chat_template
 
 
 @pytest.mark.long
@@ -206,6 +237,36 @@ def test_trajectories_of_a_run_end_at_the_shorter_of_two_lengths():
         trainer = {"trainer": {"vllm_max_model_length": length}}
         job = PreparedJob(make_run_config(given | trainer), say=str)
         assert job.tool_loop.limits.max_length == longest
+
+
+def test_a_checkpoint_that_no_recorder_wrote_keeps_the_record():
+    Path("metrics.jsonl").write_text('{"step": 1}\n')
+    recorder = RunRecorder(Path())
+    recorder.on_resume(None, SimpleNamespace(global_step=2), held={})
+    assert rows("metrics.jsonl") == [{"step": 1}]
+    assert recorder.resumed_at == [2]
+
+
+def test_settings_that_a_newer_version_refuses_together_can_be_resumed(finished):
+    shutil.copytree(finished, "run")
+    content = yaml.safe_load(Path("run/run.yaml").read_text())
+    content["trainer"] |= {"kl_estimator": "k3", "beta": 0.0}
+    Path("run/run.yaml").write_text(yaml.safe_dump(content))
+    for source in ("run", "run/run.yaml"):
+        assert rk.train(source, resume=True, say=str).steps == 2  # all that it asks for
+        for how in ({"overrides": ["trainer.seed=1"], "resume": True}, {}):
+            with pytest.raises(ConfigError, match="has no effect"):
+                rk.train(source, say=str, **how)
+
+
+def test_a_resume_refuses_other_held_out_prompts(finished):
+    before = Evaluation.from_dict(read(finished / "evaluation.json")["before"])
+    _, held_out = PreparedJob(rk.read_run_file(finished / "run.yaml"), say=str).prompts
+    check_held_out(held_out, before)
+    seen = [{**row, "prompt": [{"role": "user", "content": "And 1 + 1?"}]} for row in held_out]
+    for others in (held_out.select(range(15)), seen, None):
+        with pytest.raises(DataError, match="not those that the run scored before"):
+            check_held_out(others, before)
 
 
 @pytest.fixture
