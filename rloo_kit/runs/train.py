@@ -61,8 +61,9 @@ def train(
         say: Called with each line that is printed for the user. An OSError that it raises, as of a
             closed terminal, does not end the run.
         resume: True: resume ``source`` if it is the folder of a run or the run.yaml in it, else the
-            newest run in ``output_dir``. A path: resume the run in that folder. The run continues from its newest
-            valid checkpoint, or from step 0 if it has neither a checkpoint nor an adapter.
+            newest run in ``output_dir``. A path: resume the run in that folder. The run continues
+            from its newest valid checkpoint, or from step 0 if it has neither a checkpoint nor an
+            adapter.
         in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
             happens if an earlier vLLM engine of this process could not free all of its memory.
 
@@ -160,6 +161,11 @@ def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> 
 # --- training ------------------------------------------------------------------------------------
 
 
+def _has_same_name(job: PreparedJob, folder: Path) -> bool:
+    """Return True if ``model.name`` is as the run in ``folder`` has it; a repository may move."""
+    return read_run_file(folder / RUN_FILE, recorded=True).model.name == job.config.model.name
+
+
 def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """Load, train, score and save; the caller's session releases the memory afterwards.
 
@@ -169,10 +175,8 @@ def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
     """
     say = job.say
     checkpoint, before = _find_progress(past, job.config.trainer.get("stop_on") or ())
-    if checkpoint and past:
-        then = read_run_file(past / RUN_FILE, recorded=True).model.name
-        if then == job.config.model.name:  # a repository may have been renamed
-            job.checkpoint = checkpoint.folder
+    if checkpoint and _has_same_name(job, checkpoint.folder.parent):
+        job.checkpoint = checkpoint.folder
     _prepare(job, past, before)
     from rloo_kit.runs.scores import HeldOutScores  # transformers, after Unsloth
 
