@@ -60,8 +60,9 @@ def train(
         say: Called with each line that is printed for the user. An OSError that it raises, as of a
             closed terminal, does not end the run.
         resume: True: resume ``source`` if it is the folder of a run or the run.yaml in it, else the
-            newest run in ``output_dir``. A path: resume the run in that folder. The run continues from its newest
-            valid checkpoint, or from step 0 if it has neither a checkpoint nor an adapter.
+            newest run in ``output_dir``. A path: resume the run in that folder. The run continues
+            from its newest valid checkpoint, or from step 0 if it has neither a checkpoint nor an
+            adapter.
         in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
             happens if an earlier vLLM engine of this process could not free all of its memory.
 
