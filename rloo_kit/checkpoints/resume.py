@@ -57,7 +57,6 @@ from rloo_kit.checkpoints.store import (
 )
 from rloo_kit.checkpoints.weights import read_weights, write_weights
 from rloo_kit.config.settings import BY_DEVICE, OWN_FIELDS, on_resume
-from rloo_kit.data.images import has_images
 from rloo_kit.errors import CheckpointError, DiskError, KitError
 from rloo_kit.machine.processes import is_cut_off
 from rloo_kit.models.adapters import trained_parameters
