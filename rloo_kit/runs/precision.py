@@ -123,14 +123,10 @@ def _drawn_by_transformers(
         which are padded to the length of the longest completion.
     """
     import torch
-    from trl.trainer import rloo_trainer  # the module, because Unsloth replaces its names
 
     from rloo_kit.sampling.decoding import generate, until_end
 
-    unwrapped = rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
-        trainer.model_wrapped, trainer.accelerator, generation_kwargs=trainer.generation_kwargs
-    )
-    with unwrapped as model, torch.no_grad():
+    with trainer.sampler.unwrapped() as model, torch.no_grad():
         found = generate(
             model,
             prompts,

@@ -64,8 +64,9 @@ def complete(
     Raises:
         RuntimeError: The logits contain NaN or Inf; ``finite_logits`` translates this error.
     """
+    width = max(map(len, prompt_ids))
     if thought is not None:
-        end = max(map(len, prompt_ids)) + thought.tokens
+        end = width + thought.tokens
 
         def too_long(all_ids: torch.Tensor, scores: object, **_: Any) -> torch.Tensor:
             """Return an ``(L,)`` bool mask of the rows to end, given the ``(L, W + t)`` ids."""
@@ -76,7 +77,8 @@ def complete(
 
         how["stopping_criteria"] = StoppingCriteriaList([too_long])
     method = None if _decodes_itself(model) else sample_rows
-    drawn = _generate(model, prompt_ids, pad_token_id, custom_generate=method, **how)
+    rows = generate(model, prompt_ids, pad_token_id, custom_generate=method, **how)
+    drawn = rows[:, width:].tolist()
     if thought is not None:
         drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
     return [until_end(ids, ends) for ids in drawn]
@@ -109,20 +111,13 @@ def grow(
     lengths = torch.tensor(list(map(len, begun.completion_ids)), device=model.device)
     growth = _Growth(begun, thought, lengths)
     method = partial(sample_rows, growth=growth)
-    drawn = _generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
+    grown = generate(model, begun.all_ids, pad_token_id, custom_generate=method, **how)
+    drawn = grown[:, -len(growth.columns) :].tolist()
     log_probs = torch.stack(growth.columns, 1).tolist()  # (B, C)
     rows = zip(begun.completion_ids, lengths.tolist(), drawn, log_probs, strict=True)
     return Generations.of(
         [(ids[: end - len(old)], values[: end - len(old)]) for old, end, ids, values in rows]
     )
-
-
-def _generate(
-    model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any
-) -> list[list[int]]:
-    """Return the ids that ``generate`` adds to each of B prompts, including padding."""
-    rows = generate(model, prompt_ids, pad_token_id, **how)
-    return rows[:, max(map(len, prompt_ids)) :].tolist()
 
 
 def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any) -> Any:

@@ -211,7 +211,7 @@ class Sampler:
             if self.thought:
                 drawn = map(self.thought.cut, prompt_ids, drawn)
             return [*drawn]
-        with self._samples(), self._unwrapped() as model, torch.no_grad():
+        with self._samples(), self.unwrapped() as model, torch.no_grad():
             return complete(
                 model,
                 prompt_ids,
@@ -223,7 +223,7 @@ class Sampler:
 
     def _grow_here(self, begun: Begun) -> Generations:
         """Continue unfinished completions with the model itself; return their new tokens."""
-        with self._samples(), self._unwrapped() as model, torch.no_grad():
+        with self._samples(), self.unwrapped() as model, torch.no_grad():
             return grow(
                 model,
                 begun,
@@ -232,7 +232,8 @@ class Sampler:
                 generation_config=self.generation_config,
             )
 
-    def _unwrapped(self) -> Any:
+    def unwrapped(self) -> Any:
+        """Return a context manager that yields the policy as TRL prepares it for sampling."""
         # Unsloth replaces this function with its own
         return rloo_trainer.unwrap_model_for_generation(  # pyright: ignore[reportPrivateImportUsage]
             self.model,
