@@ -14,6 +14,7 @@ EXPECTED = {
     "_generate_single_turn": "self, prompt_ids, images, multimodal_fields",
     "_get_train_sampler": "self, dataset=None",
     "_load_from_checkpoint": "self, resume_from_checkpoint, model=None",
+    "_load_optimizer_and_scheduler": "self, checkpoint",
     "_load_rng_state": "self, checkpoint",
     "_maybe_log_save_evaluate": "self, tr_loss, grad_norm, model, trial, epoch, "
     "ignore_keys_for_eval, start_time, learning_rate=None",
