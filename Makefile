@@ -33,8 +33,7 @@ test-browser: setup-browser  # the report and the notebook's form in Chromium
 test-vllm: setup-vllm  # the vLLM sampler on a CPU
 	CUDA_VISIBLE_DEVICES=-1 .venv-vllm/bin/python $(PYTEST) --durations=8 -m "vllm and not slow" tests/vllm
 test-slow: setup setup-vllm  # minutes each, before a release; some need scripts/fetch_smollm2.py first
-	$(PY) $(PYTEST) -m "slow and not vllm"
-	CUDA_VISIBLE_DEVICES=-1 .venv-vllm/bin/python $(PYTEST) -m "slow and vllm" tests/vllm
+	$(PY) $(PYTEST) -m "slow and not vllm" && .venv-vllm/bin/python $(PYTEST) -m "slow and vllm" tests/vllm
 test-gpu-contract: setup-gpu  # the GPU code against the libraries that a GPU gets, on a machine without one
 	PYTHONDONTWRITEBYTECODE= .venv-gpu/bin/python $(PYTEST) -m gpu_contract --confcutdir=tests/gpu_contract tests/gpu_contract
 	CUDA_VISIBLE_DEVICES=-1 .venv-gpu/bin/python $(PYTEST) -k "qwen2_5_vl or under_unsloths" \
@@ -90,7 +89,8 @@ lock: | $(UV)
 	for group in docs types audit; do $(COMPILE) --group $$group -o requirements/$$group.lock || exit; done
 
 lint: setup setup-types
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	.cache/types/bin/pyright
 docs: setup-docs  # every warning is an error; nothing is fetched
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
