@@ -131,7 +131,8 @@ def restore_sleep_mode() -> None:
     """Give vLLM's sleep allocator its own methods back, for an engine with its own weights.
 
     If Unsloth has tried to share weights, it has replaced them by methods that leave the weights on
-    the GPU and refuse expandable segments (``patch_vllm_enable_sleep_mode``). It replaces them again when it starts an engine.
+    the GPU and refuse expandable segments (``patch_vllm_enable_sleep_mode``). It replaces them
+    again when it starts an engine.
     """
     from vllm.device_allocator import cumem
 

@@ -185,8 +185,8 @@ def _arguments_of(adapter: Path, source: str, load_in_4bit: bool) -> dict[str, A
     found: dict[str, Any] = {}
     if (adapter / TOKENIZER).is_file():
         found["tokenizer_name"] = str(adapter)  # with its chat template
-    # Unsloth must not replace the base by a copy of its own, unless 16 bit is asked for and the base
-    # has 4-bit weights
+    # Unsloth must not replace the base by its own copy, unless 16 bit is asked for and the base has
+    # 4-bit weights
     if load_in_4bit or not is_quantised(source):
         found["use_exact_model_name"] = True
     return found

@@ -218,7 +218,7 @@ def test_a_failed_download_is_not_an_error_of_vllm(small_card):
     assert load.call_count == 1
     missing = RemoteEntryNotFoundError("404: a file that only vLLM reads", response=Mock())
     for error in (missing, FileNotFoundError(2, "No such file or directory", "nvcc")):
-        with pytest.raises(GenerationError, match="404|nvcc"):
+        with pytest.raises(GenerationError, match=r"404|nvcc"):
             load_shared(Mock(side_effect=error), MODEL, REQUIRED, False)
 
 
