@@ -4,6 +4,7 @@
     python benchmarks/study.py --task arithmetic --minutes 4    # begins no run after that
     python benchmarks/study.py --quiet                          # nothing else runs: seconds count
     python benchmarks/study.py --gpu                            # Qwen on GSM8K, on a card
+    python benchmarks/study.py --partial --quiet                # the kit with partial rollouts
     python benchmarks/study.py --report                         # the page and the picture
 
 A finished run is one line of a file in benchmarks/results and is not run again, except by
@@ -45,6 +46,10 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "TRL RLOO": ("trl-rloo", {}),
     "TRL GRPO": ("trl-grpo", {}),
     "TRL Dr. GRPO": ("trl-grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+}
+PARTIAL_ARMS = {
+    "kit RLOO": ARMS["kit RLOO"],
+    "partial rollouts": ("kit", {"partial_rollouts": True}),
 }
 
 
@@ -180,7 +185,7 @@ def drift(model: Any, prompts: list, completions: list, temperature: float) -> f
 def run(task: Task, arm: str, seed: int) -> dict[str, Any]:
     """Train once; return the curve."""
     base = find_run_file(task.run_file).parent
-    (kind, extra) = ARMS[arm]
+    (kind, extra) = (ARMS | PARTIAL_ARMS)[arm]
     constant = "trainer.lr_scheduler_type=constant"
     config = rk.read_run_file(task.run_file, [*task.overrides, constant, f"seed={seed}"])
     job = PreparedJob(replace(config, output_dir=tempfile.gettempdir()), base)
@@ -213,20 +218,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after that")
     parser.add_argument("--quiet", action="store_true", help="nothing else runs: seconds count")
     parser.add_argument("--gpu", action="store_true", help="the kit's arms on GSM8K")
+    parser.add_argument("--partial", action="store_true", help="with and without them")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
     tasks = GPU_TASKS if options.gpu else TASKS
     end = time.monotonic() + 60 * options.minutes
     path = RESULTS / f"study_{'gpu' if options.gpu else 'cpu'}.jsonl"
+    partial = RESULTS / "partial_rollouts_study.jsonl"
     if options.report:
-        from study_report import write
+        from study_report import write, write_partial
 
         titles = {name: task.title for name, task in (TASKS | GPU_TASKS).items()}
         rows = [row for file in sorted(RESULTS.glob("study_*.jsonl")) for row in read_lines(file)]
         write(rows, titles)
+        write_partial(read_lines(partial), titles)
         return
     prepare()
     arms = options.arm or [arm for arm in ARMS if not options.gpu or ARMS[arm][0] == "kit"]
+    if options.partial:
+        path, arms = partial, list(PARTIAL_ARMS)
+        tasks = {name: replace(task, seeds=max(3, task.seeds)) for name, task in TASKS.items()}
     if wrong := set(options.task) - tasks.keys():
         parser.error(f"--task {min(wrong)} is not among {', '.join(tasks)}; --gpu has others")
     chosen = {name: tasks[name] for name in options.task or tasks}

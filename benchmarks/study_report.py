@@ -3,15 +3,18 @@
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from shared import ROOT, interval, markdown, recomputed, start_pyplot, write_part
 
 pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "study.md"
+PARTIAL_PAGE = ROOT / "docs" / "how-to" / "partial_rollouts.md"
 PICTURE = ROOT / "docs" / "pictures" / "study.svg"
 BASE = "kit RLOO"
 Runs = dict[str, dict[Any, dict[str, Any]]]  # arm -> seed, or (task, seed) -> row
+Columns = Callable[[Runs, str], dict[str, str]]
 
 
 def shown(values: list[float], sign: str = "") -> str:
@@ -28,6 +31,14 @@ def score_at(row: dict[str, Any], seconds: float) -> float:
         if seconds <= t1:
             return y0 + (y1 - y0) * (seconds - t0) / (t1 - t0)
     return row["curve"][-1][2]
+
+
+def seconds_to(row: dict[str, Any], score: float) -> str:
+    """Return the seconds until a run has a score, between evaluations in proportion."""
+    for (_, t0, y0, _), (_, t1, y1, _) in pairwise(row["curve"]):
+        if y0 < score <= y1:
+            return f"{t0 + (t1 - t0) * (score - y0) / (y1 - y0):.0f}"
+    return "never"
 
 
 def above_base(runs: Runs, arm: str) -> list[float]:
@@ -132,20 +143,43 @@ def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if recomputed(row) == newest[row["task"]]]
 
 
-def write(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
-    """Write the table, the sentences and the picture."""
+def write_table(
+    page: Path, rows: list[dict[str, Any]], titles: dict[str, str], columns: Columns
+) -> dict[str, Runs]:
+    """Write the table into a page; return the runs of each task."""
     tasks: dict[str, Runs] = {}
     for row in comparable(rows):
         runs = tasks.setdefault(titles[row["task"]], {})
         runs.setdefault(row["arm"], {})[row["seed"]] = row
     table = [
-        {"task": "" if place else f"{title}, {seeds(runs)}", "arm": arm} | cells(runs, arm)
+        {"task": "" if place else f"{title}, {seeds(runs)}", "arm": arm} | columns(runs, arm)
         for title, runs in tasks.items()
         for place, arm in enumerate(runs)
     ]
     names = [name for name in table[0] if any(row[name] for row in table)]
     shown = markdown(names, ([row[name] for name in names] for row in table))
-    write_part(PAGE, "study", shown)
+    write_part(page, "study", shown)
+    return tasks
+
+
+def partial_cells(runs: Runs, arm: str) -> dict[str, str]:
+    """Return the columns of the table about partial rollouts."""
+    ends = {seed: row["curve"][-1][2] for seed, row in runs[BASE].items()}
+    seconds = [seconds_to(row, ends[seed]) for seed, row in runs[arm].items() if seed in ends]
+    found = cells(runs, arm)
+    kept = {name: found[name] for name in ("score at the end", "above kit RLOO", "s a step")}
+    return kept | {"s to the score of kit RLOO, by seed": ", ".join(seconds)}
+
+
+def write_partial(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
+    """Write the table about partial rollouts."""
+    if rows:
+        write_table(PARTIAL_PAGE, rows, titles, partial_cells)
+
+
+def write(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
+    """Write the table, the sentences and the picture."""
+    tasks = write_table(PAGE, rows, titles, cells)
     said = []
     for title, runs in (tasks | together(tasks, "SmolLM2-135M")).items():
         equal = {"steps": above_base, "seconds": above_base_in_time}

@@ -13,7 +13,8 @@ Completions differ from arm to arm, since each draws its own, so tokens are prin
 is timed whole, and sampling, rewards and learning (the rest) apart. The first steps of each arm
 warm up and are not counted: with partial rollouts until the groups in flight have their usual
 ages. Counted steps are summed up in pairs of ``--steps`` steps of each arm. SmolLM2 is fetched by
-scripts/fetch_smollm2.py.
+scripts/fetch_smollm2.py; with it, set MALLOC_ARENA_MAX=1, so that all arms use the same 13 GiB, and
+not 13 GiB each.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import rloo_kit as rk
 
 SEED = 42
 PAGE = shared.ROOT / "docs" / "explanation" / "whole_step.md"
+PARTIAL_PAGE = shared.ROOT / "docs" / "how-to" / "partial_rollouts.md"
 PICTURE = shared.ROOT / "docs" / "pictures" / "whole_step.svg"
 TITLES = {"kit": "kit", "trl-rloo": "TRL RLOO", "trl-grpo": "TRL GRPO"}
 COLORS = {"sampling": "#3b6ea5", "rewards": "#999999", "learning": "#d08c3c"}
@@ -316,17 +318,31 @@ def table() -> str:
     )
 
 
+def speedup(row: dict) -> str:
+    """Return by how much the kit's step is faster than TRL's two, and with which model."""
+    names = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M"}
+    model = names.get(row["cell"], row["cell"])
+    return f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x on {model}"
+
+
 def sentence() -> str:
     """What the README says."""
-    found = [
-        f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x on {name}"
-        for cell, name in (("embedded", "the embedded model"), ("smollm2", "SmolLM2-135M"))
-        for row in read_rows()
-        if (row["cell"], row["sampler"]) == (cell, "transformers")
-    ]
+    found = [speedup(row) for row in read_rows() if row["sampler"] == "transformers"]
     return (
         "A whole step is faster than that of TRL's RLOO and of its GRPO, if all sample with "
         f"transformers: {', '.join(found)}."
+    )
+
+
+def in_flight() -> str:
+    """What the page about partial rollouts says."""
+    files = [shared.RESULTS / f"partial_rollouts_{cell}.json" for cell in ("embedded", "smollm2")]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    found = [f"{speedup(row)} ({row['batches in flight']} batches in flight)" for row in rows]
+    pairs = len(rows[0]["ratios to trl-rloo"])
+    return (
+        "A step with partial rollouts is faster than that of TRL's RLOO and of its GRPO (medians "
+        f"of {pairs} pairs of {rows[0]['steps']} steps): {', '.join(found)}."
     )
 
 
@@ -344,20 +360,6 @@ def sampler() -> str:
         f"{content['ratio']:.2f}x as fast "
         f"({min(pairs):.2f}x to {max(pairs):.2f}x in {len(pairs)} pairs)."
     )
-
-
-def scores() -> str:
-    """Return the median wall time and steps to the score, with the lowest and the highest."""
-    content = json.loads((shared.RESULTS / "time_to_score_cpu.json").read_text())
-    lines = [f"Medians to a score of {content['score']:g} (lowest to highest):", ""]
-    for arm, name in TITLES.items():
-        found = [row for row in content["rows"] if row["arm"] == arm and row["seconds"]]
-        seconds = [row["seconds"] for row in found]
-        steps = statistics.median(row["steps"] for row in found)
-        spread = f"({min(seconds):.0f} to {max(seconds):.0f})"
-        median = f"{statistics.median(seconds):.0f} s {spread}"
-        lines.append(f"- {name}, {len(found)} seeds: {median}, {steps:g} steps")
-    return "\n".join(lines)
 
 
 def picture() -> None:
@@ -383,8 +385,8 @@ def write_report() -> None:
     """Write the tables and the picture."""
     shared.write_part(PAGE, "whole-step", table())
     shared.write_part(PAGE, "sampler", sampler())
-    shared.write_part(PAGE, "time-to-score", scores())
     shared.write_part(shared.ROOT / "README.md", "whole-step", sentence())
+    shared.write_part(PARTIAL_PAGE, "in-flight", in_flight())
     picture()
 
 

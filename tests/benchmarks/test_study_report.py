@@ -44,6 +44,20 @@ def test_in_the_same_seconds_a_slower_arm_is_behind(report):
     assert len(report.above_base_in_time(found, "TRL RLOO")) == 2
 
 
+def test_seconds_to_a_score_lie_between_two_evaluations(report):
+    assert report.seconds_to(run(0.9), 0.7) == "5"  # halfway from 0.5 to 0.9
+    assert report.seconds_to(run(0.9), 0.9) == "10"
+    assert report.seconds_to(run(0.9), 0.95) == "never"
+
+
+def test_partial_rollouts_are_compared_with_the_plain_run_of_the_same_seed(report):
+    base, mine = {1: run(0.7), 2: run(0.9)}, {1: run(0.9), 2: run(0.8)}
+    columns = report.partial_cells({"kit RLOO": base, "partial rollouts": mine}, "partial rollouts")
+    assert columns["s to the score of kit RLOO, by seed"] == "5, never"
+    assert columns["above kit RLOO"] == "+0.20, -0.10"
+    assert columns["s a step"] == "1.00"
+
+
 def test_seconds_come_from_quiet_runs_alone(report):
     found = {"kit RLOO": {1: run(0.9, 10.0)}, "TRL RLOO": {1: run(0.9, 20.0)}}
     columns = report.cells(found, "TRL RLOO")
