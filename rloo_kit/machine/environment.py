@@ -6,6 +6,7 @@ This is the only module that reads ``.env``, sets environment variables, or hide
 import contextlib
 import importlib
 import logging
+import math
 import os
 import platform
 import sys
@@ -54,8 +55,8 @@ SHELL = {"trl", "trl._compat", "trl._lazy_module", "trl.import_utils"}
 # Packages that training on text does not need. If they were built for another version of torch,
 # their import fails, and then the imports of transformers.AutoProcessor and TRL fail too
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-
-
+# The CPU limit of a container: processor time per period, and length of the period (microseconds)
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 # Loggers of libraries whose warnings are known and harmless
 NOISY = ("torch.utils._pytree", "bitsandbytes.backends.cpu.ops", "torchao", "vllm")
 
@@ -127,13 +128,15 @@ def setup(backend: str = "auto") -> Environment:
 def check_import_order() -> None:
     """Check that no library that Unsloth patches was imported before Unsloth.
 
+    A bare ``import trl`` passes the check, because it does not load the modules that Unsloth
+    patches. TRL loads them later, when one of its names is used.
+
     Raises:
-        ImportOrderError: trl, transformers or peft was imported first. ``import trl`` alone is
-            allowed.
+        ImportOrderError: transformers, peft, or a name or submodule of TRL was imported first.
     """
     if "unsloth" in sys.modules:
         return
-    # `import trl` alone is allowed, because it does not load what Unsloth patches
+    # A bare `import trl` is allowed, because it does not load what Unsloth patches
     loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
     early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
     if early:
@@ -161,8 +164,8 @@ def _check_same(backend: str, environment: Environment) -> None:
 def load_env_file() -> str | None:
     """Set the environment variables in ``.env`` that are not set yet; return the file's path.
 
-    The file is searched in the working folder, and then in the folders above it. None means that
-    there is no such file.
+    The file is searched for in the working folder, and then in the folders above it. None means
+    that there is no such file.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -200,6 +203,10 @@ def set_variables() -> None:
     elif "microsoft" not in platform.release().lower():
         # It reduces fragmentation, but fails under WSL, and with the sleep mode of older vLLM
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if (limit := _cpu_limit()) is not None and limit < (os.cpu_count() or 1):
+        # torch would start a thread for each core of the host, and the container's limit would then
+        # stop all of them for most of the time
+        defaults["OMP_NUM_THREADS"] = str(limit)
     if "OMP_WAIT_POLICY" not in os.environ:
         # torch's threads wait for each other in a busy loop of 300,000 rounds by default. If other
         # programs run, this makes steps three to nine times slower (see libgomp's manual)
@@ -208,6 +215,15 @@ def set_variables() -> None:
         os.environ.setdefault(name, value)
     # Without ipywidgets, tqdm warns in a notebook that it uses text, which TQDM_NOTEBOOK requests
     warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+def _cpu_limit() -> int | None:
+    """Return how many CPUs this container may use (``docker run --cpus``); None without a limit."""
+    try:
+        quota, period = CPU_LIMIT.read_text(encoding="ascii").split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # there is no such file, or the quota is "max"
+        return None
 
 
 def _set_variables_of(hardware: Hardware) -> None:
@@ -266,7 +282,10 @@ def _import_unsloth() -> str | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what libraries print, and their harmless warnings, while the body runs."""
+    """Hide what libraries print while the body runs, and silence their harmless warnings.
+
+    The loggers in ``NOISY`` stay at the level ERROR after the body.
+    """
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     # a real file, because vLLM needs its file descriptor

@@ -86,6 +86,29 @@ def test_waiting_threads_spin_little_unless_the_user_says_how(monkeypatch, given
     assert environment.os.environ.get("GOMP_SPINCOUNT") == count
 
 
+@pytest.mark.parametrize(
+    ("limit", "given", "threads"),
+    [
+        ("150000 100000", {}, "2"),
+        ("50000 100000", {}, "1"),
+        ("50000 100000", {"OMP_NUM_THREADS": "3"}, "3"),  # what is already set wins
+        ("800000 100000", {}, None),  # no fewer than the machine has
+        ("max 100000", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_torch_starts_no_more_threads_than_a_container_may_use(
+    monkeypatch, tmp_path, limit, given, threads
+):
+    monkeypatch.setattr(environment, "CPU_LIMIT", tmp_path / "cpu.max")
+    monkeypatch.setattr(environment.os, "environ", dict(given))
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 8)
+    if limit is not None:
+        environment.CPU_LIMIT.write_text(limit + "\n")
+    environment.set_variables()
+    assert environment.os.environ.get("OMP_NUM_THREADS") == threads
+
+
 def test_an_env_file_of_powershell_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("HF_TOKEN=hf_abc", encoding="utf-16")
