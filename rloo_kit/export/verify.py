@@ -48,7 +48,9 @@ class Answers:
             (
                 sample["prompt"],
                 prompt_ids(tokenizer, sample["prompt"], settings),
-                tokenizer(sample["completion"], add_special_tokens=False)["input_ids"],
+                # the token that ended an empty answer is compared
+                tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
+                or [tokenizer.eos_token_id],
             )
             for sample in found.samples
         ]
@@ -64,8 +66,8 @@ class Answers:
             tokenizer: Tokenizer of the second model.
 
         Raises:
-            ModelError: The second tokenizer turns a prompt into other tokens, or has lost its chat
-                template.
+            ModelError: The second tokenizer encodes a prompt as different tokens, or has lost its
+                chat template.
         """
         for prompt, ids, _ in self._rows:
             try:

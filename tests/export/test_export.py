@@ -172,6 +172,18 @@ def test_model_that_answers_otherwise_is_detected(merged):
             first.difference(model, tokenizer)
 
 
+def test_models_whose_answers_are_empty_are_compared():
+    with rk.session():
+        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+        end = torch.zeros(model.config.vocab_size)
+        end[tokenizer.eos_token_id] = 100.0
+        added = model.lm_head.register_forward_hook(lambda head, given, logits: logits + end)
+        first = Answers(model, tokenizer, ["one two"], None)
+        assert first.difference(model, tokenizer) == 0
+        added.remove()
+        assert first.difference(model, tokenizer) > 1
+
+
 @pytest.mark.long
 def test_tokenizer_with_its_own_code_is_exported_if_the_run_trusts_it(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "mine")
