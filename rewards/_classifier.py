@@ -172,7 +172,7 @@ def load_classifier(source: Source, base: str, *, load_in_4bit: bool, device: st
 
 @contextlib.contextmanager
 def loading(what: str, place: str) -> Iterator[None]:
-    """Context manager for a block that loads a model: hide transformers' reports, convert errors.
+    """Hide transformers' reports while the body loads a model, and convert errors to ModelError.
 
     The reports would warn about the missing head of a base model, which is expected.
 
@@ -181,7 +181,7 @@ def loading(what: str, place: str) -> Iterator[None]:
         place: Folder or hub name from which it is loaded.
 
     Raises:
-        ModelError: The block raised any exception that is not a ``KitError``.
+        ModelError: The body raised an exception that is not a ``KitError``.
     """
     from transformers.utils import logging
 

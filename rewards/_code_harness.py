@@ -123,9 +123,10 @@ def run(job: dict[str, Any], report: Any) -> None:
 def main() -> None:
     """Read the job from standard input, hide standard input and output, and run the program.
 
-    The results are written to the hidden output, each with a secret, so that text of the program
-    does not count as a result. A program that searches its open files finds the secret, and can
-    forge the result of a test with ``check``, but not an expected value.
+    Each result is written to the hidden output together with a secret, so that text that the
+    program prints does not count as a result. A program that searches its open files can find the
+    secret. It can then forge the result of a test that uses ``check``, but it does not learn the
+    expected value of a test that has one.
     """
     begin = os.lseek(0, 0, os.SEEK_CUR) + HEADER_BYTES
     size = int(os.read(0, HEADER_BYTES))

@@ -89,7 +89,7 @@ class _Unusable(Failure):
 
 @dataclass
 class Server:
-    """Connection to a judge's server during one call of the reward, with its statistics."""
+    """Connection to a judge's server for one call of the reward; it also counts that call."""
 
     judge: Any  # the `Judge` that asks (not imported here, since its module imports this one)
     key: str | None = field(repr=False)  # API key; None: no key is sent

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
-# Characters of a line that may be bare mathematics; a loop of 4,000 takes seconds to read
+# Most characters of a line of bare mathematics; a repetitive line of 4,000 takes seconds to parse
 _MAX_LINE = 200
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")

@@ -42,7 +42,7 @@ class Limits:
         The system must be Linux or, if ``allow_weak`` is set, any POSIX system.
 
         Raises:
-            BackendError: The system cannot run it.
+            BackendError: The system cannot run the sandbox.
         """
         check_least(self, "timeout_seconds", 0.1, 2**31)
         check_least(self, "memory_mib", 64, 2**31)

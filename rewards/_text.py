@@ -40,8 +40,8 @@ def thought_text(text: str) -> str | None:
 def text_after_thought(text: str) -> str:
     """Return the answer of a completion: the text after the last ``</think>``.
 
-    If there is no ``</think>``, return the whole text. If such a text begins with ``<think>``,
-    return "", since it is only an unfinished thought.
+    If there is no ``</think>``, return the whole text, or "" if the text begins with ``<think>``
+    and so is only an unfinished thought.
     """
     _, close, answer = text.rpartition(THINK_CLOSE)
     if not close and answer.lstrip().startswith(THINK_OPEN):

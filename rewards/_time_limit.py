@@ -13,8 +13,8 @@ def time_limit(seconds: float, end: Callable[[], None]) -> Iterator[Callable[[],
     ``end`` must kill the process from which the block reads, so that the block ends. A thread calls
     it, because Windows cannot read a pipe with a time limit.
 
-    The context manager yields a function. Call this function right after the block: it returns
-    whether the block ended in time, since it measures the time until it is called.
+    The context manager yields a function that returns whether the block ended in time. Call this
+    function right after the block, because it measures the time until it is called.
     """
     limit = threading.Timer(seconds, end)
     start = time.monotonic()

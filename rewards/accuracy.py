@@ -100,8 +100,8 @@ def chosen_letter(text: str) -> str | None:
     2. the last letter that is stated as the choice ("option (B)", "I pick B")
     3. the last letter that is marked ("(B)", "**B**", or "B. Paris" at the beginning of a line)
     4. the only capital letter that stands alone as a word. An "I" before another word does not
-       count. Nor does an "A" before another word, unless it follows a lower-case letter, a comma or
-       a colon, and a space.
+       count. An "A" before another word counts only after a space that follows a lower-case letter,
+       a comma or a colon.
 
     >>> [chosen_letter(text) for text in ("b", "(A) no. Answer: **B**", "I pick C.", "A cat or B?")]
     ['B', 'B', 'C', 'B']
@@ -127,7 +127,8 @@ class Accuracy(TextReward, AnswerReward):
     The answer is all text after the last ``</think>``, without white space at its ends; ``match``
     decides how it is compared. The score is None if the expected answer is missing (None, NaN or
     blank), or if it is not a number or letter although ``match`` requires one. By default, a
-    completion whose thought is opened (by the prompt, too) but not closed scores 0.0.
+    completion scores 0.0 if a thought is opened, in the prompt or in the completion, but not
+    closed.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]

@@ -94,11 +94,11 @@ class Code(AnswerReward):
     all_or_nothing: bool = False
     """Score 1.0 if all tests pass, else 0.0."""
     require_fence: bool = True
-    """Score 0.0 if the answer has no closed block of Python, or without a language, between fences.
-    False: run the whole answer in that case."""
+    """Score 0.0 if the answer has no closed block between fences whose language is Python or not
+    given. False: run the whole answer in that case."""
     timeout_seconds: float = 5.0
-    """Limit of one run's wall time, in seconds. All tests in Python are one run, and so is each
-    input."""
+    """Limit of one run's wall time, in seconds. All tests of a row that are Python code share one
+    run; each test with ``input`` and ``output`` has its own run."""
     memory_mib: int = 512
     """Limit of one run's memory (address space), in MiB."""
     max_workers: int | None = None

@@ -254,8 +254,8 @@ class Judge(TemplateAware):
 
         Args:
             text: The question.
-            again: Whether the first answer was not usable. The question then insists on JSON, and
-                the seed is another one.
+            again: True if the question is asked again because the first answer was not usable. The
+                request then insists on JSON and has a different seed.
         """
         seed = self.seed
         if again:

@@ -219,7 +219,7 @@ def _is_in(text: str, language: str) -> bool:
 def __getattr__(name: str) -> Language:
     """Create the reward with its defaults when ``language`` is read from this module.
 
-    It is not created on import, because it needs py3langid and the module does not.
+    The reward is not created on import, because it needs py3langid and the module does not.
     """
     if name == "language":
         return Language()

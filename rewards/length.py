@@ -159,8 +159,9 @@ class SoftOverlong(TokenReward):
     """Number of tokens at which the score reaches -1. Set it to the trainer's
     max_completion_length, which truncates completions, or less."""
     soft_punish_cache: int
-    """Number of tokens before this limit over which the score falls from 0 to -1; 0: it falls at
-    once, above the limit. DAPO uses a fifth of the limit (4,096 of 20,480)."""
+    """Number of tokens below ``max_completion_length`` over which the score falls from 0 to -1.
+    With 0, it falls at once above ``max_completion_length``. DAPO uses a fifth of that length
+    (4,096 of 20,480)."""
 
     def __post_init__(self) -> None:
         """Check that ``soft_punish_cache`` is not greater than ``max_completion_length``."""

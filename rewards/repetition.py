@@ -15,8 +15,9 @@ class Repetition(IdsReward):
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
     repeated n-grams, which is 1 - distinct / all. A completion shorter than one n-gram scores 0.0.
 
-    Source: Yeo et al. 2025 (arXiv 2502.03373, appendix C.2). As in open-r1 (words) and TRL
-    (tokens), there is one score per completion.
+    Source: Yeo et al. 2025 (arXiv 2502.03373, appendix C.2), who penalise each repeated token by
+    itself. This reward instead gives one score to the whole completion, as the repetition rewards
+    of open-r1 (for words) and TRL (for tokens) do.
 
     >>> Repetition(ngram_size=2)(completions=[""] * 2, completion_ids=[[1, 2, 3, 4], [5] * 5])
     [0.0, -0.75]

@@ -32,8 +32,8 @@ Part = Literal["completion", "thought", "answer"]
 def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
     """Return the token id of ``</think>`` in the tokenizer's vocabulary (Qwen3: 151668).
 
-    Return None if the vocabulary has no single token for it. The id of another model family is
-    never used instead, since it would be an ordinary word here.
+    Return None if the vocabulary has no single token for it. The id from another model family is
+    never used instead, since in this vocabulary it would stand for an ordinary word.
     """
     return token_id(tokenizer, THINK_CLOSE)
 
@@ -41,9 +41,9 @@ def end_of_thinking_id(tokenizer: Tokenizer) -> int | None:
 def part_text(text: str, part: Part, *, opened: bool) -> str | None:
     """Return one part of a completion, or None if there is no such part.
 
-    The thought ends at the first ``</think>``; without one it is None. The answer begins after the
-    last one. It is None if the completion ends inside a thought, and the whole text if there is no
-    thought. The whole completion is never None.
+    The thought ends at the first ``</think>``, and is None if there is no ``</think>``. The answer
+    begins after the last ``</think>``. It is None if the completion ends inside a thought, and the
+    whole text if there is no thought. The whole completion is never None.
 
     Args:
         text: Text of the completion.
@@ -73,9 +73,10 @@ class Rows:
         return self._reads if column is None else (column,)
 
     def opened(self, completions: Completions, prompts: Completions | None) -> Iterable[bool]:
-        """Return for each row whether its prompt opens the thought; False without ``prompts``.
+        """Return for each row whether its prompt opens the thought.
 
-        A reward that does not ask for this does not read the prompts.
+        This base class does not read the prompts and returns False for every row. The subclass
+        ``TemplateAware`` reads them.
         """
         return [False] * len(completions)
 
@@ -214,8 +215,8 @@ class ThoughtTokens(Bound):
     def marks(self) -> ThoughtMarks:
         """Marks that open and close a thought.
 
-        They are the tokens ``start_token_id`` and ``end_token_id``. In place of one that is None,
-        it is the model's own mark or, if the reward is not bound, Qwen3's.
+        They are the tokens ``start_token_id`` and ``end_token_id``. If one of these is None, the
+        mark is the model's own or, if the reward is not bound, Qwen3's.
         """
         start = self.start_token_id
         end = self.end_token_id
@@ -251,8 +252,8 @@ class IdsReward(RowReward):
 class TokenReward(IdsReward):
     """Base class of rewards that score each row from the token ids of each turn of the model.
 
-    The last item of a row is the list of token ids of each turn. Without tools, a completion is a
-    single turn.
+    The last item of a row is a list with one list of token ids for each turn. Without tools, a
+    completion is a single turn.
     """
 
     def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:

@@ -77,5 +77,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return all names of the package, also those that are not imported yet."""
+    """Return all names of the package, including those that are not imported yet."""
     return sorted({*globals(), *_HOMES})

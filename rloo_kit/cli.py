@@ -189,9 +189,9 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "continue the newest run in output_dir, or the run whose folder or own run.yaml is given, "
-    "from its newest complete checkpoint, or from step 0 without checkpoint and adapter; "
-    "start a new run if output_dir has none",
+    "continue the run whose folder or own run.yaml is given, otherwise the newest run in "
+    "output_dir; it continues from its newest complete checkpoint, or from step 0 if it has "
+    "neither checkpoint nor adapter; if output_dir has no run, start a new run",
     action="store_true",
 )
 # Options of eval and judge

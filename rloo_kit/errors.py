@@ -1,6 +1,7 @@
 """Error classes of the kit. Each message says what is wrong and what to do.
 
-The tree shows the base class of each error, the built-in error that it is too, and its cause.
+The tree shows the base class of each error, the built-in error that it also inherits from (in
+brackets), and its cause.
 
 KitError
 ├── ConfigError (ValueError)          a wrong run file, flag, or field of LeaveOneOutConfig
@@ -29,7 +30,7 @@ class KitError(Exception):
 
 
 class ConfigError(KitError, ValueError):
-    """A setting is unknown, out of range, or conflicts with another one."""
+    """A setting is unknown or out of range, or conflicts with another setting."""
 
 
 class DataError(KitError, ValueError):

@@ -140,7 +140,7 @@ def _check_settings(config: RunConfig) -> None:
 def beside(name: str, base: Path) -> str:
     """Return ``base / name`` if that path exists; otherwise return ``name`` unchanged.
 
-    A file of the user in the working folder comes before a file that ships with the kit.
+    A file in the user's working folder takes precedence over a file that ships with the kit.
     """
     candidate = base / name
     if base == EXAMPLES and os.path.exists(name):
@@ -189,10 +189,10 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 
 
 def _whole(path: Path) -> str:
-    """Return the absolute path of a file or folder, without links.
+    """Return the absolute path of a file or folder, with symbolic links resolved.
 
-    If a file itself is a link, its own name is kept. In the Hugging Face cache such files link to
-    files that have neither their suffix nor their neighbours.
+    If a file itself is a link, this link is kept, and only the path of its folder is resolved. The
+    Hugging Face cache has such links, to files in another folder that have no suffix.
     """
     return str(path.parent.resolve() / path.name if path.is_file() else path.resolve())
 
@@ -289,8 +289,9 @@ def held_out_judges(
     """Return the rewards that score held-out prompts: ``data.held_out_rewards`` and the run's own.
 
     If the held-out prompts have a column ``answer``, the default reward of their task comes first.
-    For a task without one, this is ``accuracy``. If the default reward is not among the rewards, it
-    is added, except if ``math`` is among them, which recognises more correct answers and then comes
+    If the task defines no default reward, this is ``accuracy``. If the rewards include neither the
+    default reward nor ``math``, the default reward is added. If they include only ``math`` of these
+    two, nothing is added, because ``math`` recognises more correct answers, and ``math`` comes
     first.
 
     Args:
@@ -337,7 +338,8 @@ class PreparedJob:
     def rewards_base(self) -> Path:
         """Folder that relative paths of rewards, tools and environments start from.
 
-        An example that comes with the kit finds the user's own rewards in the working folder.
+        For an example that comes with the kit, this is the working folder, so that it finds the
+        user's own rewards.
         """
         return Path() if self.base == EXAMPLES else self.base
 
@@ -389,7 +391,7 @@ class PreparedJob:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model. The weights of the model are not read for it."""
+        """Tokenizer of the model, which is loaded without reading the model's weights."""
         model = self.config.model
         found = load_tokenizer(
             model.name,
@@ -407,9 +409,10 @@ class PreparedJob:
 
     @cached_property
     def prompt_limit(self) -> int | None:
-        """Maximum number of tokens in a prompt, with the run's tools; None: no limit.
+        """Maximum number of tokens in a prompt, including the run's tools; None: no limit.
 
-        ``data.max_prompt_quantile`` is a quantile of the training prompts.
+        If ``data.max_prompt_quantile`` is set, the limit is that quantile of the lengths of the
+        training prompts, otherwise ``data.max_prompt_tokens``.
         """
         data = self.config.data
         if data.max_prompt_quantile is None:

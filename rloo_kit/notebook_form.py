@@ -48,8 +48,8 @@ COMMANDS = {
 # Exit codes of a command that was stopped; the negative ones if it was still starting
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 PARTS = ("status", "figure", "log", "report")
-# Style of a text. A long one is scrolled to its end, also after each new line: the page draws the
-# whole text again, and a reversed column begins at its end
+# Style of a text. The page draws the whole text again after each new line, and a reversed column
+# begins at its end, so a long text is always scrolled to its end
 STYLE = (
     "white-space: pre-wrap; line-height: 1.3; max-height: 24em; overflow: auto; display: flex; "
     "flex-direction: column-reverse"

@@ -20,7 +20,7 @@ FULL = ("No space left on device", "Disk quota exceeded")
 
 
 def free_folder(wanted: str | Path) -> Path:
-    """Return ``wanted``, or ``wanted-N`` with the lowest number N from 2 that does not exist yet.
+    """Return ``wanted`` or, if it exists, the first free path of ``wanted-2``, ``wanted-3``, ...
 
     The folder is not created.
 
@@ -98,15 +98,15 @@ def latest_folder(wanted: str | Path) -> Path | None:
 
 @contextlib.contextmanager
 def disk_errors(kind: type[KitError], what: str, remedy: str) -> Iterator[None]:
-    """Raise an error of the kit for each error of the disk in a ``with`` block that writes files.
+    """Convert disk errors in a ``with`` block that writes files to an error of the kit.
 
     Args:
         kind: Class of the error to raise.
-        what: What could not be written, as the beginning of its message.
-        remedy: What the user can do, as its end.
+        what: What could not be written; the error message begins with this text.
+        remedy: What the user can do; the error message ends with this text.
 
     Raises:
-        KitError: The error ``kind``: the disk is full, or a file or folder cannot be written.
+        KitError: The disk is full, or a file or folder cannot be written; the class is ``kind``.
     """
     from safetensors import SafetensorError
 
@@ -180,7 +180,7 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
-    """Write a .jsonl file atomically; what JSON cannot hold is written as text.
+    """Write a .jsonl file atomically; values that JSON cannot represent are written as text.
 
     Raises:
         DiskError: The file cannot be written. Its old content is unchanged.

@@ -74,13 +74,13 @@ class Tokenizer(Protocol):
 class Model(Protocol):
     """The attributes and methods of causal language models that the kit uses.
 
-    The model may be one of transformers, or PEFT's wrapper around it. PEFT and Unsloth add
-    attributes of their own, so any other attribute is accepted with the type `Any`.
+    The model is a transformers model, or PEFT's wrapper around one. PEFT and Unsloth add attributes
+    of their own, so any other attribute is accepted with the type `Any`.
     """
 
     config: Any
     training: bool
-    _unsloth_gradient_checkpointing: bool | str  # Unsloth's training step follows it
+    _unsloth_gradient_checkpointing: bool | str  # Unsloth's training step uses this value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __getattr__(self, name: str) -> Any: ...

@@ -10,10 +10,10 @@ files:
 - ``trainer_state.json`` of transformers.
 - ``manifest.json`` with the checksum of every file.
 
-After every optimizer step a snapshot of the state is kept in memory, without weights and optimizer.
-The weights and the optimizer still belong to the snapshot until the next optimizer step changes
-them. If sampling, a reward or a pass fails before that, the checkpoint of the last finished step is
-written from the snapshot, and no step is lost.
+After every optimizer step a snapshot of the state is kept in memory. It does not include the
+weights and the optimizer state, which match the snapshot until the next optimizer step changes
+them. If sampling, a reward, or a forward or backward pass fails before that, the checkpoint of the
+last finished step is written from the snapshot, and no step is lost.
 
 With TRL's training step (``by_trl``), transformers writes and reads weights, optimizer and random
 states on every process in its own way. The kit only adds ``state.json`` and the manifest.
@@ -76,7 +76,7 @@ OF_SCHEDULE = (
     "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
     "warmup_steps",
 )  # fmt: skip
-# Without held-out scores, the score of a checkpoint is the mean reward of this many last steps
+# Number of last steps whose mean reward is the score of a checkpoint without held-out scores
 SCORED_STEPS = 4
 
 
@@ -84,8 +84,8 @@ class ResumableTrainer(Trainer):
     """A ``Trainer`` that resumes exactly from its checkpoints, and saves before a signal ends it.
 
     After Ctrl-C, SIGTERM or SIGHUP it finishes the step in progress, writes a checkpoint (unless
-    ``save_strategy`` is "no") and stops. A subclass has its own state in ``state_dict`` and
-    ``load_state_dict``.
+    ``save_strategy`` is "no") and stops. A subclass saves and loads its own state in
+    ``state_dict`` and ``load_state_dict``.
     """
 
     # transformers declares wider types for these, or none
@@ -110,8 +110,8 @@ class ResumableTrainer(Trainer):
         """Train, and save the last finished step if training ends early.
 
         After Ctrl-C, SIGTERM or SIGHUP the optimizer step in progress is finished, a checkpoint is
-        written (unless ``save_strategy`` is "no"), and KeyboardInterrupt is raised. A second signal
-        raises it at once.
+        written (unless ``save_strategy`` is "no"), and KeyboardInterrupt is raised. At a second
+        signal, KeyboardInterrupt is raised at once.
 
         Args:
             resume_from_checkpoint: The folder of a checkpoint or of a run; True for the run in
@@ -354,7 +354,7 @@ class ResumableTrainer(Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the states of transformers, and remember the rates of the schedule from before."""
+        """Load optimizer and schedule, after storing the base learning rates of the settings."""
         self._fresh_rates: Any = getattr(self.lr_scheduler, "base_lrs", None)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -391,7 +391,7 @@ class ResumableTrainer(Trainer):
         training does not resume, it does nothing.
 
         Raises:
-            CheckpointError: The optimizer is another one than that of the checkpoint.
+            CheckpointError: The optimizer state in the checkpoint does not fit the optimizer.
         """
         state = self.state_read
         if state is None:
@@ -440,14 +440,16 @@ class ResumableTrainer(Trainer):
         self.state_read = None
 
     def _restore_schedule(self, kept: dict[str, Any] | None) -> None:
-        """Restore the learning rate schedule, after the optimizer.
+        """Restore the learning rate schedule; the optimizer must have been restored before.
 
-        If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` gets only
-        the step of the checkpoint, and computes the learning rate again; a warning says so. The
-        state of a schedule of another class is always loaded.
+        If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` takes only
+        the step number from the checkpoint, and computes the learning rate from the new settings. A
+        warning says so if the learning rate changes. A schedule of any other class loads its whole
+        state.
 
         Args:
-            kept: Its state; None if transformers has loaded it, with the old learning rate.
+            kept: State of the schedule in the checkpoint; None if transformers has already loaded
+                it, with the old learning rate.
         """
         assert self.resumed_from is not None
         then = self.resumed_from.facts["settings"]
@@ -480,8 +482,8 @@ class ResumableTrainer(Trainer):
         """Return facts that identify this run, so that a checkpoint of another run can be refused.
 
         They are the versions of packages, the number of threads, checksums of the frozen weights
-        and of the prompts, the names of the rewards, whose training step is used, the number of
-        processes, and the settings that matter for a resume.
+        and of the prompts, the names of the rewards, the kind of training step (the kit's or
+        TRL's), the number of processes, and the settings that matter for a resume.
         """
         args = self.args
         settings = json.loads(json.dumps(args.to_dict(), default=str))
@@ -521,7 +523,9 @@ class ResumableTrainer(Trainer):
         raise NotImplementedError
 
     def notify(self, event: str, **values: Any) -> None:
-        """Call the method ``event`` of every callback that has it. The events of the kit are these.
+        """Call the method ``event`` of every callback that has it.
+
+        The kit has these events:
 
         - ``on_completions(args, state, control, records, rollout)``: called once for every
           generation batch, when its advantages are final and before its first optimizer step.
@@ -634,7 +638,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         now: The facts of this run, as ``ResumableTrainer.facts`` returns them.
 
     Raises:
-        CheckpointError: The model, prompts, rewards or a setting that must stay the same differ.
+        CheckpointError: The model, the prompts, the rewards, the kind of training step, the number
+            of processes, or a setting that must stay the same differs.
     """
     name = checkpoint.folder.name
     # an older checkpoint does not have these two

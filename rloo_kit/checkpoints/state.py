@@ -1,7 +1,7 @@
-"""Save the state of a training as JSON and safetensors; also random states and checksums.
+"""Save and load the state of a training, get and set random states, and compute checksums.
 
 The state is a tree of nested values. ``state.json`` has the tree without its tensors, which are in
-``state.safetensors``. A value that JSON does not have is written as an object with one key:
+``state.safetensors``. A value of a type that JSON lacks is written as an object with one key:
 
 - ``{"dict": items}`` for a dict, because its keys may be numbers;
 - ``{"tuple": items}`` for a tuple;
@@ -166,7 +166,7 @@ def checksum_of_rows(dataset: Any) -> str | None:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text that depends only on the content of a value that JSON does not have."""
+    """Return a value of a type that JSON lacks as text, which depends only on its content."""
     if hasattr(value, "thumbnail"):  # a PIL image; its str() has an address in memory
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
     return str(value)

@@ -53,7 +53,7 @@ def interrupt_for(received: int) -> KeyboardInterrupt:
 
 
 def silence(output: int) -> None:
-    """Send to the null device what is written to a file descriptor from now on."""
+    """Redirect a file descriptor, so that all later output goes to the null device."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), output)
 
@@ -63,9 +63,10 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
     """Handle signals with ``handle`` while the body runs, and then restore the earlier handlers.
 
     A signal that this process already ignores stays ignored. Outside the main thread no handler is
-    installed, because Python can install handlers only there.
+    installed, because Python can install handlers only in the main thread.
 
-    At SIGHUP, the output goes to the null device if its terminal is gone: printing would fail.
+    At SIGHUP, standard output and standard error are redirected to the null device if their
+    terminal is gone, because printing would fail.
 
     Args:
         handle: Called with the number of the signal and the interrupted frame.
@@ -126,7 +127,8 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 
         Raises:
             KeyboardInterrupt: A later SIGINT, at least ``APART`` seconds after the first signal.
-            Terminated: A later SIGTERM or SIGHUP, as late.
+            Terminated: A later SIGTERM or SIGHUP, at least ``APART`` seconds after the first
+                signal.
         """
         now = time.monotonic()
         if request.received is None:

@@ -188,8 +188,8 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         run: Folder of the run.
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
-            the later step counts as better. Scores of another kind (fact ``score_of``) than that of
-            the checkpoint that was written last do not count.
+            the later step counts as better. A score counts only if its kind (fact ``score_of``) is
+            unknown, or is the kind of the checkpoint that was written last.
         spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}
@@ -218,7 +218,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of all checkpoint folders of a run in ascending order, without a check."""
+    """Return the steps of a run's checkpoint folders in ascending order, complete or not."""
     folders = [folder.name for folder in run.glob("checkpoint-*") if folder.is_dir()]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, folders) if match)
 

@@ -34,10 +34,10 @@ def write_weights(model: Model, folder: Path) -> None:
 
 
 def read_weights(model: Model, folder: Path) -> None:
-    """Load the weights in a folder of ``write_weights`` into the existing tensors of a model.
+    """Load the weights that ``write_weights`` wrote into the existing tensors of a model.
 
-    TRL's frozen copy of the adapter (``ref``) is added or deleted, so that the model has it only if
-    the folder has it.
+    TRL's frozen copy of the adapter (``ref``) is added or deleted, so that the model has it if, and
+    only if, the folder has it.
 
     Raises:
         CheckpointError: The model has other layers or another LoRA rank than the checkpoint.

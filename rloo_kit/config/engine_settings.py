@@ -110,7 +110,8 @@ def check_generation_kwargs(args: Any, engine: str) -> None:
         engine: ``vllm``, ``server`` or ``transformers``.
 
     Raises:
-        ConfigError: The engine does not accept a parameter or its value, or the kit sets it itself.
+        ConfigError: The engine does not accept a parameter or its value, or the kit sets the
+            parameter itself.
     """
     others = args.generation_kwargs or {}
     for name in OWN_SETTINGS.keys() & others:

@@ -47,8 +47,8 @@ class ModelSection:
     )
     trust_remote_code: bool = setting(
         False,
-        "Allow the model to run Python code that it comes with; set it only for a model that you "
-        "trust.",
+        "When the model is loaded, run the Python code in its folder or hub repository; set true "
+        "only for a model that you trust.",
     )
     revision: str | None = setting(
         None, "Branch, tag or commit of a model on the hub; null: the branch main."
@@ -207,9 +207,9 @@ class RunConfig:
     environment: str | dict[str, str] | None = setting(
         None,
         "Class whose methods the model may call as tools: `guess_number`, `maze`, "
-        "`python_session`, FILE.py:CLASS or package.module:CLASS. It can also be a table from "
-        "names to classes; the column `environment` of the prompts then has the name for each "
-        "prompt.",
+        "`python_session`, FILE.py:CLASS or package.module:CLASS. To use several classes, give a "
+        "table from names to classes; each prompt then gives the name of its class in the column "
+        "`environment`.",
     )
     trainer: dict[str, Any] = setting(
         help="Settings of the trainer: all fields of TRL's RLOOConfig, and the kit's own.",
@@ -299,9 +299,9 @@ def read_run_file(
         recorded: As in ``make_run_config``.
 
     Raises:
-        ConfigError: The file is missing or not YAML, or any setting is wrong. One message has up to
-            12 wrong settings. Some checks, such as those of settings that contradict each other,
-            are made only if there is no other error.
+        ConfigError: The file is missing or not YAML, or any setting is wrong. One message lists up
+            to 12 wrong settings. Some errors, such as settings that contradict each other, are
+            reported only if there is no other error.
     """
     name = format_value(str(path))
     try:
@@ -354,7 +354,7 @@ def read_overrides(
         content: Content of a run file, whose settings are returned too.
 
     Raises:
-        ConfigError: A setting does not have this form.
+        ConfigError: A setting does not have this form, or ``section`` is not a section with keys.
     """
     content = dict(content or {})
     if errors := _apply_overrides(content, overrides):
@@ -424,8 +424,8 @@ def make_run_config(
     Args:
         content: The content of the file, as YAML returns it; anything but a dict is an error.
         overrides: Settings in the form ``section.key=value`` that replace those of the content.
-        recorded: True for the settings of a run that has begun, perhaps with an older version:
-            whether they contradict each other is not checked.
+        recorded: Set it for the settings of a run that has begun, perhaps with an older version of
+            the kit. Neither batch sizes nor contradictions between settings are then checked.
 
     Raises:
         ConfigError: A setting is wrong. One message lists the first 12 errors and counts the

@@ -22,17 +22,17 @@ class Rule:
     below: float | None = None  # exclusive upper bound
     choices: tuple[Any, ...] = ()  # allowed values, or allowed items if the value is a list
     table: str = ""  # `module:NAME` of a dict whose keys are the choices; imported for the check
-    default: Any = None  # the kit's default if it differs from TRL's; None: TRL's default is used
+    default: Any = None  # the kit's default for a setting of TRL; None: TRL's default is used
     by_device: bool = False  # the default depends on machine and model; None lets the kit choose
     kit_step: bool = False  # only the kit's training step uses it; TRL's step ignores it
     trl_step: bool = False  # only TRL's training step uses it; the kit's step ignores it
     instead: str = ""  # why a value outside of `choices` has no effect here, and what to write
     resume: Resume = "free"
-    """Says if a resumed run may change the setting.
+    """Whether a resumed run may change the setting.
 
-    ``must``: No, because the setting decides what is sampled and learned.
-    ``may``: Yes; the new value is used from the next step, and the change is reported.
-    ``free``: Yes, without a notice."""
+    ``must``: No. The value must stay the same, because it affects sampling or training.
+    ``may``: Yes. The new value is used from the next step, and the change is reported.
+    ``free``: Yes. The change is not reported."""
 
 
 def setting(
@@ -173,9 +173,10 @@ class KitSettings:
     )
     vllm_adapter_dir: str | None = setting(
         None,
-        "Folder in which the adapter is saved for vLLM's server, which must see it under the same "
-        "path; null: shared memory or, with less than 1 GiB free, the temporary folder, for a "
-        "server on the same machine.",
+        "Folder in which the adapter is saved for vLLM's server; the server must be able to read "
+        "this folder under the same path. null: a folder in shared memory, or in the system's "
+        "temporary folder if shared memory cannot be written to or has less than 1 GiB free; the "
+        "server must then run on the same machine.",
     )
     thinking_budget: int | None = setting(
         None,
@@ -226,7 +227,7 @@ class KitSettings:
     )
     canary: bool = setting(
         True,
-        "Check for every batch that vLLM sampled it from the current policy, and stop the run if "
+        "For every batch, check that vLLM sampled it from the current policy, and stop the run if "
         "it did not.",
     )
     rollout_correction: Literal["sequence", "token"] | None = setting(
@@ -270,8 +271,9 @@ class KitSettings:
     )
     dry_run: bool | None = setting(
         None,
-        "Run a worst-case step before training, to fail early if memory is short; null: only on a "
-        "GPU, unless the batch is small.",
+        "Run a worst-case step before training, to fail early if memory is short; null: only if "
+        "the run trains on a GPU, the length of its prompts has an upper bound, and its batches "
+        "are not small.",
         kit_step=True,
     )
 

@@ -1,4 +1,4 @@
-"""Read which settings another library has from its source code, without importing the library.
+"""Find the settings of another library in its source code, without importing the library.
 
 Importing TRL or PEFT takes seconds.
 """
@@ -13,7 +13,7 @@ from rloo_kit.errors import ConfigError
 
 @cache
 def fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
-    """Return a dict from each field of a class to the statement in its source that defines it.
+    """Return a dict from each field name of a class to the statement that defines the field.
 
     Inherited fields are left out.
 

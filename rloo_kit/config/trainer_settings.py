@@ -283,11 +283,11 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
 
 
 def _steps_of(trainer: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps in which all completions are sampled and learned.
+    """Return the number of optimizer steps needed to train on a number of completions.
 
     Args:
-        trainer: Checked trainer settings, but ``max_steps`` is the number of completions over the
-            whole training, on all processes.
+        trainer: Checked trainer settings, in which ``max_steps`` holds the number of completions
+            of the whole training, on all processes.
     """
     values = {**DEFAULTS, **trainer}
     batch = batch_plan(trainer)
@@ -302,15 +302,15 @@ def _steps_of(trainer: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of one generation batch: the completions that one process gets from one sampling.
+    """Sizes of one generation batch, the completions of one process from one sampling round.
 
-    It is divided into slices of ``per_device_train_batch_size`` completions.
+    The batch is divided into slices of ``per_device_train_batch_size`` completions.
     """
 
     num_completions: int
-    num_generations: int  # completions of one prompt, a group
-    steps_per_generation: int  # slices of the batch
-    accumulation: int  # slices of one optimizer step
+    num_generations: int  # completions per prompt, which form a group
+    steps_per_generation: int  # slices per batch
+    accumulation: int  # slices per optimizer step
     in_flight: int  # completions that are sampled at the same time
 
     @property
@@ -320,13 +320,15 @@ class BatchPlan:
 
     @property
     def is_on_policy(self) -> bool:
-        """True if an optimizer step uses at least as many slices as a batch has.
+        """True if ``accumulation`` is a multiple of ``steps_per_generation``.
 
-        If it is True, and ``accumulation`` is a multiple of ``steps_per_generation``, a batch is
-        sampled and learned for the first time without an optimizer step in between.
+        Each optimizer step then uses one or several whole batches. No optimizer step comes between
+        the sampling of a batch and the first training pass over it. This pass therefore computes
+        the log-probabilities of the policy that sampled the batch.
 
-        If it is False, a forward pass without gradient must first compute the log-probabilities of
-        the policy that sampled, before an optimizer step changes it.
+        If it is False, an optimizer step changes the policy in the middle of a training pass.
+        These log-probabilities must then be computed before that step, in a forward pass without
+        gradient.
         """
         return self.accumulation % self.steps_per_generation == 0
 
@@ -360,11 +362,11 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     """Return a list with the error message for wrong batch sizes, or [] if they are right.
 
     A generation batch must consist of whole slices of ``per_device_train_batch_size`` completions,
-    and of whole groups of ``num_generations`` completions. ``rows_in_flight`` must be whole groups
-    too.
+    and of whole groups of ``num_generations`` completions. ``rows_in_flight`` must also consist of
+    whole groups, and be between one and ``max_rollout_age + 1`` generation batches.
 
     Args:
-        trainer: Trainer settings whose single values have been checked.
+        trainer: Trainer settings, each of which is valid on its own.
     """
     values = {**DEFAULTS, **trainer}
     total = values.get("generation_batch_size")
@@ -394,5 +396,5 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
     return [
         f"trainer.rows_in_flight is {plan.in_flight}, must be a multiple of num_generations "
         f"{group}, at least {batch} (the completions of a generation batch) and at most {most} "
-        f"(that number times max_rollout_age {max_age} plus 1)"
+        f"(max_rollout_age {max_age} plus 1, times that number)"
     ]

@@ -2,7 +2,7 @@
 
 Images are stored as ``datasets.Image``, which decodes an image only when a row is read. TRL reads
 them from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages to the
-learning step, so the kit moves them from the messages into a column.
+training step, so the kit moves them from the messages into a column.
 """
 
 import hashlib
@@ -95,9 +95,9 @@ def text_as_parts(messages: Any) -> Any:
 
 
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
-    """Return the prompts with their images in a column of ``datasets.Image``, or of lists of them.
+    """Return the prompts with their images in a column of type ``datasets.Image`` or a list of it.
 
-    A column that has this type already is not changed. Images from messages, and from columns of
+    A column that has such a type already is not changed. Images from messages, and from columns of
     another type, are opened once to check them, but not decoded.
 
     Args:

@@ -85,9 +85,10 @@ def longest_prompt(
 ) -> list[int]:
     """Return the token ids of the longest prompt.
 
-    It is the longest of the 1,000 prompts with the highest upper bound on their tokens. In a larger
-    dataset another prompt may therefore be longer. Besides these, only the first prompt of each
-    sequence of roles is tokenized. ``settings`` are keyword arguments for the chat template.
+    Only the 1,000 prompts with the highest upper bounds on their number of tokens are compared, so
+    in a larger dataset another prompt may be longer. To compute the bounds, the first prompt with
+    each sequence of roles is also tokenized. ``settings`` are keyword arguments for the chat
+    template.
     """
     rows = _bounded(dataset, tokenizer, settings)
     candidates = heapq.nlargest(COUNTED, rows, key=lambda one: one[2])

@@ -50,11 +50,12 @@ def load_prompts(  # noqa: PLR0913
             copy), a .jsonl, .csv or .parquet file, a folder with a dataset, or a hub dataset.
         split: ``train`` or ``held_out`` for a task or a math dataset. Otherwise the name of a split
             of the hub dataset.
-        config: Configuration of a hub dataset; None: the dataset has only one.
+        config: Configuration of a hub dataset; None: its default, or its only one.
         num_prompts: Number of prompts to load. None: 1,024 problems of a built-in or reasoning-gym
             task, and all prompts of any other source.
         system: System message to put before every prompt. None: no system message, except for a
-            math dataset, which asks for step-by-step reasoning and a boxed answer.
+            math dataset with ``chat=True``, which has a default message that asks for step-by-step
+            reasoning and a boxed answer.
         chat: Turn a plain string into a user message, so that the chat template is applied.
         seed: Seed that decides which problems of a task are made and in which order.
         columns: Columns to rename, as name in the kit -> name in the file or hub dataset, such as

@@ -26,8 +26,9 @@ def make_rows(
 ) -> list[Row]:
     """Return ``num`` problems of a built-in task, as rows of a dataset.
 
-    Rows have the columns ``prompt``, ``task``, ``level`` and, if only one text is correct,
-    ``answer``. A prompt is never in both splits, whatever the seed. The only exception is the small
+    Rows have the columns ``prompt``, ``task`` and ``level``, and ``answer`` if only one text is
+    correct. Rows of ``countdown`` also have ``numbers`` and ``target``, and rows of ``sums`` have
+    ``size``. A prompt is never in both splits, whatever the seed. The only exception is the small
     sums of the task ``sums``.
 
     Args:

@@ -2,5 +2,5 @@
 
 Public names: ``rk.diagnose`` (run_rules); ``read_run`` (record); ``RunWatch`` (watch); ``examine``
 (installation). ``registry`` holds the kinds of findings; reward_lab uses it for rewards too.
-The package reads files and rows. It must not know the trainer, the report or the live view.
+The package reads files and rows. It must not import the trainer, the report or the live view.
 """

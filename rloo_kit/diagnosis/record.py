@@ -67,15 +67,15 @@ class HeldOut:
     name: str  # the reward
     before: float
     after: float
-    error: float  # standard error of the mean difference per prompt
+    error: float  # standard error of the mean change, from the changes of single prompts
     num: int  # number of prompts
 
     @property
     def change(self) -> float:
         """Change of the mean score, in standard errors; negative if the score fell.
 
-        It is 0 if the score changed by less than 0.01, or, if the score before was above 1 or below
-        -1, by less than 1% of it. Any other change is infinite if the standard error is 0.
+        A change counts as 0 if its absolute value is below ``0.01 * max(1, abs(before))``. Any
+        other change is infinite if the standard error is 0.
         """
         moved = self.after - self.before
         if abs(moved) < 0.01 * max(1.0, abs(self.before)):

@@ -24,7 +24,7 @@ class Finding:
 
     kind: str
     level: str  # `error`: the run cannot learn; `warning`: the run can learn, but has a fault
-    reward: str | None  # the faulty reward; None if the fault is not that of one reward
+    reward: str | None  # the faulty reward; None if no single reward is at fault
     evidence: str
     why: str
     remedy: str
@@ -39,7 +39,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule yields for a fault; ``Rules`` makes it a ``Finding`` with the kind's texts."""
+    """What a rule yields for a fault.
+
+    ``Rules`` turns it into a ``Finding`` by adding the texts of the kind.
+    """
 
     evidence: str
     level: str = "error"
@@ -55,8 +58,9 @@ class Kind:
 
     why: str
     remedy: str
-    about_signal: bool  # True if the fault is, or is the cause, that scores of a group are equal
-    explains: frozenset[str]  # other kinds that this one causes; an error hides their findings
+    about_signal: bool  # True if the fault is, or causes, equal scores within a group
+    # Kinds that this kind causes. A finding of this kind with level `error` hides their findings
+    explains: frozenset[str]
 
 
 class Rules:

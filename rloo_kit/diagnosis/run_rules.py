@@ -350,7 +350,7 @@ RULES.rule(
 
 @RULES.rule(
     "reward_collapse",
-    "groups with equal scores train nothing, so at most the KL penalty has been trained since",
+    "groups with equal scores train nothing, so since then at most the KL penalty trains the model",
     "read the last completions and their scores; then give partial credit, raise the temperature, "
     "or use more diverse prompts",
     about_signal=True,
@@ -568,14 +568,14 @@ def diagnose(folder: str | Path, say: Callable[[str], None] = print) -> list[Fin
     """Diagnose a run: print if it learned, what went wrong and what to change.
 
     Args:
-        folder: Folder of the run. The run may still train.
+        folder: Folder of the run. The run may still be training.
         say: Function that is called with the whole text.
 
     Returns:
         The findings, the most harmful first.
 
     Raises:
-        DataError: ``folder`` is not the folder of a run.
+        DataError: ``folder`` is not the folder of a run, or its metrics cannot be read.
     """
     record = read_run(folder)
     findings = find_in_run(record)

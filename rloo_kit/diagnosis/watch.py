@@ -124,7 +124,7 @@ class RunWatch(TrainerCallback):
     _score_before: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Set the state to that before training."""
+        """Set the state that the watch has before training."""
         self._begin()
 
     def _begin(self) -> None:
@@ -184,7 +184,11 @@ class RunWatch(TrainerCallback):
         records: list[dict[str, Any]],
         rollout: Rollout,
     ) -> None:
-        """Keep the records of a batch, and copy the weights that sampled it if they score best."""
+        """Keep the records of a batch, and copy the weights that sampled it if they are the best.
+
+        The weights are copied only if the scores of batches choose the best weights, and not while
+        a finding that can end the run waits to be confirmed.
+        """
         self._completions += records
         del self._completions[KEPT_ROWS:-KEPT_ROWS]
         if self.best and not self.by_held_out:
@@ -220,10 +224,10 @@ class RunWatch(TrainerCallback):
     ) -> None:
         """Check the run for findings.
 
-        The first ``2 * CHECKS`` logs are checked, and later one in every ``n // CHECKS``, where n
-        is their number, or every one while a finding that can end the run waits to be confirmed.
-        This does not depend on time. Nothing is checked if ``logs`` has no reward, or after a
-        finding ended the run.
+        Only logs with a reward count. The first ``2 * CHECKS`` of them are all checked. Later, when
+        there are n logs, only one in every ``n // CHECKS`` is checked. While a finding that can end
+        the run waits to be confirmed, every log is checked. Time does not influence which logs are
+        checked. Nothing is checked after a finding ended the run or a check failed.
         """
         if "reward" not in logs or self.stopped_on or self._failed:
             return

@@ -164,12 +164,12 @@ def evaluate(
         tokenizer: The model's tokenizer, or a processor that contains it.
         dataset: A ``datasets.Dataset`` or a list of dicts. Each row has ``prompt`` (text or chat
             messages) and the columns that the rewards read.
-        rewards: The rewards, as for ``load_rewards``, or its result.
+        rewards: Specs of the rewards, as for ``load_rewards``, or the list that it returned.
         max_completion_length: Maximum number of tokens in a completion.
         temperature: Sampling temperature; 0 is greedy.
         sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``,
             and ``others``, a dict of further arguments of the sampler (``generation_kwargs`` of a
-            run). Those left out have TRL's defaults.
+            run). Settings that are left out have TRL's defaults.
         chat_template_kwargs: Arguments of the chat template, such as ``enable_thinking``.
         batch_size: Number of completions that ``model.generate`` samples at a time. With
             environments, it is also the number of completions that are sampled and scored together.
@@ -177,8 +177,8 @@ def evaluate(
         engine: Engine that samples instead of ``model.generate``. The model's adapter is sent to
             it first.
         num_samples: Number of completions for each prompt, for pass@k.
-        thinking_budget: Maximum number of tokens in a thought. A thought that is still open then
-            ends its completion. None means no limit.
+        thinking_budget: Maximum number of tokens in a thought. If a thought is still open after
+            that many tokens, the completion is truncated. None means no limit.
         sample: Function that samples instead of ``model`` and ``engine``. It is called with a list
             of rows and returns one completion for each. Over all calls, it gets every row of the
             dataset ``num_samples`` times.
@@ -188,9 +188,9 @@ def evaluate(
         The mean scores, and every completion with its scores.
 
     Raises:
-        ConfigError: ``num_samples`` or ``batch_size`` is below 1, several greedy completions of a
-            prompt were asked for, which would all be the same, or a thinking budget was set for a
-            model that has no thinking tokens.
+        ConfigError: ``num_samples`` or ``batch_size`` is below 1, ``num_samples`` is above 1 while
+            ``temperature`` is 0 (all completions of a prompt would be the same), or a thinking
+            budget is set for a model that has no thinking tokens.
         DataError: The dataset is empty, or has images and ``sample`` is None.
         DivergedError: A trained weight or a logit of the model is NaN or Inf.
         ModelError: The memory of the model was released.
@@ -261,10 +261,11 @@ def check_held_out(dataset: Any, before: Evaluation) -> None:
 
     Args:
         dataset: The prompts, a ``datasets.Dataset``; None if there are none.
-        before: The recorded scores. An environment or an image adds text to their prompts.
+        before: The evaluation that the run recorded before training. Its prompts may be longer,
+            since an environment or an image adds text at their end.
 
     Raises:
-        DataError: There are other prompts, or more or fewer of them.
+        DataError: The prompts or their number differ from those of the recorded evaluation.
     """
     then = [text_of(group[0]["prompt"]) for group in before.by_prompt]
     prompts = [] if dataset is None else dataset["prompt"][:]  # without the columns of images
@@ -318,8 +319,8 @@ def sample_and_score(
 ) -> Iterator[tuple[Row, Any, Completion, list[list[int]], bool, dict[str, Score]]]:
     """Sample one completion of each row without a trainer, and score it.
 
-    All rows are one batch, except with environments: those of a batch are used again for the next
-    one.
+    Without environments, all rows are one batch. With environments, a batch has at most
+    ``batch_size`` rows, and its environments are reused for the next batch.
 
     Args:
         model: A causal language model, with or without an adapter.

@@ -59,7 +59,9 @@ class HeldOut:
     def rewards(
         self, tokenizer: Tokenizer, specs: Sequence[Any] | None = None
     ) -> list[LoadedReward]:
-        """Return the rewards that score the prompts, with the run's rule for failures.
+        """Return the rewards that score the completions of the prompts.
+
+        If a reward fails, the run's setting ``trainer.on_reward_error`` applies.
 
         Args:
             tokenizer: Tokenizer of the models.
@@ -86,10 +88,10 @@ class HeldOut:
     def settings(
         self, base: LoadedBase, models: Sequence[TrainedModel]
     ) -> Iterator[dict[str, Any]]:
-        """Start the engine for a base with the adapters of the models, for a ``with`` block.
+        """Load the models' adapters and start the sampling engine, for a ``with`` block.
 
-        Yield the keyword arguments with which ``evaluate`` samples as the run does, except for
-        ``tool_loop``. Among them, ``engine`` is None if transformers samples.
+        Yield the keyword arguments, except ``tool_loop``, with which ``evaluate`` samples as the
+        run does. The value of ``engine`` is None if transformers samples.
 
         Raises:
             DataError: The longest prompt and its completion exceed the model's context length.
@@ -147,19 +149,22 @@ def read_held_out(
     batch_size: int | None = None,
     say: Say = print,
 ) -> HeldOut:
-    """Read the prompts and settings that several models share, from the first run among them.
+    """Read the prompts and settings that all of the compared models share.
 
-    If no model comes from a run, the kit's default settings and the first model's tokenizer are
-    used. Prompts longer than ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allow are
-    left out. Their tokens are counted with one tokenizer, so that all models get the same prompts.
+    The settings are those of the first model that comes from a run, and so are the prompts, unless
+    ``prompts`` names others. If no model comes from a run, the kit's default settings and the first
+    model's tokenizer are used. Prompts that are longer than ``data.max_prompt_tokens`` or
+    ``data.max_prompt_quantile`` allows are left out. One tokenizer counts the tokens of the
+    prompts, so that all models get the same prompts.
 
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
     Raises:
         ConfigError: An argument is out of range, or an override would change the model or has no
             effect.
-        DataError: There are no held-out prompts, or the run did not hold them out.
-        ModelError: There is no model of one of the names.
+        DataError: There are no held-out prompts, the prompts have images, or the run may have
+            trained on some of them.
+        ModelError: A model does not exist, or its config cannot be read.
     """
     for name, value in (("num-prompts", num_prompts), ("batch-size", batch_size)):
         if value is not None and value < 1:
@@ -185,8 +190,9 @@ def read_held_out(
     found = _prompts(job, prompts, num_prompts, of_data)
     if has_images(found):
         raise DataError(
-            "the prompts have images, which only a training can sample from: name other prompts "
-            "with --prompts (evaluation.json of a run has the scores of its held-out prompts)"
+            "the prompts have images, and completions of such prompts are sampled only in training: "
+            "name other prompts with --prompts (evaluation.json of a run has the scores of its "
+            "held-out prompts)"
         )
     _ = job.tool_loop  # the tokens of the tools count as part of the prompts
     if job.prompt_limit is not None:
@@ -221,7 +227,8 @@ def _check_given(given: Mapping[str, Any]) -> None:
 def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
     """Check that a run held out these prompts, which are the last rows of the data that it read.
 
-    Settings for the evaluation that change the text of the prompts make this check impossible.
+    The check is skipped if the run has no recorded samples, or if a setting in ``given`` changes
+    the text of the prompts.
 
     Args:
         run: Folder of the run, which has the scores of its held-out prompts if it has any.
@@ -229,7 +236,8 @@ def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
         given: Settings under ``data`` that the user gave for the evaluation.
 
     Raises:
-        DataError: The data or ``data.held_out`` has changed, so the run may have trained on some.
+        DataError: The data or ``data.held_out`` has changed, so the run may have trained on some of
+            the prompts.
     """
     scores = read_json(run / "evaluation.json") or {}
     samples = (scores.get("before") or scores.get("after") or {}).get("samples")
@@ -246,11 +254,11 @@ def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
-    """Change a run's settings for training into settings for evaluation: sampling engine, memory.
+    """Change the settings for the sampling engine and its memory from training to evaluation.
 
-    An engine that the user gave for the evaluation is kept. Otherwise ``generation`` becomes
-    ``auto``, except for a run whose settings request transformers, which keeps it. vLLM's share of
-    the GPU memory is computed again, unless the user gave it.
+    If the user gave an engine for the evaluation, it is kept. Otherwise ``generation`` becomes
+    ``auto``, unless the run itself requests transformers. vLLM's share of the GPU memory is
+    computed for the evaluation, unless the user gave it.
 
     Args:
         args: Settings of the run, changed in place.
@@ -272,8 +280,8 @@ def _prompts(
     Args:
         job: The run.
         prompts: A file, task or dataset. None uses the prompts that the run held out.
-        most: Maximum number of prompts; None: all that there are. Of a task, which has no end, None
-            means as many as the run's ``data.held_out``, or 256 if that is not set.
+        most: Maximum number of prompts. None means all of them. For a task, which can generate any
+            number of prompts, None means the run's ``data.held_out``, or 256 if that is not set.
         given: Settings under ``data`` that the user gave for the evaluation.
     """
     data = job.config.data

@@ -65,9 +65,10 @@ class Difference(Estimate):
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per prompt, with its 95% bootstrap interval.
 
-    The interval is that of percentiles (Efron 1979; Efron and Tibshirani 1993, chapter 13). If all
-    n values are equal, such as 256 right answers, that interval has no width. If all are 0, or all
-    are 1, it is widened by 1 - 0.05 ** (1 / n), according to the rule of three.
+    The interval is a percentile interval (Efron 1979; Efron and Tibshirani 1993, chapter 13), which
+    has no width if all n values are equal. If all values are 0, or all are 1, such as 256 right
+    answers, the interval is widened by 1 - 0.05 ** (1 / n), according to the rule of three, and
+    stays between 0 and 1.
 
     Raises:
         ValueError: There is no value.

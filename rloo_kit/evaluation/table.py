@@ -116,16 +116,16 @@ def evaluate_models(  # noqa: PLR0913
     """Score models on the same prompts, greedy and sampled, and compare each with the first one.
 
     Args:
-        models: Folders of runs, checkpoints or adapters, or names of models. The first run among
-            them determines the prompts, the rewards and the sampling settings.
+        models: Folders of runs, checkpoints or adapters, or names of models. The first model that
+            comes from a run determines the prompts, the rewards and the sampling settings.
         overrides: Changes to that run's run file, each as ``section.key=value``, such as
             ``trainer.temperature=0.6``.
         prompts: A file, task or dataset to use instead of the run's held-out prompts.
         num_prompts: Maximum number of prompts. None uses all of them.
         num_samples: Number of sampled completions for each prompt, for pass@k. 0 samples none.
         greedy: If True, also generate one greedy completion for each prompt.
-        base: If True and all models have an adapter, also evaluate the base model without an
-            adapter, as the first model.
+        base: If True and all models have an adapter, also evaluate the base of the first model
+            without an adapter. All models are then compared with this base.
         batch_size: Number of completions at a time. None uses a number that is known to fit.
         output: Folder for ``eval.json`` and ``eval_samples.jsonl``. None uses the run's folder.
         say: Function that is called with each line of output.

@@ -1,4 +1,4 @@
-"""Models as the user names them (runs, adapters, base models), found on disk and loaded.
+"""Finding and loading the models that a user names: runs, adapters and base models.
 
 Several adapters of the same base model share one loaded base.
 """
@@ -56,14 +56,14 @@ class TrainedModel:
 
     @property
     def fp16(self) -> bool:
-        """True if the run trained in float16 by its settings."""
+        """True if the run's settings request training in float16."""
         return bool(self.config.trainer.get("fp16"))
 
     @property
     def base_settings(self) -> tuple[ModelSection, str, bool]:
-        """Settings to load the base with; models on which they are equal can share one base.
+        """Settings to load the base with; models with equal settings can share one loaded base.
 
-        The text of the chat template is in the place of its file.
+        They contain the text of the chat template instead of the path of its file.
         """
         section = self.config.model
         template = section.chat_template
@@ -90,7 +90,7 @@ class TrainedModel:
 
 
 def _model_with(trained: TrainedModel, **changes: Any) -> ModelSection:
-    """Return the settings of a base with other values; another ``name`` has no revision."""
+    """Return a base's settings with ``changes`` applied; a different ``name`` has no revision."""
     if changes.get("name", trained.base) not in (trained.base, trained.model.name):
         changes["revision"] = None
     return replace(trained.model, **changes)
@@ -105,7 +105,8 @@ def find_trained(given: str | Path) -> TrainedModel:
             no valid checkpoint, and otherwise its newest valid checkpoint.
 
     Raises:
-        ConfigError: The run has neither an adapter nor a checkpoint, or it is a reward model.
+        ConfigError: The run has neither an adapter nor a checkpoint, or ``given`` is a reward
+            model.
         ModelError: The adapter's configuration does not name a base model.
     """
     text = str(given)
@@ -249,11 +250,12 @@ class LoadedBase:
 def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
     """Load the base of a model with the settings of its run in ``model:`` and ``unsloth:``.
 
-    ``changes`` replaces fields of the run file's section ``model:``. With them, the run's own
-    precision and tokenizer do not apply. Unsloth may replace another ``name`` by its own copy.
+    ``changes`` replaces fields of the run file's section ``model:``. If any are given, the run's
+    precision and the tokenizer named under ``unsloth:`` are not used. If ``changes`` gives a
+    different ``name``, Unsloth may load its own copy of that model.
 
     Raises:
-        ModelError: The base cannot be loaded (``load_model``).
+        ModelError: The base cannot be loaded (see ``load_model``).
     """
     environment = setup(trained.model.backend)
     given = trained.config.unsloth if environment.backend == "unsloth" else {}

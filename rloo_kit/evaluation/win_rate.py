@@ -87,8 +87,8 @@ def judge_models(  # noqa: PLR0913
         model: Folder of a run, a checkpoint or an adapter, or name of a model.
         against: The other model, named in the same way, or ``base`` for the base of ``model``.
         by: The judge: a reward, written as in a run file (text or table). None uses the first
-            reward that scores the run's held-out prompts. A language model on a server judges
-            with ``{name: judge, model: NAME, mode: pairwise}``.
+            reward that scores the run's held-out prompts. To let a language model on a server
+            judge, give ``{name: judge, model: NAME, mode: pairwise}``.
         overrides: Changes to the run file, each as ``section.key=value``.
         prompts: A file, task or dataset to use instead of the run's held-out prompts.
         num_prompts: Maximum number of prompts. None uses all of them.
@@ -173,7 +173,7 @@ def verdicts(
 
 
 def _compares(judge: LoadedReward) -> bool:
-    """Return True if the judge is the reward ``judge`` in mode ``pairwise``, which reads both."""
+    """Return True if the judge has the mode ``pairwise``, in which it reads both completions."""
     return getattr(judge.func.reward, "mode", None) == "pairwise"
 
 

@@ -106,7 +106,10 @@ def _answer(
 
 
 def _without_thought(turn: Message) -> Message:
-    """Return a turn; a model's without its thought, as chat templates keep past turns."""
+    """Return a turn, without the thought if it is the model's turn.
+
+    Chat templates remove the thoughts of past turns in the same way.
+    """
     if turn["role"] != "assistant":
         return turn
     return turn | {"content": turn["content"].rpartition(THOUGHT_ENDS)[2].strip()}
@@ -227,7 +230,7 @@ def confirmed_python(console: Console) -> Callable[..., str]:
         """Run a program if the user answers ``y``.
 
         Raises:
-            PermissionError: The user did not.
+            PermissionError: The user did not answer ``y``.
         """
         if console.input(ASKED, markup=False).lower().strip() != "y":
             raise PermissionError("the user did not run the program")

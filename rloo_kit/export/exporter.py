@@ -83,13 +83,13 @@ def export_model(  # noqa: PLR0913
         dtype: Format of the weights. For a GGUF file: ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or
             ``q4_k_m``. For merged weights: ``bf16`` or ``nf4``. None uses ``bf16``.
         base: Base model to merge the adapter into: the name or folder of a 16-bit model, or
-            ``dequantized`` for the run's 4-bit base converted back to 16 bit. For an adapter, the
-            name of the base to write into its config. None uses the run's base. A merge uses
-            the 16-bit original of a hub model named ``...-bnb-4bit``, if it can be loaded (not with
-            ``dequantized``).
+            ``dequantized`` for the run's 4-bit base converted back to 16 bit. If an adapter is
+            exported, the name of the base to write into its config. None uses the run's base. If
+            the base of a merge is a hub model named ``...-bnb-4bit``, its 16-bit original is used
+            instead if it can be loaded, except with ``dequantized``.
         converter: Folder of llama.cpp, or path of its ``convert_hf_to_gguf.py``.
-        check: If True, load merged weights or a GGUF file back, and compare the log-probabilities
-            of answers with those of the adapter on that base.
+        check: If True, load the merged weights or the GGUF file back, and compare their
+            log-probabilities of some answers with those of the unmerged adapter on the same base.
         num_prompts: Number of prompts for that comparison.
         repo: Hub repository ``OWNER/NAME`` to upload the export to, whatever its format. It is
             created if it does not exist. None uploads nothing, and is an error with ``hub`` or

@@ -57,7 +57,7 @@ def hand_over(
         ConfigError: The trainer is unknown, the run has tools, a setting is wrong, or the folder
             cannot be created.
         DataError: The prompts are plain texts, have images, or cannot be read.
-        ModelError: The folder cannot be written to the end.
+        ModelError: The model does not exist or cannot be read, or writing the folder fails.
         RewardLoadError: A reward cannot be found or imported.
     """
     if to != "verl":

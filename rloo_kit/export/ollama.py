@@ -11,8 +11,8 @@ def modelfile(file: str, tokenizer: Tokenizer, config: RunConfig) -> str:
     """Return the text of a Modelfile with the run's temperature and system message.
 
     Other sampling settings of the run are not used: top-k, top-p and the repeat penalty are off.
-    It has no TEMPLATE line: Ollama recognises common chat templates and has its own version of
-    each.
+    The Modelfile has no TEMPLATE line, since Ollama recognises common chat templates and has its
+    own version of each.
 
     Args:
         file: Name of the GGUF file, which is in the same folder as the Modelfile.

@@ -27,7 +27,7 @@ class Progress:
     metrics: Metrics = field(default_factory=lambda: Metrics([], []))
     findings: list[Finding] = field(default_factory=list)
     tokens_per_second: float = 0.0
-    # Seconds per step, of the last steps
+    # Seconds per step for each of the last steps
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS))
 
     def add(self, step: int, total: int, logs: dict[str, Any], now: float) -> None:

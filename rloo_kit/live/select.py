@@ -29,8 +29,8 @@ def chosen_view() -> str:
 def live_progress() -> "LiveView":
     """Return a new view of the kind that RLOO_KIT_LIVE names.
 
-    By default this is a figure in a notebook, and lines of text elsewhere. Outside of IPython a
-    figure cannot be shown, so lines are printed.
+    By default, the view shows a figure in a notebook and prints lines of text elsewhere. If
+    ``notebook`` is set outside of IPython, the view prints lines, because no figure can be shown.
 
     Raises:
         ConfigError: The value is not ``auto``, ``notebook``, ``plain`` or ``off``.

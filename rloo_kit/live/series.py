@@ -21,7 +21,8 @@ class Line:
 
     label: str
     metrics: tuple[str, ...]  # names in metrics.jsonl; the first one that the run has is drawn
-    band: tuple[str, ...] = ()  # metrics of the band: one is its half width, two are its edges
+    # One metric: half the width of the band. Two metrics: its lower and its upper edge
+    band: tuple[str, ...] = ()
     from_one: bool = False  # True: draw 1 minus the metric
 
 
@@ -141,7 +142,7 @@ class Metrics:
         return values, low, high
 
     def reward_lines(self) -> list[Line]:
-        """Return a line for each reward, which draws its mean, in the order of first appearance."""
+        """Return a line for the mean of each reward, in the order of first appearance."""
         return [reward_line(match[1]) for match in map(REWARD_MEAN.fullmatch, self.names) if match]
 
 

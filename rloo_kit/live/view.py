@@ -1,4 +1,4 @@
-"""Live views, which are callbacks of the trainer: nothing, plain lines, or a notebook's figure.
+"""Live views as callbacks of the trainer: no output, plain lines, or a figure in a notebook.
 
 An error in a view closes the view, but does not end the run.
 """
@@ -35,7 +35,8 @@ class LiveView(TrainerCallback):
     def on_findings(self, *_: object, findings: Sequence[Finding], **__: object) -> None:
         """Replace the findings with the current ones.
 
-        The doctor reports them right before the same step is logged, which then shows them.
+        The doctor calls this method when its findings change, right before the step is logged.
+        ``on_log`` then shows the new findings with that step.
         """
         self.progress.findings = [*findings]
 

@@ -79,8 +79,8 @@ OUT_OF_MEMORY = (
 def is_out_of_memory(exc: BaseException) -> bool:
     """Return True if an error means that the GPU or the main memory is full.
 
-    PyTorch's allocator has an error class for this. The CUDA driver, cuBLAS, cuDNN, bitsandbytes
-    and the CPU allocator raise other errors that only mention it in their text.
+    PyTorch's GPU allocator has an error class for this. The CUDA driver, cuBLAS, cuDNN,
+    bitsandbytes and the CPU allocator raise a RuntimeError, and only its text tells the cause.
     """
     import torch
 
@@ -112,8 +112,8 @@ def measure() -> MemoryUse:
 def used_on_gpu() -> int:
     """Return how many bytes of the GPU are in use, as the driver counts them; 0 without a GPU.
 
-    The number does not include memory that a sleeping vLLM engine has unmapped, which torch's own
-    counters do include. torch keeps the memory that it has reserved. Therefore the number at the
+    The number does not include memory that a sleeping vLLM engine has unmapped, although torch's
+    own counters include it. torch keeps freed memory reserved, so the number at the
     end of a phase shows the peak of that phase.
     """
     import torch

@@ -1,8 +1,8 @@
 """Shut down a vLLM engine of this process, and measure the memory in vLLM's sleep allocator.
 
-While an engine sleeps, it releases its GPU memory to the trainer. It allocates that memory with the
-sleep allocator, of which a process has only one. A new engine can sleep only if the allocator is
-empty when the engine starts.
+While an engine sleeps, the trainer can use its GPU memory. An engine that can sleep allocates this
+memory with vLLM's sleep allocator, of which a process has only one. A new engine can sleep only if
+the allocator is empty when the engine starts.
 """
 
 import bisect
@@ -28,8 +28,8 @@ RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
 def shut_down_engine(llm: Any, *, on_gpu: bool) -> None:
     """Shut down a ``vllm.LLM`` and free its memory; a second call does nothing.
 
-    A model that shares its weights with the engine loses them too. If vLLM raises an error, a
-    warning is given instead.
+    A model that shares its weights with the engine loses them too. An error that vLLM raises
+    becomes a warning.
 
     Args:
         llm: A ``vllm.LLM``.
@@ -128,11 +128,11 @@ def may_sleep() -> bool:
 
 
 def restore_sleep_mode() -> None:
-    """Give vLLM's sleep allocator its own methods back, for an engine with its own weights.
+    """Restore the original methods of vLLM's sleep allocator, for an engine with its own weights.
 
-    If Unsloth has tried to share weights, it has replaced them by methods that leave the weights on
-    the GPU and refuse expandable segments (``patch_vllm_enable_sleep_mode``). It replaces them
-    again when it starts an engine.
+    When Unsloth tries to share weights with an engine, it replaces these methods by methods that
+    leave the weights on the GPU and refuse expandable segments (``patch_vllm_enable_sleep_mode``).
+    Whenever Unsloth starts an engine, it replaces the methods again.
     """
     from vllm.device_allocator import cumem
 

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of given tokens in plain torch, without all logits in memory.
+"""Compute log-probabilities of given tokens in plain torch, without storing all logits at once.
 
 TRL's fused LM head is a Triton kernel, which needs a GPU. Without a GPU, ``route_trl_lm_head`` in
 ``training.trl_step`` replaces it with the code of this module. Logits are computed for a few tokens

@@ -50,7 +50,7 @@ def check_not_released(model: Any, *_: Any) -> None:
     """Check that ``empty_model`` has not freed the memory of a model.
 
     Args:
-        model: The model, or another value, which passes.
+        model: The model. A value that is not a model passes the check.
         *_: Arguments of a forward pass, for which this function is also a hook.
 
     Raises:
@@ -68,9 +68,10 @@ def _is_released(model: Any) -> bool:
 
 
 def empty_tensors(values: Iterable[Any]) -> None:
-    """Replace the memory of tensors by an empty one; lists and tuples are searched for tensors.
+    """Free the memory of tensors, including those inside lists and tuples, by emptying them.
 
-    Values that are not tensors are ignored.
+    An emptied tensor keeps its dtype and has the shape ``(0,)``. If a tensor is a view, its base is
+    emptied too. Values that are not tensors are ignored.
     """
     import torch
 

@@ -92,11 +92,16 @@ def revision_of(adapter: Path) -> str | None:
 
 
 def as_recorded(config: RunConfig, adapter: Path) -> RunConfig:
-    """Return a run's settings with the hub model that was really loaded to train its adapter.
+    """Return a run's settings with ``model.name`` set to the hub model that training loaded.
 
-    It may be Unsloth's copy of ``model.name``. These copies are other weights, so Unsloth must not
-    replace the recorded name again. With ``load_in_fp8`` the settings stay as they are, because the
-    copy is not quantised again.
+    Unsloth may have replaced the name by that of its own copy, which has different weights. The
+    adapter's config records the name that was loaded. The returned settings also turn
+    ``use_exact_model_name`` on, unless the user has set it, so that Unsloth does not replace the
+    recorded name by that of yet another copy.
+
+    The settings are returned unchanged if either name is not a hub name. They are also unchanged
+    with ``load_in_fp8``. Unsloth then finds its FP8 copy by the original name, as in training, and
+    does not quantise this copy a second time.
     """
     name = str((read_json(adapter / CONFIG) or {}).get("base_model_name_or_path"))
     in_fp8 = config.unsloth.get("load_in_fp8")
@@ -273,10 +278,11 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
 
 def complete_reference(model: Model) -> None:
-    """Copy what TRL leaves out of its frozen copy ``ref`` of an adapter; do nothing without a copy.
+    """Add the parameters that TRL leaves out of ``ref``, its frozen copy of an adapter.
 
-    TRL copies the parameters with ``.default.`` in their names. The names of trained tokens
-    (``trainable_token_indices``) and of LoRA matrices of an embedding end with ``.default``.
+    TRL copies only the parameters with ``.default.`` in their names. It leaves out trained tokens
+    (``trainable_token_indices``) and LoRA matrices of an embedding, because their names end with
+    ``.default``. If the model has no adapter ``ref``, nothing is done.
     """
     if "ref" not in getattr(model, "peft_config", ()):
         return

@@ -124,10 +124,10 @@ def engine_memory(
     """Return the memory that an engine will use on a GPU that also trains.
 
     If ``share`` is None, the KV cache is large enough for all completions at full length, as far as
-    memory allows. First two amounts are reserved: the memory of the engine without its cache, and
-    the memory for starting the engine or for training, whichever is larger. The cache gets at most
-    nine tenths of what is left if the engine frees its memory during the learning step, and at most
-    half of it otherwise.
+    memory allows. Two amounts are reserved first: the memory of the engine without its cache, and
+    the memory for starting the engine or for training, whichever is larger. If the engine frees its
+    memory during the learning step, the cache gets at most nine tenths of what is left. Otherwise
+    it gets at most half of what is left.
 
     Args:
         size: Memory that the engine needs.

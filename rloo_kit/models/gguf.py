@@ -43,8 +43,9 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
         file's path, size and modification time and of the version of the conversion code.
 
     Raises:
-        ModelError: The file is not a GGUF file, damaged, incomplete, or of an architecture that
-            transformers cannot read. Or the package ``gguf`` is not installed.
+        ModelError: The file is not a GGUF file, is damaged or incomplete, or has an architecture
+            that transformers cannot read. Or the converted folder cannot be written, or the package
+            ``gguf`` is not installed.
     """
     path = path.expanduser().absolute()
     goal = _goal(path, cache_dir)
@@ -86,7 +87,7 @@ def read_tokenizer(path: Path) -> Any:
         path: The GGUF file.
 
     Raises:
-        ModelError: The file cannot be read; the reasons are those of ``convert``.
+        ModelError: The file cannot be read, or the package ``gguf`` is not installed.
     """
     from transformers import AutoTokenizer
 
@@ -103,8 +104,8 @@ def _tokenizer_of(path: Path) -> Any:
 
     These are tokens such as Qwen3's ``</think>``. The converters of transformers 5.17 register
     three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces. For
-    Llama they take the file's BOS token as EOS token, so that completions would never end. So the
-    tokens that the file declares are set here.
+    Llama the converters take the file's BOS token as EOS token, so that completions would never
+    end. So the tokens that the file declares are set here.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast

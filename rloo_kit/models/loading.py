@@ -86,8 +86,9 @@ def load_model(
         precision: ``bf16``, ``fp16``, ``fp32``, or ``auto`` for the first of them that the device
             supports.
         fast_inference: True to share one copy of the base weights between training and vLLM.
-            If Unsloth cannot share its weights, True is an error, and ``auto`` loads the model
-            without vLLM. Needs a GPU, Unsloth and vLLM, and is ignored without them.
+            If Unsloth cannot share the weights of this model, True raises an error and ``auto``
+            loads the model without vLLM. Sharing needs a GPU, Unsloth and vLLM. Without them, and
+            with ``images``, this argument is ignored.
         images: True to load a vision model and its processor, for prompts with images.
         max_lora_rank: Largest LoRA rank for which the engine of ``fast_inference`` is prepared.
         num_sequences: Completions that the engine of ``fast_inference`` samples at a time.
@@ -286,9 +287,9 @@ def attach_lora(
         target_modules: Names of linear layers, or a regular expression for their full dotted names.
             None selects the layers of attention and MLP. ``all-linear`` selects all linear layers
             that PEFT finds, except the LM head.
-        use_gradient_checkpointing: True, False, or ``unsloth`` for Unsloth's own variant, which
-            means True without Unsloth. None means ``unsloth`` on a GPU. It means False on a CPU,
-            where there is enough memory and recomputing takes time.
+        use_gradient_checkpointing: True, False, or ``unsloth`` for Unsloth's own variant. If
+            Unsloth did not load the model, ``unsloth`` means True. None means ``unsloth`` on a GPU
+            and False on a CPU, where there is enough memory and recomputing takes time.
         seed: Seed for the initial weights of a new adapter.
         **others: Further fields of PEFT's ``LoraConfig``.
 
@@ -512,7 +513,7 @@ def save_adapter(
             uses the tensors of ``model``.
 
     Raises:
-        ModelError: The folder cannot be written, or contains other files than an adapter's.
+        ModelError: The folder cannot be written, or it contains files but no adapter.
     """
     folder = Path(folder).expanduser()
     partial = folder.with_name(f".{folder.name}.partial")

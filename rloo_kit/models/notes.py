@@ -24,9 +24,10 @@ class ModelNotes:
 
 
 def notes_of(model: Any) -> ModelNotes:
-    """Return the facts stored about a model; a PEFT model and its base have the same.
+    """Return the facts stored about a model; a PEFT model and its base share these facts.
 
-    A model that Unsloth's ``FastLanguageModel`` has loaded gets what Unsloth stored about it.
+    If none are stored yet, a model that Unsloth's ``FastLanguageModel`` has loaded gets the backend
+    ``unsloth`` and the ``max_seq_length`` that Unsloth stored with the model.
     """
     notes = getattr(model, "rloo_kit_notes", None)
     if notes is None:

@@ -42,7 +42,8 @@ QWEN3_VOCABULARY = 151_936
 HUB_SECONDS = 10.0
 
 # Estimated fraction of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-# bit. It differs between models, and is used if the config is not available
+# bit. The real fraction differs between models. The estimate is used if the config is not available
+# or does not list the layers that stay in 16 bit
 DYNAMIC_SHARE = 0.1
 
 
@@ -70,7 +71,8 @@ class ModelShape:
 
     source: str  # where the config comes from, in words
     hidden_size: int
-    intermediate_size: int  # width of the MLP, or of all experts together that a token uses
+    # width of the MLP; in a mixture of experts the total width of the experts that a token uses
+    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int

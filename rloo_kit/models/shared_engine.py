@@ -1,7 +1,8 @@
 """Loading of a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
-If Unsloth cannot share the weights of a model, the model is loaded without vLLM. The kit finds this
-out from the model's config or, if the config does not show it, from a failed load.
+If Unsloth cannot share the weights of a model, the model is loaded without vLLM, or an error is
+raised if the engine is required. The kit recognises some of these models by their config, and the
+others by a failed attempt to load them with vLLM.
 """
 
 import gc
@@ -43,7 +44,8 @@ class EngineSettings:
     sleeps: bool = True  # True if the KV cache is freed during the learning step
     required: bool = False  # True to raise an error if the engine cannot start
     extra: dict[str, Any] = field(default_factory=dict)  # further arguments of Unsloth's load_vllm
-    not_shared: tuple[str, ...] = ()  # names of settings under `vllm:`; an error if shared
+    # names of settings under `vllm:`; they raise an error if the weights can be shared
+    not_shared: tuple[str, ...] = ()
 
     def arguments(self, shape: ModelShape, free: int, card: int) -> dict[str, Any]:
         """Return the arguments of Unsloth's ``from_pretrained`` that concern the engine.
@@ -102,7 +104,7 @@ def load_shared(
             cannot start.
         ConfigError: The weights can be shared, but ``engine.not_shared`` names settings that only
             an engine with its own weights can use.
-        Exception: The hub or the network answered with an error.
+        Exception: The hub returned an error, or the network failed.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Search for changes of a run's settings that make it fit into the memory."""
+"""Search for changes of a run's settings that make the run fit into the memory."""
 
 import json
 import math

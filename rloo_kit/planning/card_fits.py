@@ -1,4 +1,4 @@
-"""Search for the models that fit on a GPU, among the run files that ship with the kit."""
+"""Search of the run files that ship with the kit for models that fit on a GPU."""
 
 import os
 from dataclasses import dataclass, replace
@@ -38,8 +38,8 @@ class Fit:
 def describe_fits(card: Hardware) -> str:
     """Return a text that lists the models that fit on a GPU, the largest first.
 
-    Only the Qwen3 models of the run files that ship with the kit are tried. For each of
-    them that fits, the text has the longest completions that fit, and the command that trains it.
+    Only the Qwen3 models of the run files that ship with the kit are tried. For each model that
+    fits, the text says how long its completions can be, and gives the command that trains it.
 
     Raises:
         ConfigError: ``card`` is this machine's CPU.
@@ -85,7 +85,10 @@ def longest_fit(name: str, card: Hardware) -> Fit | None:
 
 
 def is_model(source: str) -> bool:
-    """Return True if the argument of ``plan`` names a model, not a run file or a run's folder."""
+    """Return True if ``source`` names a model, not a run file or a run's folder.
+
+    ``source`` is the argument of the command ``rloo-kit plan``.
+    """
     if os.path.isdir(source):
         return Path(source, "config.json").is_file() and not Path(source, "run.yaml").exists()
     if source in EMBEDDED:

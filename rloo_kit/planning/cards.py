@@ -1,4 +1,4 @@
-"""Estimates of the memory for training a run on several GPUs: DDP, FSDP2, a server, verl."""
+"""Estimates of a run's memory on several GPUs with DDP, FSDP2, vLLM's server or verl."""
 
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ from rloo_kit.planning.memory import CONTEXT, LEARN, SAMPLE, SCORE, Job, plan_me
 def find_ways(job: Job, cards: int) -> dict[str, int]:
     """Return the ways to train a run on several equal GPUs, the simplest way first.
 
-    The result is: name of the way -> peak memory in bytes of the GPU that needs the most.
+    The result maps the name of each way to the peak memory, in bytes, of the GPU that needs the
+    most memory.
 
     Each GPU that trains has the batch size, micro-batches and lengths of the run. FSDP2 or ZeRO-3
     shards the base model across the GPUs, and vLLM shards its copy (tensor parallelism). Unsloth is

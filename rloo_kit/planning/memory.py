@@ -62,7 +62,7 @@ class Job:
 
     shape: ModelShape
     on_gpu: bool
-    room: int  # GPU memory that this process may use, or free main memory on a CPU
+    room: int  # memory that this process may use: GPU memory, or main memory without a GPU
     card: int  # memory of the whole GPU, as torch reports it
     in_4bit: bool
     value_bytes: int  # size of a value of an activation: 2 in 16 bit, 4 in float32
@@ -105,8 +105,8 @@ class MemoryPlan:
 
     parts: dict[str, Held]  # name of the part -> its bytes in each phase
     budget: int  # positions in a training pass (rows times width)
-    phases: dict[str, int]  # phase -> total bytes, on the GPU or, on a CPU, of the process
-    engine: EngineMemory | None  # memory of a vLLM engine in this process on a GPU
+    phases: dict[str, int]  # phase -> total bytes on the GPU, or of the process if it runs on a CPU
+    engine: EngineMemory | None  # memory of a vLLM engine in this process on a GPU; None without it
 
     @property
     def phase(self) -> str:
@@ -115,7 +115,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory in bytes, on the GPU or, on a CPU, of the process."""
+        """Peak memory in bytes: GPU memory, or memory of the process if the run uses a CPU."""
         return self.phases[self.phase]
 
     def at(self, phase: str) -> list[tuple[str, int]]:
@@ -308,10 +308,10 @@ def _by_transformers(job: Job) -> dict[str, Held]:
 def layer_bytes(job: Job) -> int:
     """Return the bytes of activations that one layer keeps per position for the backward pass.
 
-    The layer's two norms, and the norms of queries and keys, keep their inputs in float32. In 16
-    bit, a layer keeps five vectors of the hidden size, three of the query size, two of the key
-    size, four of the MLP's size, and one of the rank for each adapter. A test compares the result
-    with what torch saves on a CPU, and allows a difference of 3%.
+    The layer's two norms, and the norms of queries and keys, keep their inputs in float32. With
+    ``job.value_bytes`` per value, a layer also keeps five vectors of the hidden size, three of the
+    query size, two of the key size, four of the MLP's size, and one of the rank for each adapter.
+    A test compares the result with what torch saves on a CPU, and allows a difference of 3%.
     """
     shape = job.shape
     wide = job.value_bytes

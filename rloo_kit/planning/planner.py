@@ -45,7 +45,7 @@ class Plan:
 
     @cached_property
     def job(self) -> Job:
-        """Facts from which the memory is computed."""
+        """Properties of the run from which its memory use is computed."""
         return make_job(self.config, self.facts)
 
     @cached_property
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the run in bytes, on the GPU or, on a CPU, of the process."""
+        """Peak memory in bytes: GPU memory, or memory of the process if the run uses a CPU."""
         return self.memory.peak_bytes
 
     @property
@@ -75,7 +75,14 @@ class Plan:
         return self.memory.engine and self.memory.engine.refusal
 
     def fitting_ways(self, cards: int) -> list[str]:
-        """Return the ways to train on ``cards`` GPUs of this kind whose estimated peak fits."""
+        """Return the names of the ways to train on several GPUs that fit into their memory.
+
+        A way fits if the estimated peak memory of the GPU that needs the most memory is at most
+        ``room``.
+
+        Args:
+            cards: Number of GPUs of this kind, at least 2.
+        """
         return [name for name, peak in find_ways(self.job, cards).items() if peak <= self.room]
 
     @property
@@ -158,8 +165,8 @@ def plan(
         gpu: Memory of a GPU (``12GB``) or its name (``RTX 4070``). None or ``this`` means the GPU
             of this machine, or its CPU if it has no GPU.
         overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
-        cards: Number of GPUs of this kind. Above 1, the plan also shows which ways to train on
-            several GPUs would fit, as estimates.
+        cards: Number of GPUs of this kind. Above 1, the plan also estimates which ways to train on
+            all of them would fit.
 
     Raises:
         ConfigError: The run file, the GPU or the number of GPUs is wrong.
@@ -206,7 +213,7 @@ def find_room(gpu: str | None) -> tuple[Hardware, int]:
 
 
 def room_here() -> int:
-    """Return the bytes of memory that this process may use: free memory and what it already holds.
+    """Return the bytes of memory that this process may use: free memory plus what it already holds.
 
     This is GPU memory, or main memory on a machine without a GPU.
     """

@@ -58,11 +58,11 @@ def charts_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
-    """Return the mean of each reward on held-out prompts over the run.
+    """Return the mean of each reward on held-out prompts at each evaluation of a run.
 
-    The result is name of the reward -> pairs of step and mean. The evaluation from before training
-    is at step 0. The one from after training is at the last step, or at the step of the weights
-    that were kept.
+    The result is name of the reward -> pairs of step and mean. The evaluation before training is at
+    step 0. The evaluation after training is at the step of the weights that were kept or, if that
+    step is not recorded, at the last step.
     """
     last = finite_number(record.end.get("kept_step"))
     last = max(metrics_of(record).steps, default=0) if last is None else last

@@ -15,7 +15,7 @@ from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 
-# Maximum number of characters of a completion: at most the first value, at least the second
+# The maximum number of characters of a completion is chosen between these two values
 LONGEST = 6000
 SHORTEST = 300
 # Minimum number of kept groups; to keep as many, texts are shortened more if necessary
@@ -138,7 +138,7 @@ def messages_of(prompt: object, limit: int) -> list[dict[str, Any]]:
 
 
 def read_thumbnails(folder: Path, content: object, budget: int) -> dict[str, str]:
-    """Return the thumbnails that a page's content names, as name -> ``data:`` URL.
+    """Return the thumbnails that a page's content refers to, as file name -> ``data:`` URL.
 
     Args:
         folder: Folder of the run.

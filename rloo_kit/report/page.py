@@ -43,7 +43,7 @@ def write_report(
     The file is replaced atomically.
 
     Args:
-        folders: One or more run folders. A run may still train.
+        folders: One or more run folders. A run may still be training.
         path: Path of the page. None means ``report.html`` in the folder of a single run, or
             ``comparison.html`` in the current folder for several runs.
         say: Function that is called with the verdict on each run.

@@ -32,8 +32,8 @@ class RewardCheck:
     table: list[RewardStats]  # one row for each reward
     total: RewardStats  # the row of the weighted sum
     signal: Signal
-    samples: list[dict[str, Any]]  # every prompt, completion, its rewards and its score, in order
-    notes: list[str] = field(default_factory=list)  # parts that were not checked, and why
+    samples: list[dict[str, Any]]  # each completion, in order, with its prompt, rewards and score
+    notes: list[str] = field(default_factory=list)  # what the check could not do, and why
 
     @property
     def has_errors(self) -> bool:

@@ -1,8 +1,8 @@
 """Check of a run's rewards before training.
 
-The check samples completions, calls every reward on them, calls it again on altered completions,
-and reports the faults it finds. It samples with the run's own model and a new adapter. If the
-completions come from a file instead, only the run's tokenizer is loaded.
+The check samples completions, calls every reward on them and on altered copies of them, and reports
+the faults it finds. It samples with the run's own model and a new adapter. If the completions come
+from a file instead, only the run's tokenizer is loaded.
 """
 
 import contextlib
@@ -84,7 +84,8 @@ def check_rewards(  # noqa: PLR0913
         source: Path of a run file, name of a run file that ships with the kit, or a ``RunConfig``.
             It may be None if both ``rewards`` and ``completions`` are given.
         overrides: Changes to the run file, each as ``section.key=value`` (like ``--set``).
-        rewards: Rewards to check instead of those in the run file, with weights of their own.
+        rewards: Rewards to check instead of those in the run file. Their weights come from these
+            specs, not from the run file.
         completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
             rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
             model is then not loaded.
@@ -151,8 +152,9 @@ def _check_counts(completions: object, **counts: int | None) -> None:
 def _with_columns(rows: list[Row], job: PreparedJob) -> list[Row]:
     """Return the rows of a run's completions.jsonl with the columns of the run's prompts.
 
-    The file of a run has the prompts without their columns. Rows that have other columns of their
-    own, and rows whose prompt is not one of the run's, are returned as they are.
+    The file of a run has the prompts without their columns. If any row has a column that a run does
+    not write, all rows are returned unchanged. A row whose prompt is not one of the run's is also
+    returned unchanged.
     """
     if any(row.keys() - OF_A_RUN for row in rows):
         return rows

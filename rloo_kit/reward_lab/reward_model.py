@@ -112,12 +112,12 @@ def train_reward_model(  # noqa: PLR0913
 ) -> RewardModelResult:
     """Train a reward model on preference pairs with TRL's ``RewardTrainer``.
 
-    A run scores completions with the result through the built-in reward ``reward_model``.
+    The built-in reward ``reward_model`` uses the trained model to score the completions of a run.
 
     Args:
         pairs: A .jsonl, .csv or .parquet file, or rows. Each row has ``chosen`` and ``rejected``,
-            as text or as chat messages. It also has ``prompt``, unless the chat messages contain
-            the prompt.
+            as text or as chat messages. It also has ``prompt``, unless ``chosen`` and ``rejected``
+            contain the prompt.
         model: The base model: ``tiny-thinker``, or a local folder or hub name of a language model.
         output_dir: Folder to create. If it already exists, a number is added to the name.
         load_in_4bit: Load the base model in 4-bit NF4 (bitsandbytes). The score head is never
@@ -372,7 +372,7 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> tuple[float, float, dict[str, f
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy as a plain one, and any other value as a text."""
+    """Return a NumPy number as a Python number, and any other value as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 

@@ -64,7 +64,8 @@ for _kind, _texts in _STOPPING.items():
 def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Finding]:
     """Return the findings about one reward.
 
-    Findings that another one explains are left out; the reward's name is not set.
+    A finding that another finding explains is left out. The findings do not name the reward: their
+    ``reward`` is None.
 
     Args:
         probed: The reward's scores for the completions and in the probes.
@@ -293,7 +294,7 @@ def find_all(
     Args:
         rewards: Scores of each reward, from ``probe``.
         batch: The completions.
-        signal: How many groups differ in their total scores, from ``signal_of``.
+        signal: In how many groups the completions have different total scores, from ``signal_of``.
         calls: Metrics of the tool calls, from ``call_numbers``; None if the run has no tools.
     """
     dull = any(r.weight and is_constant(r.scores) for r in rewards)

@@ -27,8 +27,8 @@ class Batch:
     groups: list[list[int]]  # for each prompt, the indices of its completions
     lengths: list[int]  # tokens of each completion, or characters if tokens are unknown
     truncated: list[bool] | None = None  # True: the length limit ended it; None: unknown
-    max_completion_length: int | None = None  # tokens, as the next one; None: unknown
-    max_seq_length: int | None = None
+    max_completion_length: int | None = None  # in tokens; None: unknown
+    max_seq_length: int | None = None  # in tokens; None: unknown
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Probed:
 
     name: str
     weight: float  # with 0, the reward is only logged
-    scores: list[Score]  # of each completion, as in the run; all None if the call failed
+    scores: list[Score]  # one for each unaltered completion; all None if the call failed
     seconds: float = 0.0  # time of a call, divided by the number of completions
     # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
     fault: Seen | None = None
@@ -82,13 +82,16 @@ class RewardStats:
 
 @dataclass(frozen=True)
 class Signal:
-    """Statistics of the score differences within groups, from which alone RLOO learns."""
+    """Statistics of the score differences within groups.
+
+    RLOO learns only from these differences.
+    """
 
     num_groups: int  # groups with at least two scored completions
     num_with_signal: int
     group_std: float | None  # mean standard deviation of the score within a group
-    all_lowest: int  # groups whose scores all are the lowest of the batch ...
-    all_highest: int  # ... and the highest
+    all_lowest: int  # groups in which every score is the lowest score of the batch
+    all_highest: int  # groups in which every score is the highest score of the batch
 
     @property
     def share(self) -> float:

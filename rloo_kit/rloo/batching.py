@@ -42,9 +42,9 @@ class SharedPrompts:
 class MicroBatch:
     """N rows of a generation batch as padded tensors.
 
-    W is the length of the longest row, prompt and completion together, rounded up if ``pad`` gets
-    ``multiple_of``. C is the length of the longest completion. If prompts are shared, a row has
-    only the last token of its prompt.
+    W is the length of the longest row, prompt and completion together. It is rounded up if
+    ``TokenRows.pad`` was called with ``multiple_of``. C is the length of the longest completion. If
+    prompts are shared, a row has only the last token of its prompt.
     """
 
     rows: Tensor  # (N,) int64: indices of the rows in the generation batch
@@ -98,8 +98,8 @@ class TokenRows:
     def turns(self) -> Turns:
         """Ids of the sampled tokens of each completion, as one list for each turn.
 
-        A turn ends where tokens of a tool begin. Without tools each completion is one turn, even an
-        empty one.
+        A turn ends where tokens of a tool begin. Without tools each completion is one turn, even if
+        the completion is empty.
         """
         if self.is_sampled is None:
             return [[ids] for ids in self.completion_ids]
@@ -152,8 +152,9 @@ class TokenRows:
     ) -> list[list[int]]:
         """Cut rows into micro-batches and return the row numbers of each.
 
-        Every row is in exactly one micro-batch. The rows are sorted by length, and of all ways to
-        cut the sorted list this returns the one with the lowest total cost.
+        Every row is in exactly one micro-batch. A micro-batch costs its positions plus ``overhead``.
+        The rows are sorted by length, and of all ways to cut the sorted list, this returns the one
+        with the lowest total cost.
 
         Args:
             rows: Row numbers.

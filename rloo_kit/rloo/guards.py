@@ -29,7 +29,7 @@ class StepGuard:
 
     Args:
         limit: The number of skipped steps in a row that raises an error.
-        scaler: The loss scaler of fp16; None without it.
+        scaler: The loss scaler, which only fp16 training has; None in other precisions.
         skipped: The number of steps skipped so far.
         in_a_row: The number of skipped steps since the last good step. Steps that fp16's scaler
             skips while it searches for its scale are not counted.

@@ -50,13 +50,13 @@ class Learner:
     device: torch.device
     epsilon: tuple[float, float]  # the two clipping ranges, low and high
     loss: Callable[..., Surrogate] = surrogate  # a function of `objective.LOSSES`
-    # level and cap of the importance weights against the engine's log-probabilities (see
-    # `objective.rollout_weights`); None for no weights
+    # level and cap of the importance weights that correct for differences between the engine's and
+    # the trainer's log-probabilities (see `objective.rollout_weights`); None for no weights
     correction: tuple[str, float] | None = None
     pad_to_multiple_of: int | None = None
     # Returns True if several completions can now share one pass over their prompt
     may_share: Callable[[], bool] = lambda: False
-    # counts of the optimizer step in progress; `Step.run` begins new ones
+    # counts of the optimizer step in progress; `Step.run` creates a new tally for each step
     tally: Tally = field(default_factory=Tally)
     _warned: bool = False
 
@@ -274,7 +274,8 @@ class Learner:
             pieces: The micro-batches that ran when memory ran out.
 
         Raises:
-            MemoryRanOutError: They have only a single row, so the budget cannot be lowered.
+            MemoryRanOutError: The micro-batches that ran have only a single row in total, so a
+                lower budget would not help.
         """
         if sum(map(len, pieces)) < 2:
             raise MemoryRanOutError(

@@ -195,7 +195,7 @@ class Tally:
     squared_log_ratio: float = 0.0  # sum over the completion tokens
     # importance weights of `rollout_correction`: one tensor for each micro-batch
     corrections: tuple[Tensor, ...] = ()
-    capped: int = 0  # how many of them reached the cap
+    capped: int = 0  # how many of these weights reached the cap
     # `(3, N)`: `ratios`, `clipped_low` and `clipped_high` of `Surrogate` for the N rows of each
     # micro-batch
     of_rows: tuple[Tensor, ...] = ()
@@ -203,7 +203,7 @@ class Tally:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, by name.
 
-        The loss and the shares of clipped actions are means over all rows, of which the rows that
+        The loss and the fractions of clipped actions are means over all rows, in which rows that
         were not trained count as 0. Other means are over the trained rows or their tokens.
         """
         rows = max(1, self.rows)

@@ -86,7 +86,7 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, beta: float) -> Tensor:
     completion.
 
     Args:
-        advantages: ``(N,)`` advantages of the scores of N completions, after the baseline.
+        advantages: ``(N,)`` advantages of N completions, computed from their scores without the KL.
         kl: ``(N, T)`` KL divergence of each token, in nats, for completions of at most T tokens;
             0 after the last token.
         beta: Coefficient of the KL penalty.
@@ -105,7 +105,7 @@ class Surrogate:
     # `(N,)`, with gradient: -min(rho A, clip(rho) A); with token-level KL the sum over tokens
     losses: Tensor
     ratios: Tensor  # (N,) probability ratios of whole completions, detached
-    # `(N,)` in [0, 1]: fraction of the row's terms without gradient because rho is too small
+    # `(N,)` in [0, 1]: fraction of the row's terms that have no gradient because rho is too small
     clipped_low: Tensor
     clipped_high: Tensor  # `(N,)` the same fraction for terms whose rho is too large
 
@@ -133,8 +133,8 @@ def surrogate(
     Args:
         log_probs: ``(N, T)`` log-probabilities under the current policy, with gradient; T is the
             length of the longest completion.
-        old_log_probs: ``(N, T)`` log-probabilities under the policy that sampled. If the policy has
-            not changed since then, they are the detached ``log_probs``.
+        old_log_probs: ``(N, T)`` log-probabilities under the policy that sampled the completions.
+            If the policy has not changed since then, they are the detached ``log_probs``.
         mask: ``(N, T)``, 1 on completion tokens and 0 elsewhere.
         advantages: ``(N, 1)``, or ``(N, T)`` with the token-level KL.
         epsilon_low: rho is clipped from below at 1 - epsilon_low.

@@ -30,7 +30,7 @@ class Shaping:
     beta: float = 0.0
     missing_eos_penalty: float | None = None
     reward_clip_range: tuple[float, float] | None = None
-    normalize_reward: bool | str | None = None  # `moving`; or `batch` or True
+    normalize_reward: bool | str | None = None  # `moving`, `batch`, or True, which means `batch`
     normalize_advantages: bool = False
     token_level_kl: bool = False
     kl_estimator: str = "k1"
@@ -41,7 +41,10 @@ class Shaping:
 
     @property
     def is_token_level(self) -> bool:
-        """True if each token has its own advantage: with the token-level KL, if beta is not 0."""
+        """True if each token has its own advantage.
+
+        This is so if ``token_level_kl`` is on and beta is not 0.
+        """
         return self.token_level_kl and self.beta != 0
 
 
@@ -158,7 +161,7 @@ class Rollout:
     sampler_log_probs: Tensor | None = None
     # `(B, T)` bool: True on tokens that an earlier policy sampled; their old log-probabilities are
     # those that the sampler reported. None if there are no such tokens, or if `rollout_correction`
-    # weights them
+    # is set, which gives them importance weights instead
     from_earlier: Tensor | None = None
     on_policy: bool = True  # False from the second optimizer step that trains on this rollout
 
@@ -320,10 +323,11 @@ class Rollout:
     def with_advantages(self, groups: list[int] | None = None) -> Self:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
-        The sequence-level KL is subtracted from the scores first, and the leave-one-out baseline is
-        computed from the differences. If ``shaping.baseline`` names another baseline, it is used
-        for the scores only, and the KL keeps the leave-one-out baseline, so that a group does not
-        need the KL of other groups. The token-level KL is subtracted after the baseline.
+        The sequence-level KL is subtracted from the scores, and the leave-one-out baseline is then
+        computed from the differences. If ``shaping.baseline`` names another baseline, that baseline
+        is used for the scores only. The KL keeps the leave-one-out baseline, so that the advantages
+        of a group do not need the KL of other groups. The token-level KL is subtracted after the
+        baseline.
 
         Args:
             groups: Numbers of the groups whose log-probabilities are known; None for all.

@@ -1,6 +1,6 @@
 """One training step of RLOO, in order: prompts, completions, scores, advantages, gradient, log.
 
-``Step`` calls the whole algorithm, up to the gradient; transformers then applies the gradient. The
+``Step`` runs the whole algorithm up to the gradient; transformers then applies the gradient. The
 package ``training`` builds the parts of ``Step`` for a language model. A test builds them for a
 tabular policy.
 
@@ -45,11 +45,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Pending:
-    """Handle of rewards whose computation has been started; ``result`` waits for them."""
+    """Handle of rewards that may not be computed yet; ``result`` waits for all and returns them."""
 
     # True if async rewards already run in the background; other rewards run when `result` is called
     in_background: bool
-    result: Callable[[], Any]  # waits for all rewards and returns them
+    result: Callable[[], Any]  # runs the other rewards, waits for all, and returns them
 
 
 class Log(Protocol):
@@ -84,7 +84,8 @@ class Step:
 
     # the parts
     sample: Callable[[list[Row]], Completions]  # samples one completion of each row
-    score: Callable[[list[Row], Completions], Pending]  # whose result is a `ScoredBatch`
+    # starts scoring and returns a handle whose `result` returns a `ScoredBatch`
+    score: Callable[[list[Row], Completions], Pending]
     # returns `(B, T)` log-probabilities of the given rows under the reference; None if beta is 0
     reference: Callable[[TokenRows, list[int]], torch.Tensor] | None
     # Returns the same learner each time. The first call creates it and sets its token budget from
@@ -106,8 +107,9 @@ class Step:
     )
     # may set entries of `Rollout.learnable` to False, so that these rows do not train
     rows_to_learn: Callable[[Rollout], Rollout] = lambda rollout: rollout
-    # True if the reference pass may run while async rewards are computed; False if `after_scoring`
-    # can replace rows, because the pass would then have used the replaced rows
+    # True if the reference pass may run while async rewards are computed. False if `after_scoring`
+    # can replace rows, because the pass would then have computed rows that are no longer in the
+    # batch
     overlap: bool = True
     # the state
     moments: RunningMoments = field(default_factory=RunningMoments)  # `normalize_reward: moving`

@@ -3,7 +3,7 @@
 GIB = 1024**3
 # A pass without gradient keeps no activations, so its micro-batches may be this much larger
 NO_GRAD_FACTOR = 4
-# The budget is at least and at most this, whatever the memory
+# Lower and upper limit of the budget in positions, whatever the memory
 SMALLEST_BUDGET = 512
 LARGEST_BUDGET = 16_384
 
@@ -36,7 +36,8 @@ def default_token_budget(  # noqa: PLR0913
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
     """Return the fixed cost of a training pass, converted to a number of positions.
 
-    Computing that many positions takes as long as starting the operations of one more pass.
+    An additional pass takes time to launch its operations, however few positions it has. Computing
+    the returned number of positions takes the same time.
     """
     # Seconds to start a layer's operations, and operations per second; a position needs about 4
     # operations per parameter. These are constants, so that a run is always cut in the same way.

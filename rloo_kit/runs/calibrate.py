@@ -65,11 +65,14 @@ def calibrate(  # noqa: PLR0913
     function chooses the level with the largest share of prompts whose completions have different
     scores.
 
-    For a built-in task with levels, the new run file sets ``data.level``. Other prompts are grouped
-    by their column ``level``; without this column all prompts are one level. The prompts of the
-    chosen level are written to a .jsonl file next to the new run file. Sampled prompts that are
-    always or never solved are left out, and the held-out prompts come last. The sampled completions
-    are written to another .jsonl file, which ``warm_up`` can use as examples.
+    For a built-in or reasoning-gym task with levels, the new run file sets ``data.level``. Other
+    prompts are grouped by their column ``level``; without this column they form one level. The new
+    run file then reads its prompts from a .jsonl file that is written next to it. This file has the
+    prompts of the chosen level, except sampled prompts that are always or never solved, and after
+    them the held-out prompts.
+
+    In both cases, the sampled completions are written to a separate .jsonl file, which ``warm_up``
+    can use as examples.
 
     Args:
         source: A run file or another source that ``train`` accepts; it is not changed.
@@ -78,9 +81,10 @@ def calibrate(  # noqa: PLR0913
         num_prompts: Number of prompts per level.
         num_generations: Number of completions per prompt; None: as in the run file.
         output: Path of the new run file. None: the name of ``source`` with ``-calibrated`` added,
-            in the folder of ``source`` if that is a file, and else in the working folder.
-        precision: Also measure whether sampler and learner differ less in bf16 or in float16
-            (``precision.mismatch``), and write the better one to the new run file.
+            in the folder of ``source`` if ``source`` is a file, otherwise in the working folder.
+        precision: Also measure whether the log-probabilities of sampler and learner differ less in
+            bf16 or in float16 (``precision.mismatch``), and set the better precision in the new run
+            file.
         say: Called with each line that is printed for the user.
 
     Returns:
@@ -210,9 +214,9 @@ def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
     """Return settings that load ``num_prompts`` prompts of every level of a task.
 
-    The task is a built-in one, or one of reasoning-gym with levels. No prompts are held out. If
-    ``data.level`` is a list, only these levels are loaded. The settings of a source without levels
-    are returned unchanged.
+    Only built-in tasks and tasks of reasoning-gym can have levels. No prompts are held out. If
+    ``data.level`` is a list, only the levels in it are loaded. If the prompts have no levels, the
+    settings are returned unchanged.
     """
     data = config.data
     last = count_levels(data.prompts)

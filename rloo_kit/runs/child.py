@@ -28,8 +28,8 @@ from rloo_kit.checkpoints.stopping import (
 )
 from rloo_kit.errors import KitError, SetupError
 
-# True if the system has process groups. On others, processes that the subprocess started may
-# continue after it was killed
+# True if the system has process groups. On other systems, processes that the subprocess started may
+# keep running after the subprocess was killed
 POSIX = hasattr(os, "killpg")
 
 
@@ -43,9 +43,10 @@ def call_in_child(
 ) -> Any:
     """Call ``function(*args, **keywords)`` in a subprocess, and return its result.
 
-    Ctrl-C, SIGTERM and SIGHUP are forwarded to the subprocess (on Windows only Ctrl-C reaches it,
-    sent by the system), and the function may still return a result after them. A third signal kills
-    the subprocess. It is also killed if this process dies.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded to the subprocess, and the function may still return a
+    result after them. On Windows nothing is forwarded: the system itself sends Ctrl-C to both
+    processes, and no other signal reaches the subprocess. A third signal kills the subprocess. The
+    subprocess is also killed if this process dies.
 
     Args:
         function: A function that can be imported by its module and name.

@@ -1,4 +1,4 @@
-"""Create the folder of a run, or reopen it to resume, and record the end even of a failed run."""
+"""Create or reopen the folder of a run, and record how the run ended, even if it failed."""
 
 import contextlib
 import os
@@ -65,9 +65,9 @@ def folder_to_resume(
     Args:
         source: The argument ``source`` of ``train``.
         config: The settings that were read from it.
-        resume: False to begin a new run; the folder of a run; or True for ``source`` if it is a
-            folder or the run.yaml in it, else for the newest run in ``output_dir``, if there is
-            one.
+        resume: False: begin a new run. A path: resume the run in that folder. True: resume
+            ``source`` if it is a folder or the run.yaml of a run, otherwise the newest run in
+            ``output_dir``, if there is one.
 
     Raises:
         ConfigError: The folder does not belong to a run, or ``config`` has another ``output_dir``
@@ -152,14 +152,15 @@ def command_with_adapter(
 def command_after_stop(folder: Path, stop_on: Sequence[str] | None = None) -> str:
     """Return the command that trains the kept weights of a run further.
 
-    The newest checkpoint of a run that a finding ended has later weights than its adapter.
+    If a finding ended a run, the run kept its best weights and saved them in its adapter. Its
+    newest checkpoint has later weights.
 
     Args:
         folder: Folder of the run.
         stop_on: Kinds of findings that count; None: all.
 
     Returns:
-        The command; "" if no finding of these kinds ended the run, or if it has no adapter.
+        The command; "" if no finding of these kinds ended the run, or if the run has no adapter.
     """
     finding = (read_json(folder / "end.json") or {}).get("finding")
     if not isinstance(finding, dict) or adapter_in(folder / "adapter") is None:
@@ -172,10 +173,10 @@ def command_after_stop(folder: Path, stop_on: Sequence[str] | None = None) -> st
 
 
 def check_same_settings(folder: Path, now: RunConfig) -> None:
-    """Check that the settings do not differ from those with which the run to resume began.
+    """Check that the settings are the same as those with which the resumed run began.
 
-    Settings in ``MAY_CHANGE`` and the address of a judge may differ. The trainer itself compares
-    the settings of ``trainer:``.
+    Settings in ``MAY_CHANGE``, parameters of a judge in ``OF_SERVER``, and the folders of files may
+    differ. The trainer itself compares the settings of ``trainer:``.
 
     Args:
         folder: Folder of the run to resume.

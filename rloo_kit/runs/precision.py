@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16")
 # Settings of a measurement. The first two lines make the sampler draw each token with the policy's
-# own probability. With the others a trainer can be made for 8 prompts and one reward, with the
-# kit's step, whose learner is compared
+# own probability. With the other lines, a trainer for 8 prompts and one reward can be made. It uses
+# the kit's step, because the learner of that step is compared with the sampler
 MEASURED = {
     "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
     "thinking_budget": None,
@@ -40,7 +40,7 @@ MEASURED = {
 
 
 def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
-    """Return the run in ``bf16`` or ``fp16``, with settings for the measurement.
+    """Return the prepared run in a precision (``bf16`` or ``fp16``), with the settings ``MEASURED``.
 
     Raises:
         ConfigError: Unsloth does not compute in this precision here.

@@ -57,7 +57,7 @@ class RunRecorder(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Append one line to metrics.jsonl; write the report too if the last one is old enough."""
+        """Append a line to metrics.jsonl, and update the report if the last one is old enough."""
         self.steps = state.global_step
         self._append("metrics.jsonl", [{"step": self.steps, "time": time.time(), **logs}])
         if self.steps > 1 and time.monotonic() > self._next_report:
@@ -114,7 +114,7 @@ class RunRecorder(TrainerCallback):
             self._write_scores()
 
     def on_checkpoint(self, *_: Any) -> None:
-        """Sync the files to the disk before the checkpoint, which has their sizes, is written."""
+        """Sync the files to disk before a checkpoint that records their sizes is written."""
         for name in ROW_FILES:
             with contextlib.suppress(OSError), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class HeldOutScores(TrainerCallback):
-    """Callback that scores the held-out prompts for the recorder and the watch of the run.
+    """Callback that scores the held-out prompts, for the run's recorder and its ``RunWatch``.
 
     Args:
-        job: Parts of the run.
+        job: The prepared run.
         trainer: Trainer of the run.
         recorder: Recorder of the run. Only the first process has one; it is None in the others.
         before: Scores from before training, which a resumed run reads from its record; None if
@@ -36,7 +36,7 @@ class HeldOutScores(TrainerCallback):
     _newest: dict[int, float | None] = field(default_factory=dict, init=False)
 
     def score(self) -> Evaluation | None:
-        """Score the held-out prompts with the policy as it is now.
+        """Score the held-out prompts with the current policy.
 
         Every process must call this method, because with several processes TRL's step samples on
         all of them.
@@ -93,7 +93,7 @@ class HeldOutScores(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Score the held-out prompts after every ``data.held_out_every`` steps.
 
-        They are not scored here after the last step, because the function ``train`` does it then.
+        After the last step they are not scored here, because the function ``train`` scores them.
         """
         step = state.global_step
         every = self.job.config.data.held_out_every
@@ -109,8 +109,8 @@ class HeldOutScores(TrainerCallback):
     ) -> None:
         """Store in the checkpoint the score of the held-out prompts (see ``_choosing_score``).
 
-        It is None if this step did not score them. Without ``data.held_out_every`` nothing is
-        stored.
+        The score is None if the prompts were not scored after this step. Without
+        ``data.held_out_every`` nothing is stored.
         """
         if self.job.config.data.held_out_every:
             held["held_out"] = self._newest.get(state.global_step)
@@ -137,8 +137,9 @@ class HeldOutScores(TrainerCallback):
     def _choosing_score(self, found: Evaluation) -> float | None:
         """Return the mean of the reward that chooses checkpoints and weights.
 
-        It is the first reward that the run trains on or that was not 0 before training. A reward
-        that is only measured may stay at 0, such as ``accuracy`` of long answers.
+        This is the first reward that the run trains on, or whose mean was not 0 before training. A
+        reward that is only measured is skipped if its mean was 0, because it may stay at 0, as
+        ``accuracy`` does for long answers. The result is None if no reward qualifies.
         """
         own = {reward.name for reward in self.job.rewards}
         before = (self.before or found).rewards

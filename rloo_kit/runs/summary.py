@@ -30,10 +30,10 @@ class RunResult:
     """Result of a run."""
 
     folder: Path
-    before: Evaluation | None  # scores of the held-out prompts before training
-    after: Evaluation | None  # and after training; None if there are none
+    before: Evaluation | None  # held-out scores before training; None if there are none
+    after: Evaluation | None  # held-out scores after training; None if there are none
     steps: int
-    seconds: float  # of the training alone, since the start or the last resume
+    seconds: float  # duration of the training alone, since the start or the last resume
     interrupted: bool = False  # True after Ctrl-C, SIGTERM or SIGHUP
     terminated: bool = False  # True after SIGTERM or SIGHUP
     released: Released | None = None  # the memory that was released at the end
@@ -63,8 +63,8 @@ def announce_load(job: PreparedJob) -> None:
 def introduce(job: PreparedJob) -> None:
     """Print the model and the device.
 
-    If one of these applies, also print why ``model.backend: auto`` did not choose Unsloth, why
-    TRL's training step is used, and how to use further cards.
+    Also print, where it applies, why ``model.backend: auto`` did not choose Unsloth, why TRL's
+    training step is used, and how to train on all cards of the machine.
     """
     config = job.config
     environment = job.environment

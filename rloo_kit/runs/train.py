@@ -58,8 +58,8 @@ def train(
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
             or a ``RunConfig``.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
-        say: Called with each line that is printed for the user. An OSError that it raises, as of a
-            closed terminal, does not end the run.
+        say: Called with each line that is printed for the user. An OSError that it raises, for
+            example because the terminal was closed, does not end the run.
         resume: True: resume ``source`` if it is the folder of a run or the run.yaml in it, else the
             newest run in ``output_dir``. A path: resume the run in that folder. The run continues
             from its newest valid checkpoint, or from step 0 if it has neither a checkpoint nor an
@@ -162,7 +162,10 @@ def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> 
 
 
 def _has_same_name(job: PreparedJob, folder: Path) -> bool:
-    """Return True if ``model.name`` is as the run in ``folder`` has it; a repository may move."""
+    """Return True if ``model.name`` is the same as in the run in ``folder``.
+
+    It may differ, because the folder or repository of the model may have moved.
+    """
     return read_run_file(folder / RUN_FILE, recorded=True).model.name == job.config.model.name
 
 
@@ -261,8 +264,8 @@ def _find_progress(
         stop_on: Kinds of findings that end the run from now on.
 
     Raises:
-        ConfigError: A finding of one of these kinds ended the run, or the run has an adapter but no
-            valid checkpoint, so a new start would remove it.
+        ConfigError: A finding of one of these kinds ended the run, or the run has no valid
+            checkpoint but an adapter, which a new start would remove.
     """
     if past is None:
         return None, None

@@ -65,8 +65,9 @@ def warm_up(  # noqa: PLR0913
     Args:
         source: A run file or another source that ``train`` accepts.
         examples: A .jsonl, .csv or .parquet file whose rows have ``prompt`` and ``completion``, or
-            ``messages``; the folder of a run; or such rows. If a row has a ``score``, all rows are
-            sampled completions, and only the best ones are used.
+            ``messages``; the folder of a run; or a list of such rows. If any row has a ``score``,
+            or the rows are those of a run, only the best completions of each prompt are used, and
+            rows without a score are left out.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
         steps: Number of optimizer steps, each with 4 examples; None: ``epochs`` decides.
         epochs: Number of passes over the examples; None: 2, unless ``steps`` is given.
@@ -234,10 +235,10 @@ def tokenized(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of prompt and completion of each row.
 
-    The prompt has the same tokens as in the run. The completion ends with the token that ends a
-    turn or, after a plain-text prompt, with the one that ends a text. If the chat
-    template already opens a thought at the end of the prompt, the mark that opens a thought is
-    removed from the completion.
+    The prompt has the same tokens as in the run. The completion ends with the end-of-turn token or,
+    after a plain-text prompt or without an end-of-turn token, with the end-of-text token. If the
+    chat template already opens a thought at the end of the prompt, the mark that opens a thought is
+    removed from the start of the completion.
 
     Args:
         tokenizer: The tokenizer of the policy.

@@ -4,11 +4,12 @@ The engine ("sampler") reports the log-probability of each token that it sampled
 tokens of a few completions, the trainer computes these log-probabilities in four ways: with its
 current policy, with its policy of one optimizer step ago, with the base model without adapter, and
 with its current policy after disturbing the hidden states as much as rounding does. The first three
-show which policy has sampled. The last one shows how much rounding explains.
+results show which policy sampled the tokens. The last one shows how large a difference rounding can
+explain.
 
-A fixed threshold could not separate rounding from an adapter that never reached the engine. In
-16 bit the results of two correct kernels differ by 0.0005 nats for one model and by 0.04 nats for
-another.
+A fixed threshold could not separate rounding from an adapter that never reached the engine, because
+the effect of rounding depends on the model: in 16 bit the results of two correct kernels differ by
+0.0005 nats for one model and by 0.04 nats for another.
 """
 
 import contextlib
@@ -35,9 +36,10 @@ PROBE_TOKENS_PER_ROW = 64
 PROBE_POSITIONS = 2048
 PROBE_MIN_ROWS = 4
 
-# One batch proves that another policy sampled if the sampler is at least this many standard errors
-# nearer to that policy, and its mean difference from that policy is at most this fraction of its
-# mean difference from the current policy.
+# One batch proves that another policy sampled if two conditions hold. The sampler is more than this
+# many standard errors from the midpoint of the two policies, on the side of the other policy. And
+# its mean difference from the other policy is less than this fraction of its mean difference from
+# the current policy.
 SURE_ERRORS = 6.0
 SURE_FIT = 0.6
 # An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
@@ -49,7 +51,8 @@ HISTORY = 20
 HISTORY_ERRORS = 8.0
 # A mean difference has another cause than rounding if it is more than this many times the noise,
 # and larger than the floor (nats). The floor is needed if nearly every token is certain: rounding
-# then changes nothing in most batches, but one uncertain token by a third of a nat in another.
+# then changes nothing in most batches, but now and then it changes one uncertain token by a third
+# of a nat.
 NOISE_FACTOR = 4.0
 NOISE_FLOOR = 0.01
 
@@ -85,7 +88,7 @@ class Position(NamedTuple):
     evidence: float  # <sampler - middle, delta>
     size: float  # <delta, delta>
     variance: float  # variance of the evidence that rounding alone causes
-    # mean difference of the sampler from the other policy, divided by that from the current one
+    # mean of |sampler - other policy|, divided by the mean of |sampler - current policy|
     fit: float
 
     @property
@@ -112,11 +115,13 @@ def position_between(
 ) -> Position | None:
     """Return where the sampler is on the line from ``other`` (0) to ``now`` (1).
 
-    From 100 tokens on, the tokens with the largest differences between ``now`` and ``other`` are
-    left out: 0.5% of the tokens, but at least 3. The result is None if ``other`` and ``now`` are
-    equal on the remaining tokens, so that there is no line. Its ``share`` is the least-squares
-    estimate of the place. Its ``errors`` is the distance from the midpoint 1/2 in standard errors,
-    and negative if the sampler is nearer to ``other``.
+    If there are at least 100 tokens, those with the largest differences between ``now`` and
+    ``other`` are left out: 0.5% of the tokens, but at least 3.
+
+    In the result, ``share`` is the least-squares estimate of the sampler's place on the line.
+    ``errors`` is the distance from the midpoint (1/2) in standard errors. It is negative if the
+    sampler is nearer to ``other``. The result is None if ``other`` and ``now`` are equal on the
+    remaining tokens, because there is then no line.
 
     Args:
         sampler: ``(N,)`` log-probabilities of N tokens, as the engine reported them.
@@ -236,10 +241,10 @@ class Policies:
         return {n: p.detach().to("cpu", dtype, copy=True) for n, p in self.adapter.items()}
 
     def shift(self, tokens: TokenRows, seed: int) -> dict[str, torch.Tensor]:
-        """Return values of the adapter with noise that clearly changes the model's output.
+        """Return the adapter's values with added noise that clearly changes the model's output.
 
-        The size of the noise is searched so that log-probabilities change by 0.3 to 3 nats on
-        average.
+        Up to 12 noise scales are tried until the log-probabilities change by 0.3 to 3 nats on
+        average. If none of the scales achieves this, the last one is used.
 
         Args:
             tokens: The completions on which the change is measured.
@@ -335,15 +340,16 @@ class Canary:
         Returns:
             Metrics by name. ``sampling/adapter_reached`` is 1 if the engine used the current policy
             and 0 if it used the base model. ``sampling/step_reached`` is 1 for the current policy
-            and 0 for the policy of one step ago. Either is missing if rounding hides the
-            difference. ``sampling/probe_difference`` is the mean difference of engine and trainer
-            in nats; ``sampling/rounding_noise`` is how much of it rounding explains. Only these two
-            are returned if a setting such as ``top_k`` excludes tokens, because the policies can
-            then not be compared.
+            and 0 for the policy of one step ago. Either is missing if rounding hides the difference
+            between its two policies. ``sampling/probe_difference`` is the mean difference between
+            engine and trainer in nats; ``sampling/rounding_noise`` is the mean difference that
+            rounding explains. Only these two are returned if ``Sampling.whole_distribution`` is
+            False, for example with ``top_k``, because the policies cannot be compared then.
 
         Raises:
-            StalePolicyError: Another policy has sampled; the message names the most likely one.
-                Never raised if a setting such as ``top_k`` excludes tokens.
+            StalePolicyError: The log-probabilities fit another policy better, or differ by more
+                than rounding explains; the message names the most likely cause. Never raised if
+                ``Sampling.whole_distribution`` is False.
             GenerationError: The engine reported NaN or Inf.
         """
         tokens, log_probs = _cut_probe(tokens, log_probs)

@@ -54,7 +54,7 @@ def start_engine(
     """
     check = check_settings if trains else check_generation_kwargs
     asked = requested_engine(args)
-    if asked != "server":  # which has its own vLLM
+    if asked != "server":  # a server has its own vLLM
         why_not = why_not or why_not_vllm()
     if asked == "auto":  # if requested by name, vLLM gets its own copy of the weights
         why_not = why_not or notes_of(model).why_not_shared

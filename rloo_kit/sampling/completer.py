@@ -1,4 +1,4 @@
-"""Sampling of completions and calling of rewards, as all commands do it.
+"""Sampling of completions and calling of rewards, shared by all commands.
 
 Shapes: B completions, F reward functions.
 """
@@ -39,7 +39,7 @@ class Completer:
     # returns `trainer_state`, `log_extra` and `log_metric` for the rewards
     for_rewards: Callable[[], dict[str, Any]] = dict
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
-    # context around all draws of a batch; with tools there are several, one for each turn
+    # context around all draws of a batch; with tools, a batch has one draw for each turn
     turns: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     # event loop in its own thread that runs async rewards; None runs them one after another
     loop: asyncio.AbstractEventLoop | None = None
@@ -98,7 +98,8 @@ class Completer:
     def score(self, rows: Sequence[Mapping[str, Any]], completions: Completions) -> Pending:
         """Start to compute the rewards of completions.
 
-        Async rewards start now; the other rewards are called when the result is read.
+        If there is an event loop (``loop``), async rewards start now. All other rewards are called
+        when the result is read.
 
         Returns:
             A handle whose ``result()`` returns one list for each reward function, with one score
@@ -162,8 +163,8 @@ class Completer:
 def as_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
     """Return completions in the form that rewards expect.
 
-    A completion is a text if its prompt is a text. If the prompt is a conversation, it is a list
-    with one assistant message.
+    If the prompt is a text, the completion is a text. If the prompt is a conversation, the
+    completion is a list with one assistant message.
     """
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -99,8 +99,8 @@ def grow(
         begun: The unfinished completions; ``begun.is_enough`` decides when to stop.
         pad_token_id: The id that pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long; None for no limit.
-        **how: Further arguments of ``generate``, such as ``generation_config``. Its
-            ``max_new_tokens`` is the maximum of a whole completion.
+        **how: Further arguments of ``generate``, such as ``generation_config``, whose
+            ``max_new_tokens`` limits a whole completion, including the tokens that it already has.
 
     Returns:
         The new tokens of each completion, and their log-probabilities at the sampling temperature.
@@ -121,7 +121,7 @@ def grow(
 
 
 def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, **how: Any) -> Any:
-    """Call ``generate`` of transformers with ``OWN_SETTINGS`` as the model's only own settings.
+    """Call transformers' ``generate``, ignoring the model's own settings except ``OWN_SETTINGS``.
 
     Args:
         model: A causal language model of transformers, with or without PEFT's wrapper.
@@ -130,7 +130,7 @@ def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, *
         **how: Further arguments of ``generate``.
 
     Returns:
-        What ``generate`` returns: ``(B, W + C)`` ids, or an object with more.
+        What ``generate`` returns: ``(B, W + C)`` ids, or an output object that contains them.
     """
     width = max(map(len, prompt_ids))
     device = model.device
@@ -155,8 +155,8 @@ def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, *
 def as_sampled(model: Any) -> Iterator[None]:
     """Speed up sampling during a ``with`` block.
 
-    LoRA layers are merged if memory allows, and the output layer and, on a CPU, attention are
-    faster. If Unsloth has replaced the model's forward pass, nothing changes.
+    LoRA layers are merged if memory allows, the output layer is faster, and attention is faster on
+    a CPU. If Unsloth has replaced the model's forward pass, nothing changes.
     """
     if _decodes_itself(model):
         yield
@@ -183,9 +183,10 @@ def as_learned(model: Any) -> Iterator[None]:
 def contiguous_head(model: Model) -> Iterator[None]:
     """Speed up the output layer during a ``with`` block.
 
-    A pass over prompts keeps the last hidden state of each row, which are views into a
-    ``(rows, tokens, hidden)`` tensor. torch does not multiply such views by one weight matrix. On
-    a CPU it copies the matrix for each row, which takes longer than the layers before it.
+    After a pass over prompts, the last hidden states of the rows are a view into a
+    ``(rows, tokens, hidden)`` tensor. torch does not multiply such a view by the weight matrix in
+    one product. On a CPU it copies the matrix for each row, which takes longer than all layers
+    before the output layer. So the states are made contiguous first.
     """
 
     def to_contiguous(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -204,8 +205,8 @@ def fast_attention(device: torch.device) -> Iterator[None]:
     """Speed up attention on a CPU during a ``with`` block.
 
     If there is a mask, transformers copies keys and values for each query head of grouped-query
-    attention, because the fast kernels of a GPU need this. The kernel of a CPU does not. Without
-    the copies it is five times faster for 35 rows of 300 tokens.
+    attention, because the fast kernels of a GPU need the copies. The CPU kernel does not need them,
+    and without them it is five times faster for 35 rows of 300 tokens.
     """
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if device.type != "cpu" or getattr(before, "func", None) is _attend:
@@ -232,10 +233,11 @@ def _attend(
 ) -> tuple[torch.Tensor, Any]:
     """Call transformers' attention in the form that is fastest on a CPU.
 
-    Several tokens of a row attend in float32, because the backward pass of torch's kernel takes
-    four times as long in bfloat16. For a single token, the query heads that share keys and values
-    are passed as that many tokens, because the kernel is slow for one token: by a factor of six in
-    bfloat16, for 12 rows of 300 tokens and groups of 3 heads.
+    If a row has several query tokens, attention is computed in float32, because the backward pass
+    of torch's kernel takes four times as long in bfloat16. If a row has a single query token, the
+    query heads that share keys and values are passed to the kernel as if they were tokens, because
+    the kernel is slow for a single token: by a factor of six in bfloat16, for 12 rows of 300 tokens
+    and groups of 3 heads.
 
     Args:
         attention: transformers' function.
@@ -266,7 +268,7 @@ def _attend(
 
 @dataclass
 class _Growth:
-    """Limits of ``sample_rows`` when it continues completions, and what it found out about them."""
+    """Limits of continued completions in ``sample_rows``, their lengths and log-probabilities."""
 
     begun: Begun  # B completions to continue
     thought: ThoughtLimit | None  # ends a completion whose thought is too long; None for no limit
@@ -320,8 +322,8 @@ def can_grow(model: Model) -> bool:
 def _new_cache(model: Model) -> DynamicCache | None:
     """Return an empty cache of keys and values for a model.
 
-    It is None if the model has none or other states too, or if Unsloth has replaced its forward
-    pass.
+    The result is None if the model is not from transformers, if it has states other than keys and
+    values, or if Unsloth has replaced its forward pass.
     """
     # only models of transformers have this attribute
     if _decodes_itself(model) or getattr(model, "_is_stateful", True):
@@ -370,7 +372,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep a copy of the rows with these numbers, and free the memory of all rows."""
+        """Keep copies of the rows with these numbers, and free the memory of the original rows."""
         super().batch_select_indices(indices)
         self._spare.clear()
 
@@ -416,8 +418,8 @@ def sample_rows(
         logits_processor: As in ``generate``.
         stopping_criteria: As in ``generate``.
         generation_config: As in ``generate``.
-        growth: If completions are continued, their state, which can end the loop before all rows
-            have ended. None samples until all rows have ended.
+        growth: State of the completions to continue, which can end the loop before all rows have
+            ended. None samples until all rows have ended.
         **kwargs: Other arguments of the model's forward pass.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Faster LoRA layers: one matrix while the model samples, no casts to float32 while it learns.
+"""Faster LoRA layers: one matrix during sampling, and no casts to float32 during training.
 
 LoRA layers add casts and two small matrix products to every decoding step, and a 4-bit base is
 dequantised at each step. Together these take half of the step's time. So the LoRA layers are
@@ -6,8 +6,9 @@ replaced by ordinary linear layers while the model samples, and put back unchang
 16 bit the merged weights are rounded, which changes log-probabilities about as much as any other
 16-bit rounding (tests/sampling/test_dense.py).
 
-While a 16-bit model learns, PEFT casts the input of each layer to the float32 of its adapter.
-``fused_layers`` casts the small adapter instead, as Unsloth's own LoRA layers do.
+During training of a 16-bit model, PEFT casts the input of each LoRA layer to float32, the dtype of
+the adapter. ``fused_layers`` casts the small adapter to the dtype of the input instead, as
+Unsloth's own LoRA layers do.
 """
 
 import contextlib

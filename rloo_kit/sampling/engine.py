@@ -157,11 +157,11 @@ def draw_from(
 ) -> Generations:
     """Sample one completion of each of B prompts, and end it if its thought is too long.
 
-    The limit of a thought is ``sampling.thought``. An engine's own limit of thoughts would insert
-    the closing token of the thought, which the policy has not sampled. So this function first
-    samples all completions up to the limit. Of those that have not ended by then, it continues the
-    ones whose thought is closed, if the engine has room for more tokens; the others end at the
-    limit.
+    The maximum length of a thought is ``sampling.thought``. The engine's own limit on thoughts is
+    not used, because it would insert the closing token, which the policy has not sampled. Instead,
+    this function first samples all completions up to the limit. A completion that has not ended by
+    then is continued only if its thought is closed and the engine has room for more tokens.
+    Otherwise it ends at the limit.
     """
     limit = sampling.thought
     if limit is None or limit.tokens >= sampling.max_tokens:
@@ -218,8 +218,9 @@ class AdapterFolder:
     """Temporary folder for the newest adapter, and for other files that an engine reads.
 
     Args:
-        parent: The folder in which it is created; None for shared memory or, if that is missing or
-            small, as in a container, the system's temporary folder.
+        parent: The folder in which it is created. None creates it in shared memory, or in the
+            system's temporary folder if shared memory cannot be written to or has less than 1 GiB
+            free, as in many containers.
 
     Raises:
         GenerationError: ``parent`` does not exist, or cannot be written to.
@@ -245,10 +246,10 @@ class AdapterFolder:
 
         Args:
             model: The PEFT model.
-            dtype: The dtype of the written tensors; None keeps theirs.
+            dtype: The dtype of the written tensors; None keeps the dtype of each tensor.
 
         Raises:
-            GenerationError: The disk is full or cannot be written.
+            GenerationError: The disk is full or cannot be written to.
         """
         from safetensors import SafetensorError
 

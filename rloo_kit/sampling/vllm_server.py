@@ -90,13 +90,13 @@ class VllmServer:
     Args:
         args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
         needs: Requirements of the run.
-        adapter_dtype: The dtype to which an adapter is rounded. None if the model is not loaded
-            yet; only then the server's model name is compared with the base of ``needs``.
+        adapter_dtype: The dtype to which an adapter is rounded; None if the model is not loaded
+            yet. The server's model name is compared with the base of ``needs`` only if it is None.
 
     Raises:
-        GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds or is
-            not vLLM. Or it serves another model, has a shorter context length, or does not accept
-            adapters at run time.
+        GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not
+            vLLM, serves another model, has a shorter context length than the run needs, or does not
+            accept adapters at run time.
     """
 
     def __init__(self, args: Any, needs: Needs, adapter_dtype: "torch.dtype | None" = None) -> None:

@@ -1,4 +1,4 @@
-"""Loading, calling, checking, combining and listing of reward functions.
+"""Load, call, check, combine and list reward functions.
 
 Public: ``rk.load_rewards`` (in ``specs``), ``rk.gated``, ``rk.routed`` and ``rk.rescaled`` (in
 ``composition``). ``contract`` checks calls and scores, and ``catalogue`` lists the built-in

@@ -34,14 +34,14 @@ def gated(
 ) -> "Composed":
     """Return a reward that counts only for the completions that pass a gate.
 
-    The gate is another reward, ``by``. A completion that it scores ``at_least`` or higher gets its
-    score from ``reward``. Every other completion scores ``otherwise``, also if the gate returns
-    None for it.
+    The gate is another reward, ``by``. If the gate gives a completion a score of ``at_least`` or
+    higher, ``reward`` scores the completion. If the gate gives a lower score or None, the
+    completion scores ``otherwise``.
 
     Args:
         reward: Reward that scores the completions that pass the gate.
         by: Reward that serves as the gate.
-        at_least: Lowest score of the gate with which a completion passes.
+        at_least: Minimum score from the gate with which a completion passes.
         otherwise: Score of the completions that do not pass.
     """
     return _Gated((checked(reward), checked(by)), float(at_least), float(otherwise))
@@ -50,12 +50,12 @@ def gated(
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
     """Return a reward that scores only the rows with given values in given dataset columns.
 
-    All other rows get None, so that the reward does not apply to them.
+    All other rows get None, which means that the reward does not apply to them.
 
     Args:
         reward: Reward that scores the chosen rows.
         **only_for: Dataset column = value that a row must have there, or list of allowed values.
-            With several columns, a row must fit all of them.
+            With several columns, a row must have an allowed value in each of them.
 
     Raises:
         ValueError: No column is given.

@@ -1,4 +1,4 @@
-"""Wrapper around a reward that checks its call, its time limit and its scores."""
+"""Wrapper that checks the calls, the time limit and the scores of a reward."""
 
 import asyncio
 import functools
@@ -65,7 +65,7 @@ def reward_columns(
 
 
 def _copied(value: Any) -> Any:
-    """Return a value with its own lists and dicts at every level.
+    """Return a copy of a value, with new lists and dicts at every level.
 
     A reward may change its arguments, but the trainer and other rewards use the same completions.
     """
@@ -97,10 +97,12 @@ class CheckedReward:
     def __call__(self, **columns: Any) -> list[Score]:
         """Return one score per completion, each a finite float or None.
 
+        If ``on_error`` is ``skip``, rows without a valid score get None.
+
         Raises:
-            RewardContractError: A column that the reward needs is missing. Or, if ``on_error`` is
-                ``stop``, the reward raised, took too long, or did not return one valid score per
-                completion; with ``skip``, rows without a valid score get None.
+            RewardContractError: A column that the reward needs is missing; or ``on_error`` is
+                ``stop``, and the reward raised an error, took too long, or did not return one
+                valid score per completion.
         """
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))
@@ -285,8 +287,8 @@ def checked(
 def guarded(reward: Reward, timeout: float | None, on_error: str) -> Any:
     """Return a checked reward with a time limit and a rule for rows that cannot be scored.
 
-    Each part of a composed reward gets them, so that only the rows of a part that fails count as
-    unscorable.
+    In a composed reward, each part gets the limit and the rule. If a part fails, only the rows for
+    which it was called count as unscorable.
 
     Args:
         reward: A ``CheckedReward``. A torch module is returned unchanged.
@@ -314,7 +316,7 @@ def call_reward(func: Callable[..., Any], columns: dict[str, Any]) -> list[Score
 
 
 def take_rows(columns: dict[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Return the keyword arguments of a reward with only the given rows of their columns.
+    """Return a reward's keyword arguments, with each column reduced to the given rows.
 
     A column is a list with one value per completion. All other arguments are returned unchanged.
 
@@ -349,7 +351,7 @@ def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
 def columns_read(func: Reward) -> set[str]:
     """Return the names of the arguments that a reward cannot do without.
 
-    A built-in reward says which columns it reads; any other has them as parameters.
+    They are its parameters without a default and, for a built-in reward, the names in ``reads``.
     """
     reads = getattr(func, "reads", ())
     return {*keywords_of(func)[2], *(reads if isinstance(reads, tuple) else ())}

@@ -60,12 +60,12 @@ class LoadedReward:
     is_bound: bool = False  # it was loaded for a tokenizer, and must not be bound again
 
     def weight_at(self, progress: float) -> float:
-        """Return the weight after the share ``progress`` (0 to 1) of the training."""
+        """Return the weight at ``progress``, the finished share of the training (0 to 1)."""
         weight = self.weight
         return weight.at(progress) if isinstance(weight, WeightSchedule) else weight
 
     def renamed(self, name: str) -> "LoadedReward":
-        """Return this reward with another name of its metric."""
+        """Return a copy of this reward whose metric has the given name."""
         func = self.func
         if isinstance(func, CheckedReward):
             func = replace(func, name=name)
@@ -105,11 +105,11 @@ def load_rewards(
     Names are made distinct: two rewards called ``polite`` become ``polite`` and ``polite_2``.
 
     Args:
-        specs: Specs of the rewards, or a single text. Each is the name of a built-in reward,
+        specs: Specs of the rewards, or one spec as text. Each is the name of a built-in reward,
             ``file.py:function``, ``package.module:function``, a reward model (folder or hub name),
             a callable, or a table such as ``{name: thinking, weight: 0.5, long: 60}``.
-        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: a
-            trainer or ``evaluate`` binds them to its own.
+        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: these
+            rewards are bound later, by the trainer or ``evaluate``, to its own tokenizer.
         base_dir: Folder to which paths are relative; None: the working directory.
         chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
             whether the template opens a thought in the prompt.
@@ -171,8 +171,8 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
             a single tokenizer, or None. A tokenizer for a reward without a model is ignored.
 
     Raises:
-        ConfigError: The list has another length than ``rewards``, or has a tokenizer for a reward
-            that is composed of other rewards.
+        ConfigError: The length of the list differs from that of ``rewards``, or the list has a
+            tokenizer for a reward that is composed of other rewards.
     """
     if given is None:
         return rewards
@@ -276,7 +276,7 @@ def _is_model(name: str, base: Path) -> bool:
     """Return whether a name is the folder of a reward model, or may be the name of one on the hub.
 
     Raises:
-        RewardLoadError: The name cannot be one of a file or folder.
+        RewardLoadError: No file or folder can have this name.
     """
     path = _path(name, base)
     if name and any((path / file).is_file() for file in _MODEL_FILES):
@@ -287,8 +287,8 @@ def _is_model(name: str, base: Path) -> bool:
 def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
     """Return the object that ``file.py:name`` or ``package.module:name`` refers to.
 
-    Return None if the text has neither form. ``file.py`` without a name is an error, after the file
-    was run.
+    Return None if the text has neither form. If the text is ``file.py`` without ``:name``, the file
+    is run, and then an error lists the names in the file.
 
     Args:
         name: The text.

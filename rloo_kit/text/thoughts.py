@@ -153,11 +153,11 @@ def _occurs(pattern: str, template: str) -> bool:
 def thought_marks(tokenizer: Tokenizer | None) -> ThoughtMarks | None:
     """Return the marks of a model's thoughts.
 
-    Marks set with ``give_marks`` come first. Otherwise the marks are those of the family whose
-    closing mark is a token of the vocabulary or, if there is none, whose mark is in the chat
-    template. Return None without a tokenizer, or if the model belongs to no known family. The
-    marks of another family are never used as a default, because this model may use the same token
-    ids for ordinary words.
+    Marks set with ``give_marks`` take precedence. Otherwise the marks are those of the family whose
+    closing mark is a token of the vocabulary. If there is no such family, they are those of the
+    family whose closing mark occurs in the chat template. Return None without a tokenizer, or if
+    the model belongs to no known family. The marks of another family are never used as a default,
+    because this model may use the same token ids for ordinary words.
     """
     if tokenizer is None:
         return None
@@ -215,12 +215,13 @@ def find_thoughts(
 
     ``tokens`` is the number of tokens in all turns. ``thought_tokens`` is the number of tokens in
     the thoughts of all turns. ``answer_at`` is the number of characters in the text of the last
-    turn up to the end of its last closing mark, where the answer begins; secrets are counted as
-    the masks that files have in their place. ``thought_tokens`` and ``answer_at`` are None if the
-    last turn has no closing mark; ``answer_at`` is also None if the text does not match the tokens.
+    turn up to the end of its last closing mark, where the answer begins. They are counted after
+    secrets are masked, as the text is written to files. ``thought_tokens`` and ``answer_at`` are
+    None if the last turn has no closing mark; ``answer_at`` is also None if the text does not match
+    the tokens.
 
     Args:
-        marks: Marks of the model's thoughts; None if they are not known, so that none is found.
+        marks: Marks of the model's thoughts; None if they are unknown, so that no thought is found.
         turns: Token ids of each turn of the model, at least one.
         completion: The completion as text, or as a list of messages.
     """

@@ -47,15 +47,15 @@ _SHORT.maxstring = _SHORT.maxother = LONGEST_VALUE
 
 
 def resume_command(run: str | PurePath) -> str:
-    """Return the command that resumes the run in a folder, as it can be pasted into a shell."""
+    """Return the command that resumes the run in a folder, ready to be pasted into a shell."""
     return f"rloo-kit train {shell_path(run)} --resume"
 
 
 def shell_path(path: str | PurePath) -> str:
-    """Return a path as it can be pasted into a shell.
+    """Return a path in a form that can be pasted into a shell.
 
-    It has slashes on Windows too, where a backslash would bring single quotes, which cmd.exe takes
-    for a part of the name.
+    The path has forward slashes on Windows too. A backslash would make ``shlex.quote`` add single
+    quotes, which cmd.exe takes for a part of the name.
     """
     return shlex.quote(PurePath(path).as_posix())
 
@@ -178,7 +178,7 @@ def _turns(completion: Completion) -> list[dict[str, Any]]:
 
 
 def without_folders(value: object) -> Any:
-    """Return a value of a run file in which each absolute path is only its last part."""
+    """Return a value of a run file, with each absolute or ``~`` path cut to its last part."""
     if isinstance(value, str):
         for path in (PurePosixPath(value), PureWindowsPath(value)):
             if path.is_absolute() or path.parts[:1] == ("~",):

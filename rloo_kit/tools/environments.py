@@ -129,9 +129,9 @@ class Environments:
 
 
 def methods_of(environment: Any) -> list[Tool]:
-    """Return the tools of an environment; none if it is None.
+    """Return the tools of an environment: its public methods except ``reset`` and ``get_reward``.
 
-    They are its public methods except ``reset`` and ``get_reward``.
+    If the environment is None, the list is empty.
     """
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [

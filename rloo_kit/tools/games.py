@@ -73,7 +73,7 @@ class Maze:
             The directions in which the new room has doors.
 
         Raises:
-            ValueError: It is not one of the four directions.
+            ValueError: ``direction`` is not one of the four directions.
         """
         if direction not in DIRECTIONS:
             raise ValueError("direction must be north, east, south or west")

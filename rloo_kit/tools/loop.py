@@ -1,8 +1,8 @@
 """Sampling of trajectories: completions of several turns in which the model calls tools.
 
-The loop is ``_tool_call_loop`` of TRL's ``GRPOTrainer``, so tools, environments and metrics mean
-the same as there. The token ids of all turns are concatenated and never tokenized again, so that
-the training uses exactly the tokens that were sampled.
+The loop is ``_tool_call_loop`` of TRL's ``GRPOTrainer``, so tools, environments and metrics have
+the same meaning as in TRL. The token ids of all turns are concatenated and never tokenized again,
+so that the training uses exactly the tokens that were sampled.
 
 In shapes, B is the number of trajectories in a batch.
 """
@@ -113,7 +113,7 @@ class ToolLoop:
         Returns:
             B completions, each a list of turns of the model and results of tools. The prompts
             contain the texts of the environments. Tokens of results have the log-probability 0.
-            ``ended`` is False for a trajectory that ends with a call without its result.
+            ``ended`` is False for a trajectory whose last call has no result.
 
         Raises:
             DataError: A prompt is not a conversation or is too long, a row names an unknown

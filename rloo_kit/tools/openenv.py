@@ -14,8 +14,8 @@ class OpenEnv:
 
     A subclass sets ``url`` and has a method for each kind of action, such as ``def guess(self,
     number: int) -> str`` that returns ``self._step(number=number)``. See docs/how-to/tools.md. The
-    server must allow one session for each completion of a training batch, and as many again for
-    held-out prompts. To allow them, pass their number to the server's ``create_app`` as
+    server must allow one session for each completion of a training batch, and twice as many if
+    there are held-out prompts. Pass this number to the server's ``create_app`` as
     ``max_concurrent_envs``.
     """
 
@@ -31,7 +31,7 @@ class OpenEnv:
 
         Args:
             **row: Columns of the prompt's row. The server uses the columns that its ``reset`` has
-                as parameters. A value that JSON does not have, such as a date, is sent as text.
+                as parameters. A value that JSON cannot express, such as a date, is sent as text.
 
         Raises:
             ConfigError: ``openenv-core`` is missing.

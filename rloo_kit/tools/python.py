@@ -41,7 +41,7 @@ class PythonSession:
     For each call, a new sandbox runs the earlier programs of the trajectory again, without their
     output, and then the new program. A program that was ended, for example at the time limit, is
     not run again. The time limit applies to all programs of a call together. The random generator
-    has the same seed each time, but the time of day differs.
+    has the same seed in each call, but a program that runs again sees another time of day.
     """
 
     def reset(self, **row: Any) -> None:

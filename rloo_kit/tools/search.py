@@ -11,8 +11,8 @@ from rloo_kit.text.wording import format_value
 def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
     """Return a tool that searches the texts of a file.
 
-    The package ``bm25s`` ranks the texts with BM25 (Lucene's variant, k1 = 1.5, b = 0.75). Upper
-    and lower case are the same, and English stop words do not count.
+    The package ``bm25s`` ranks the texts with BM25 (Lucene's variant, k1 = 1.5, b = 0.75). Case and
+    English stop words are ignored.
 
     Args:
         file: A .jsonl, .csv or .parquet file with a column ``text``.

@@ -26,8 +26,8 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
     Raises:
         ConfigError: The tokenizer is a processor for images, it has no default chat template, the
             template cannot show tool calls, or the format in which the model writes a call is
-            unknown. Or the chat template changes earlier turns when a turn is added, and TRL has no
-            variant that does not.
+            unknown. Also raised if the chat template changes earlier turns when a turn is added,
+            and TRL has no variant of the template that leaves them unchanged.
     """
     from transformers import ProcessorMixin
     from trl import chat_template_utils as templates
@@ -86,7 +86,7 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
 
 
 def with_texts(tokenizer: Any, messages: list[Message], turns: list[list[int]]) -> list[Message]:
-    """Put the thoughts of a trajectory back into the content of its messages; return these.
+    """Put the thoughts of a trajectory back into its messages, and return the messages.
 
     A turn without calls gets its whole text as content, as in a run without tools. A turn with
     calls gets its thought and the text before the calls. If the last message is the result of a
@@ -115,8 +115,8 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the JSON schema of each tool, which the prompt shows to the model.
 
     Raises:
-        ConfigError: A tool has no description, one of its parameters has no type or description, or
-            cannot be passed by its name, or two tools have the same name.
+        ConfigError: A tool has no description; a parameter has no type, has no description or
+            cannot be passed by its name; or two tools have the same name.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 

@@ -43,23 +43,23 @@ class _OtherFlag(argparse.Action):
 class LeaveOneOutConfig(KitSettings, RLOOConfig):
     """Trainer settings: the fields of TRL's ``RLOOConfig`` and of the kit's ``KitSettings``.
 
-    Settings may also have the names that other trainers use (``config.other_names``); these names
-    are translated or rejected.
+    Settings may also be given under the names that other trainers use (``config.other_names``).
+    These names are translated or rejected.
 
     Some defaults differ from TRL's, to suit one consumer GPU and a LoRA adapter:
     ``num_generations`` is 4, ``learning_rate`` 1e-5, ``logging_steps`` 1, ``save_steps`` 10,
-    ``report_to`` none, and ``num_completions_to_print`` 0 (``log_completions`` only fills the
-    tables of ``report_to``). ``bf16`` and ``fp16`` depend on the device. ``gradient_checkpointing``
-    and ``vllm_enable_sleep_mode`` are on only on a GPU.
+    ``report_to`` none, and ``num_completions_to_print`` 0, so that ``log_completions`` prints
+    nothing and only fills the tables of ``report_to``. ``bf16`` and ``fp16`` depend on the device.
+    ``gradient_checkpointing`` and ``vllm_enable_sleep_mode`` are on only on a GPU.
 
-    Unsloth replaces ``RLOOConfig`` by a class with some other defaults. They are reset to TRL's, so
-    that a run file means the same with and without Unsloth. ``TrlParser`` and ``HfArgumentParser``
-    accept this class in the same way as TRL's.
+    Unsloth replaces ``RLOOConfig`` by a class in which some defaults differ. Here they are reset to
+    TRL's, so that a run file means the same with and without Unsloth. ``TrlParser`` and
+    ``HfArgumentParser`` accept this class in the same way as TRL's.
 
     Raises:
-        ConfigError: The name of a setting is unknown (the message has the nearest known name), or
-            only another trainer has this setting, or the same setting is given under two names. Or
-            a value is out of range, or the batch does not consist of whole groups.
+        ConfigError: A setting is unknown (the message suggests the nearest known name), exists only
+            in another trainer, or is given under two names. Or a value is out of range, or the
+            batch does not consist of whole groups.
     """
 
     other_names: str | None = dataclasses.field(
@@ -196,7 +196,8 @@ def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
     An ``RLOOConfig`` does not record which of its values the user set. So all its values are used,
     including those that Unsloth's patched class adds, and the kit's own settings get their
     defaults. If a setting in ``BY_DEVICE`` still has TRL's default, its value depends on the
-    machine. ``bf16`` and ``fp16`` depend on it only if Unsloth's class has both off.
+    machine. ``bf16`` and ``fp16`` depend on the machine only if ``args`` is of Unsloth's class and
+    both are off.
 
     Raises:
         ConfigError: ``args`` is the configuration of another trainer.

@@ -43,8 +43,8 @@ REMEDY = (
 class DryRun:
     """Result of a dry run: memory and time of one learning step in the worst case."""
 
-    # peak memory: on a GPU of all tensors and of everything outside of torch's allocator (CUDA
-    # context, an engine); on a CPU the resident memory of the process
+    # peak memory; on a GPU, all tensors and everything outside of torch's allocator (CUDA context,
+    # an engine); on a CPU, the resident memory of the process
     peak_bytes: int
     device_bytes: int  # total memory of the GPU; on a CPU, of the machine
     seconds: float  # duration of the dry run
@@ -71,9 +71,9 @@ class WorstCase:
     trainer: TrlStep
     policy: Policy
     learner: Learner
-    # Number of tokens of a stream's longest prompt. If it is None, the longest prompt and
-    # completion of a stream are assumed to fill the model's context length. If the dataset is not a
-    # stream, its own longest prompt is used instead
+    # Number of tokens of the longest prompt of a stream. If it is None, this prompt together with a
+    # completion of maximum length is assumed to fill the model's context length. If the dataset is
+    # not a stream, this field has no effect, and the longest prompt of the dataset is used
     max_prompt_tokens: int | None = None
     # Called if memory runs out; returns advice for the error message, such as "lower lora.r"
     remedy: Callable[[], str | None] = lambda: None
@@ -96,9 +96,10 @@ class WorstCase:
     def _is_small(self) -> bool:
         """Return True if a whole generation batch needs at most half of the token budget.
 
-        A pass of the token budget is estimated to fill at most half of the free memory, so such a
-        batch fills at most a quarter. If the setting ``tokens_per_micro_batch`` or the smallest
-        budget was used, nothing is known of the memory, and no batch is small.
+        A pass that uses the whole token budget is estimated to fill at most half of the free
+        memory, so such a batch fills at most a quarter. A budget that the setting
+        ``tokens_per_micro_batch`` gave, or that is the smallest budget, says nothing about the
+        memory. Then no batch counts as small.
         """
         args = self.trainer.args
         budget = self.learner.budget
@@ -169,7 +170,7 @@ class WorstCase:
         return trainer.tokenizer("1").input_ids[:1] * min(self.max_prompt_tokens or left, left)
 
     def _learn(self, ids: list[int], rows: int, width: int) -> None:
-        """Run the largest passes of a step, again after each time that the budget was lowered.
+        """Run the largest passes of a step, and repeat them whenever the budget was lowered.
 
         Args:
             ids: Token ids of the longest prompt.

@@ -73,7 +73,7 @@ class InFlight:
         self.coming = self.order()  # row numbers of the next prompts to begin
 
     def __call__(self, num_rows: int) -> tuple[list[Row], Completions]:
-        """Sample until ``num_rows`` completions in whole groups are complete.
+        """Sample until ``num_rows / G`` groups are complete, and return their completions.
 
         Returns:
             The training-set row of each completion, and the completions.

@@ -80,7 +80,7 @@ class Policy:
         """Compute the reference model's log-probabilities of the completion tokens of some rows.
 
         Args:
-            learner: Runs the passes, and counts them.
+            learner: Runs the passes, and counts their rows in its tally.
             tokens: The tokens of all B rows.
             rows: Numbers of the rows to compute.
 
@@ -111,8 +111,8 @@ def enable_checkpointing(model: Model, args: LeaveOneOutConfig) -> None:
 def without_checkpointing(model: Model) -> Iterator[None]:
     """Turn gradient checkpointing off during a ``with`` block, and restore it at the end.
 
-    Only the flags of the modules change, because transformers adds a hook to the embedding each
-    time it turns checkpointing on.
+    The flags of the modules are changed directly. transformers' own method would add another hook
+    to the embedding each time it turns checkpointing on.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     checkpointed = {

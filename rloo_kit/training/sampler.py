@@ -119,7 +119,8 @@ class Sampler:
     def has_ended(self, prompt_ids: list[int], ids: list[int]) -> bool:
         """Return True if the completion ``ids`` has an end token or has reached a limit.
 
-        The limits are the maximum length of a completion and that of its thought.
+        The limits are the maximum length of a completion and the maximum length of its thought. A
+        completion without tokens has not ended.
         """
         if not ids:  # it is still waiting for a free slot of the engine
             return False
@@ -184,7 +185,7 @@ class Sampler:
         Nothing is checked without a canary, or if the model is not in training mode.
 
         Raises:
-            StalePolicyError: It did not.
+            StalePolicyError: The engine did not sample from the current policy.
         """
         if self.canary and self.model.training:
             rows = zip(prompt_ids, drawn.completion_ids, drawn.log_probs, strict=True)
@@ -256,9 +257,9 @@ class Sampler:
     def _sync(self, engine: Engine, prompt_ids: TokenIds) -> None:
         """Send the weights to the engine if they have changed.
 
-        Before the first batch of a training, also test that the engine receives them, if the
-        setting ``canary`` is on. The test changes the adapter for a moment, so it is left out for a
-        model without an adapter.
+        If the setting ``canary`` is on, this also tests that the engine receives the weights,
+        before the sampler's first batch in training mode. The test changes the adapter for a
+        moment, so it is left out for a model without an adapter.
 
         Raises:
             StalePolicyError: The test showed that the engine does not use the sent adapter.

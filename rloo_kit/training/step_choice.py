@@ -157,11 +157,11 @@ def check_defaults(
     Args:
         args: Settings of the training.
         names: Names of the settings that have no effect.
-        why: The reason, as the end of a clause that begins with "which".
+        why: The reason, which stands in the message between "which" and "leave it out".
         config: The class whose defaults count.
 
     Raises:
-        ConfigError: One of them has another value.
+        ConfigError: One of the settings does not have its default value.
     """
     for name in names:
         if getattr(args, name) != config.__dataclass_fields__[name].default:

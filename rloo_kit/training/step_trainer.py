@@ -336,8 +336,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
         step. If TRL's step was chosen, run TRL's method instead.
 
         Returns:
-            The loss of the optimizer step in the last call for it, and 0 in the calls before. With
-            TRL's step, the result of TRL's method.
+            In the last call for an optimizer step, the loss of this step; in the earlier calls, 0.
+            With TRL's step, the result of TRL's method.
 
         Raises:
             ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on.

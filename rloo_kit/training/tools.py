@@ -70,10 +70,11 @@ def with_prompts(
 ) -> Any:
     """Return the training set with a column ``prompt``, which is optional with environments.
 
-    The method ``reset`` of an environment can return the whole prompt. So a dataset without prompts
-    gets empty ones. If there is no dataset, one is made with an empty prompt for each group of the
-    training, and a column ``seed`` (0, 1, ...). With the seed ``reset`` can start the same game for
-    all completions of a group. In TRL's GRPO each completion starts a different game.
+    The method ``reset`` of an environment can return the whole prompt, so a dataset without prompts
+    gets empty prompts. If there is no dataset, a new one is returned. It has an empty prompt for
+    each group of the training, and a column ``seed`` (0, 1, ...), from which ``reset`` can start
+    the same game for all completions of a group. In TRL's GRPO trainer, each completion starts a
+    different game.
 
     Args:
         dataset: A dataset, a stream or None. A stream must have prompts.
@@ -94,8 +95,8 @@ def with_prompts(
         return dataset.add_column("prompt", [empty] * len(dataset))
     if isinstance(environments, Mapping):
         raise ConfigError(
-            "a table of environments requires a `train_dataset` with a column `environment`, which "
-            "names the class of each row"
+            "several environments require a `train_dataset` whose column `environment` names the "
+            "environment of each row"
         )
     if args.max_steps < 1:
         raise ConfigError(

@@ -80,11 +80,12 @@ class LeaveOneOutTrainer(StepTrainer):
     Args:
         model: The policy, from ``attach_lora`` or in any form that TRL accepts.
         reward_funcs: One reward or a list of rewards. A reward is a built-in name,
-            ``file.py:function``, ``package.module:function`` (each of these may end with
+            ``file.py:function``, ``package.module:function`` (each of these three may end with
             ``:weight``), a dict as in a run file, a function, an object with
             ``get_rewards(prompts, completions)``, a sequence-classification model, the folder of
             such a model, or its name on the hub (``org/name``).
-        args: A ``LeaveOneOutConfig``, or TRL's ``RLOOConfig``, all values of which are used.
+        args: A ``LeaveOneOutConfig`` or TRL's ``RLOOConfig``. All values of an ``RLOOConfig`` are
+            used, including its defaults, except defaults of settings that depend on the device.
         train_dataset: Rows with a column ``prompt``. Rewards receive the other columns by name.
         processing_class: The tokenizer. TRL pads prompts on the left even if the tokenizer is set
             to pad on the right.
@@ -338,7 +339,7 @@ class LeaveOneOutTrainer(StepTrainer):
     ) -> Any:
         """Train, or resume a training from a checkpoint.
 
-        A new training begins with a dry run if the settings ask for one and it was not made before.
+        A new training begins with a dry run if the settings ask for one and none was made before.
         A resumed training has no dry run. At the end, also after an error, the trainer calls the
         method ``close`` of every callback that has one.
 
@@ -427,7 +428,8 @@ def _load_weighted(
     )
     if not rewards:
         raise ConfigError(
-            "there is no reward: give reward_funcs at least one, or an environment its get_reward"
+            "there is no reward: give at least one in reward_funcs, or add get_reward to an "
+            "environment"
         )
     if args.reward_weights is None:
         args.reward_weights = [reward.weight_at(0.0) for reward in rewards]
@@ -439,7 +441,7 @@ def _load_weighted(
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check the number of rows of the training set, and if it may be a stream.
+    """Check that the training set fills a batch, or that the settings allow it to be a stream.
 
     Raises:
         DataError: The training set has too few rows. Or it is a stream, but a setting needs random
@@ -464,10 +466,10 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
 
 
 def check_columns(name: str, dataset: Any) -> None:
-    """Check that the dataset of an argument is a dataset, and has a column ``prompt``.
+    """Check that the argument ``name`` is a dataset with a column ``prompt``.
 
     Raises:
-        DataError: It is not a dataset, or has no such column.
+        DataError: The argument is not a dataset, or has no column ``prompt``.
     """
     if isinstance(dataset, str | list | Mapping) or hasattr(dataset, "iloc"):
         raise DataError(
@@ -645,9 +647,9 @@ def follow_model(
 ) -> None:
     """Make the settings, the model and the tokenizer consistent with each other.
 
-    This concerns padding and gradient checkpointing. If ``gradient_checkpointing`` is unset, it
-    gets the value that was chosen in ``attach_lora``. If it is False, it is turned off in the
-    model.
+    This concerns padding and gradient checkpointing. If the setting ``gradient_checkpointing`` was
+    not given, it gets the value that was chosen in ``attach_lora``, if there is one. Otherwise, if
+    the setting is False, checkpointing is turned off in the model.
 
     Args:
         args: Settings of the training, changed in place.

@@ -3,7 +3,7 @@
 TRL samples, scores and learns with its own code. Its batch is gathered from all processes into a
 ``Rollout``, so that the metrics and the records of completions are the same as with the kit's step.
 
-Shapes: B completions on this process, T the longest one, F reward functions.
+Shapes: B completions on this process, T tokens in the longest completion, F reward functions.
 """
 
 import contextlib
@@ -163,8 +163,8 @@ class TrlStep(RLOOTrainer):
     def release_tables_and_engine(self) -> None:
         """Free TRL's tables of completions, with their images, and its vLLM engine in this process.
 
-        The engines of several processes are left alone, because the shutdown of one ends torch's
-        process group.
+        If several processes train, their engines are not shut down, because the shutdown of an
+        engine ends torch's process group.
         """
         self.tables.clear()
         self.step_log.tables.clear()

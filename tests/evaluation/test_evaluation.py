@@ -523,7 +523,7 @@ def test_prompts_with_images_are_refused_before_loading(run, tmp_path):
     file.write_text('{"prompt": "What colour?", "image": "red.png"}\n' * 8)
     settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
     folder = with_settings(run, tmp_path / "run", *settings)
-    with pytest.raises(DataError, match="images, which only a training can sample from"):
+    with pytest.raises(DataError, match="images, and completions of such prompts"):
         read_held_out([find_trained(folder)])
 
 

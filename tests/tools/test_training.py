@@ -248,7 +248,7 @@ WITH_A_TOOL = {"tools": [calculator]}
         (OWN_PROMPTS | {"max_steps": -1}, "max_steps limits the length"),
         (
             OWN_PROMPTS | {"environment_factory": {"a": Sum}},
-            "a table of environments requires a `train_dataset`",
+            "several environments require a `train_dataset`",
         ),
         ({"max_tool_calling_iterations": 3}, "no effect without tools"),
         ({"reward_funcs": None, "environment_factory": Silent}, "there is no reward"),
