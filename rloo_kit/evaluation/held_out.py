@@ -190,9 +190,9 @@ def read_held_out(
     found = _prompts(job, prompts, num_prompts, of_data)
     if has_images(found):
         raise DataError(
-            "the prompts have images, and completions of such prompts are sampled only in training: "
-            "name other prompts with --prompts (evaluation.json of a run has the scores of its "
-            "held-out prompts)"
+            "the prompts have images, and completions of such prompts are sampled only in "
+            "training: name other prompts with --prompts (evaluation.json of a run has the scores "
+            "of its held-out prompts)"
         )
     _ = job.tool_loop  # the tokens of the tools count as part of the prompts
     if job.prompt_limit is not None:

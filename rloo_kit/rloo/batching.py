@@ -152,9 +152,9 @@ class TokenRows:
     ) -> list[list[int]]:
         """Cut rows into micro-batches and return the row numbers of each.
 
-        Every row is in exactly one micro-batch. A micro-batch costs its positions plus ``overhead``.
-        The rows are sorted by length, and of all ways to cut the sorted list, this returns the one
-        with the lowest total cost.
+        Every row is in exactly one micro-batch. The cost of a micro-batch is the number of its
+        positions plus ``overhead``. The rows are sorted by length, and of all ways to cut the
+        sorted list, this returns the one with the lowest total cost.
 
         Args:
             rows: Row numbers.

@@ -40,7 +40,7 @@ MEASURED = {
 
 
 def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
-    """Return the prepared run in a precision (``bf16`` or ``fp16``), with the settings ``MEASURED``.
+    """Return the run prepared in ``bf16`` or ``fp16``, with the settings ``MEASURED``.
 
     Raises:
         ConfigError: Unsloth does not compute in this precision here.

@@ -136,7 +136,7 @@ def test_missing_parts_are_named():
     ("arguments", "says"),
     [
         ({"reward_fn": [len]}, "unknown argument 'reward_fn'; did you mean 'reward_funcs'?"),
-        ({"reward_funcs": []}, "there is no reward: give reward_funcs at least one"),
+        ({"reward_funcs": []}, "there is no reward: give at least one in reward_funcs"),
         ({"train_dataset": [{"prompt": "a"}]}, "train_dataset is a list, must be a datasets.Data"),
         ({"eval_dataset": TEXTS}, "eval_dataset has no column 'prompt'"),
         ({"eval_dataset": {"all": TEXTS}}, "eval_dataset has no column 'prompt'"),
