@@ -167,7 +167,7 @@ def partial_cells(runs: Runs, arm: str) -> dict[str, str]:
     ends = {seed: row["curve"][-1][2] for seed, row in runs[BASE].items()}
     seconds = [seconds_to(row, ends[seed]) for seed, row in runs[arm].items() if seed in ends]
     found = cells(runs, arm)
-    kept = {name: found[name] for name in ("score at the end", "above kit RLOO", "s a step")}
+    kept = {name: found[name] for name in ("score at the end", "s a step")}
     return kept | {"s to the score of kit RLOO, by seed": ", ".join(seconds)}
 
 
