@@ -173,8 +173,7 @@ def partial_cells(runs: Runs, arm: str) -> dict[str, str]:
 
 def write_partial(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
     """Write the table about partial rollouts."""
-    if rows:
-        write_table(PARTIAL_PAGE, rows, titles, partial_cells)
+    write_table(PARTIAL_PAGE, rows, titles, partial_cells)
 
 
 def write(rows: list[dict[str, Any]], titles: dict[str, str]) -> None:
