@@ -52,6 +52,40 @@ def test_greedy_output_follows_the_adapter_after_every_sync(policy):
     engine.close()
 
 
+def test_the_adapter_is_added_as_by_vllms_own_code(policy):
+    model, _, prompts = policy
+    engine = VllmEngine(model, max_length=128, num_sequences=64)
+    engine.sync(model)
+    engine.generate(prompts[:1], Sampling(1, ()), seed=0)  # sets vLLM's indices of the adapter
+
+    def compare(policy_of_vllm):
+        layers = [one for one in policy_of_vllm.modules() if hasattr(one, "punica_wrapper")]
+        layer = next(one for one in layers if len(one.output_slices) > 1)
+        wrapper = layer.punica_wrapper
+        assert wrapper.add_lora_linear.func is vllm_engine.add_one_adapter
+        generator = torch.Generator().manual_seed(0)
+        matrices = [
+            tuple(torch.randn(one.shape, generator=generator) for one in stacked)
+            for stacked in (layer.lora_a_stacked, layer.lora_b_stacked)
+        ]
+        x = torch.randn(6, matrices[0][0].shape[-1], generator=generator)
+        y = torch.randn(6, sum(layer.output_slices), generator=generator)
+        for index in (0, -1):  # the adapter, or none
+            own = copy.copy(wrapper)
+            del own.add_lora_linear
+            own.is_prefill = True  # as in every pass on a CPU
+            own.indices_len = [len(x), *wrapper.indices_len[1:]]
+            own._update_prefill_metadata(torch.full([len(x)], index))
+            expected, found = y.clone(), y.clone()
+            own.add_lora_linear(expected, x, *matrices, 0.5, layer.output_slices)
+            vllm_engine.add_one_adapter(own, found, x, *matrices, 0.5, layer.output_slices)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert torch.equal(found, y) == (index < 0)
+
+    engine._llm.apply_model(compare)
+    engine.close()
+
+
 def test_four_bit_weights_are_sampled_as_they_train(tmp_path):
     with rk.session():
         model, _ = rk.load_model("tiny-thinker", load_in_4bit=True, max_seq_length=128)
