@@ -50,6 +50,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTIAL_ARMS = {
     "kit RLOO": ARMS["kit RLOO"],
     "partial rollouts": ("kit", {"partial_rollouts": True}),
+    "age 1 at most": ("kit", {"partial_rollouts": True, "max_rollout_age": 1}),
+    "corrected": ("kit", {"partial_rollouts": True, "rollout_correction": "token"}),
 }
 
 
@@ -126,6 +128,7 @@ class Curve(TrainerCallback):
         self.began = self.scoring = 0.0
         self.points: list[tuple[int, float, float, float]] = []  # step, seconds, score, KL
         self.rewards: list[float] = []
+        self.ages: list[float] = []  # mean of each step's tokens, in batches
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not self.began:
@@ -141,6 +144,8 @@ class Curve(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "reward" in logs:
             self.rewards.append(round(float(logs["reward"]), 4))
+        if "sampling/age_mean" in logs:
+            self.ages.append(round(float(logs["sampling/age_mean"]), 3))
 
     def add(self, step: int, seconds: float) -> None:
         """Score the held-out prompts."""
@@ -208,13 +213,14 @@ def run(task: Task, arm: str, seed: int) -> dict[str, Any]:
     curve.trainer.train()
     if getattr(curve.trainer, "engine", None) is not None:
         curve.trainer.engine.close()
-    return {"curve": curve.points, "rewards": curve.rewards}
+    found = {"curve": curve.points, "rewards": curve.rewards}
+    return found | ({"ages": curve.ages} if curve.ages else {})
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--task", nargs="*", default=[], help=", ".join([*TASKS, *GPU_TASKS]))
-    parser.add_argument("--arm", nargs="*", choices=ARMS, default=[])
+    parser.add_argument("--arm", nargs="*", choices=ARMS | PARTIAL_ARMS, default=[])
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after that")
     parser.add_argument("--quiet", action="store_true", help="nothing else runs: seconds count")
     parser.add_argument("--gpu", action="store_true", help="the kit's arms on GSM8K")
@@ -234,12 +240,15 @@ def main() -> None:
         write_partial(read_lines(partial), titles)
         return
     prepare()
-    arms = options.arm or [arm for arm in ARMS if not options.gpu or ARMS[arm][0] == "kit"]
+    arms = [arm for arm in ARMS if not options.gpu or ARMS[arm][0] == "kit"]
     if options.partial:
         path, arms = partial, list(PARTIAL_ARMS)
         tasks = {name: replace(task, seeds=max(3, task.seeds)) for name, task in TASKS.items()}
     if wrong := set(options.task) - tasks.keys():
         parser.error(f"--task {min(wrong)} is not among {', '.join(tasks)}; --gpu has others")
+    if wrong := set(options.arm) - set(arms):
+        parser.error(f"--arm {min(wrong)} is not among {', '.join(arms)}")
+    arms = options.arm or arms
     chosen = {name: tasks[name] for name in options.task or tasks}
     known = {
         (row["task"], row["arm"], row["seed"])

@@ -168,6 +168,8 @@ def partial_cells(runs: Runs, arm: str) -> dict[str, str]:
     seconds = [seconds_to(row, ends[seed]) for seed, row in runs[arm].items() if seed in ends]
     found = cells(runs, arm)
     kept = {name: found[name] for name in ("score at the end", "s a step")}
+    ages = [statistics.fmean(row["ages"]) for row in runs[arm].values() if "ages" in row]
+    kept["age"] = f"{statistics.fmean(ages):.2f}" if ages else ""
     return kept | {"s to the score of kit RLOO, by seed": ", ".join(seconds)}
 
 
