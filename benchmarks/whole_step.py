@@ -336,9 +336,13 @@ def sentence() -> str:
 
 def in_flight() -> str:
     """What the page about partial rollouts says."""
-    files = [shared.RESULTS / f"partial_rollouts_{cell}.json" for cell in ("embedded", "smollm2")]
+    names = ("embedded", "smollm2", "smollm2_vllm")
+    files = [shared.RESULTS / f"partial_rollouts_{name}.json" for name in names]
     rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    found = [f"{speedup(row)} ({row['batches in flight']} batches in flight)" for row in rows]
+    found = [
+        f"{speedup(row)} ({row['batches in flight']} batches in flight; {row['sampler']} samples)"
+        for row in rows
+    ]
     pairs = len(rows[0]["ratios to trl-rloo"])
     return (
         "A step with partial rollouts is faster than that of TRL's RLOO and of its GRPO (medians "
