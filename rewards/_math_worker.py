@@ -18,6 +18,8 @@ from typing import Any
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\begin\{(?:equation|align)")
 # Most characters of a line of bare mathematics; a repetitive line of 4,000 takes seconds to parse
 _MAX_LINE = 200
+# Between thousands: thin space, narrow no-break space
+_NARROW_SPACE = re.compile(r"(?<=[0-9])[\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
@@ -86,6 +88,7 @@ def expressions(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
         text: The text.
         parse: The function ``parse`` of math-verify.
     """
+    text = _NARROW_SPACE.sub("", text).replace("\u2212", "-")
     line = text.strip().strip("*#").rstrip(".").strip()
     bare = "\\boxed{" + _PLAIN_NAME.sub(r"\\\1 ", line) + "}"
     is_line = len(line) <= _MAX_LINE and "\n" not in line and not _DELIMITED.search(line)

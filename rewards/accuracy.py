@@ -17,8 +17,12 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
     r"(?:[eE][+-]?[0-9]{1,3})?"
 )
-# What LaTeX writes between thousands: 72{,}000 and 72\,000 and 72,\!000
-_LATEX_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ )(?=[0-9]{3}(?![0-9]))")
+# Between thousands: 72{,}000 and 72\,000 and 72,\!000 in LaTeX, and narrow spaces
+_GROUP = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,!]|,\\ |[\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
+# Not after the hyphen of a range, as in 5%-$10 and $20$-$30$
+_CURRENCY_AFTER_SIGN = re.compile(
+    r"(?<![\w.)%])(?<![0-9][$€£¥])(?<![0-9]\\[$])([-+])\\?[$€£¥](?=[0-9.])"
+)
 _DIGITS = "0123456789"
 _OF_A_NUMBER = _DIGITS + "+-.,eE"
 _MINUS = str.maketrans("\u2212\u2013\uff0d", "---")
@@ -33,8 +37,13 @@ def parse_number(text: str) -> Decimal | None:
     >>> parse_number("1,234.50."), parse_number("$5"), parse_number("12,34")
     (Decimal('1234.50'), None, None)
     """
-    match = _NUMBER.fullmatch(text.strip().removesuffix("."))
+    match = _NUMBER.fullmatch(_plain(text).strip().removesuffix("."))
     return Decimal(match[0].replace(",", "")) if match else None
+
+
+def _plain(text: str) -> str:
+    """Return a text with ASCII minus signs, and with commas between thousands."""
+    return _GROUP.sub(",", text.translate(_MINUS))
 
 
 def last_number(text: str) -> Decimal | None:
@@ -49,13 +58,12 @@ def last_number(text: str) -> Decimal | None:
     >>> last_number("\\boxed{72{,}000}")
     Decimal('72000')
     """
-    if "\\" in text or "{" in text:
-        text = _LATEX_GROUP.sub(",", text)
+    text = _CURRENCY_AFTER_SIGN.sub(r"\1", _plain(text))
     end = max(map(text.rfind, _DIGITS)) + 1
     if not end:
         return None
     # Search only the last run of characters that a number may have: a search from the left is slow.
-    before = text[:end].translate(_MINUS)
+    before = text[:end]
     start = len(before.rstrip(_OF_A_NUMBER))
     (*_, last) = _NUMBER.finditer(before, start)
     return Decimal(last[0].replace(",", ""))
@@ -79,6 +87,13 @@ _STATED = [
         r"\b(?i:option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?",
     )
 ]
+# A letter that is called correct or right
+_STATED.append(
+    re.compile(
+        r"(?<![A-Za-z0-9_'.])([A-HJ-Z])[)*]{0,3} "
+        r"(?i:is (?:the )?(?:correct|right))\b(?!-| (?:of|next|angled?)\b)"
+    )
+)
 # "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
 _MARKED = re.compile(
     r"[(\[{]\s{0,4}\*{0,2}([A-Z])\*{0,2}\s{0,4}[)\]}]|\*\*\(?([A-Z])(?:\)|\*\*|[.:])"
@@ -98,8 +113,9 @@ def chosen_letter(text: str) -> str | None:
 
     1. the last letter that is stated as the answer ("Answer: B", "\boxed{B}")
     2. the last letter that is stated as the choice ("option (B)", "I pick B")
-    3. the last letter that is marked ("(B)", "**B**", or "B. Paris" at the beginning of a line)
-    4. the only capital letter that stands alone as a word. An "I" before another word does not
+    3. the last letter that is called correct or right ("B is correct", "(B) is the right answer")
+    4. the last letter that is marked ("(B)", "**B**", or "B. Paris" at the beginning of a line)
+    5. the only capital letter that stands alone as a word. An "I" before another word does not
        count. An "A" before another word counts only after a space that follows a lower-case letter,
        a comma or a colon.
 

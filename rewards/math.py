@@ -16,7 +16,7 @@ import regex  # re has no pattern for nested braces
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.types import Completions, Scores
 
-from ._text import check_least, column_of, expected_text
+from ._text import check_least, column_of, expected_text, tagged_answer
 from ._time_limit import time_limit
 from .thinking import AnswerReward
 
@@ -118,10 +118,12 @@ def _reply(process: "subprocess.Popen[str]", seconds: float) -> dict[str, Any] |
 class Math(AnswerReward):
     r"""Reward the expected mathematical answer: 1.0 if it is given, 0.0 if not.
 
-    math-verify reads the last 4,000 characters after the last ``</think>``: numbers, fractions,
-    percentages, roots, symbolic expressions, equations, sets, intervals and matrices, in plain
-    text, LaTeX or ``\boxed``. Units are ignored. If the answer has several expressions, math-verify
-    prefers one that is stated as the final answer, then one in ``\boxed``, then the last one.
+    math-verify reads the text in the last ``<answer>`` tag or, without tags, all text after the
+    last ``</think>``; of a longer text it reads the last 4,000 characters. It knows numbers,
+    fractions, percentages, roots, symbolic expressions, equations, sets, intervals and matrices, in
+    plain text, LaTeX or ``\boxed``. Units are ignored. If the answer has several expressions,
+    math-verify prefers one that is stated as the final answer, then one in ``\boxed``, then the
+    last one.
 
     The score is None if the expected answer is missing, or if math-verify cannot read it (the
     metric ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a separate
@@ -179,7 +181,8 @@ class Math(AnswerReward):
         scores: Scores = []
         for text, opened, gold in self.rows(completions, prompts, golds):
             answer = (self.answer(text, opened) or "").strip()
-            answer = last_boxed(answer) if self.require_boxed else answer[-_MAX_CHARACTERS:]
+            answer = last_boxed(answer) if self.require_boxed else tagged_answer(answer)
+            answer = answer[-_MAX_CHARACTERS:]
             is_right = gold and answer and ask(gold=gold, answer=answer)
             scores.append(float(bool(is_right)) if gold else None)
         return scores

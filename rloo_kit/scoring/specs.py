@@ -228,11 +228,10 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
             target = BUILTIN.get(target_name) or find_object(target_name, base, say, "reward")
         if target is None:
             raise RewardLoadError(_unknown(target_name))
-        model = parameters.get("model")
-        if target is RewardModel and isinstance(model, str):
-            # A folder, unless it is a hub name
-            path = _path(model, base)
-            parameters["model"] = str(path) if path.is_dir() else model
+        for key in ("model", "base", "tokenizer") if target is RewardModel else ():
+            if isinstance(value := parameters.get(key), str):
+                path = _path(value, base)  # a folder, unless it is a hub name
+                parameters[key] = str(path) if path.is_dir() else value
     reward = _with_parameters(target, parameters, target_name)
     reward = checked(_composed(reward, composing, target_name, base, say))
     weight = _checked_weight(weight if given is None else given, target_name)
@@ -456,7 +455,7 @@ def _with_parameters(target: Any, parameters: dict[str, Any], name: str) -> Any:
                 f"give one of: {', '.join(known) or '(none)'}"
             )
     try:
-        if inspect.isclass(target) or name in BUILTIN:
+        if inspect.isclass(target) or target is BUILTIN.get(name):
             return target(**parameters)
     except (TypeError, ValueError) as exc:
         raise RewardLoadError(

@@ -43,11 +43,14 @@ RIGHT = {
     "6xy": "6xy", r"$\boxed{2\pi}$": "2pi", r"$-\frac{1}{2}xy^2$": r"-\frac12 xy^2",
     r"$\begin{pmatrix}1\\2\end{pmatrix}$": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
     "32348": r"\$32,\!348", "60": "60 km/h",
+    "<answer>4</answer>": "4", "Adding 2 and 2 gives it.\n<answer>4</answer>": "4",
+    "We get 5 \u2212 8 = \u22123.": "-3", "It is 72\u202f000.": "72000",
 }  # fmt: skip
 WRONG = {
     "84": "85", "-3": "3", r"\boxed{4}": "3", r"$\boxed{2}$": r"2\pi", "x=5": "y=5",
     "{1, 2}": "{1,2,3}", "[1, 2)": "(1,2)", "B": r"\text{(C)}", "": "42", "6": "6xy", "2": "2pi",
     "2.": r"-\frac12 xy^2", "2.0": r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "6.": "60 km/h",
+    "2 and 2 make\n<answer>4</answer>": "2", "We get 5 \u2212 8 = \u22123.": "8",
 }  # fmt: skip
 
 

@@ -222,6 +222,13 @@ def test_a_run_file_composes_by_keys():
     assert [loaded.weight_at(p) for p in (0, 0.25, 1)] == [1.0, 0.5, 0.0]
 
 
+def test_a_table_may_hold_a_reward_with_the_name_of_a_built_in_one():
+    for reward in (Accuracy(), gated(Accuracy(), by=short)):
+        loaded = load_reward({"name": reward, "weight": 0.5})
+        assert (loaded.name, loaded.weight) == ("accuracy", 0.5)
+    assert load_reward({"name": "length", "only_if": Accuracy()}).name == "length"
+
+
 REMEDIES = {
     "only_if: lenght": "did you mean 'length'",
     "only_if: {name: length, at_least: high}": "only_if: NAME",

@@ -133,6 +133,14 @@ def test_folder_of_a_model_becomes_a_reward_model(tmp_path):
             load_reward({"name": "taste", setting: "org/other"}, base_dir=tmp_path)
 
 
+def test_every_folder_of_a_reward_model_is_relative_to_the_run_file(tmp_path):
+    for name in ("taste", "base", "words"):
+        (tmp_path / name).mkdir()
+    table = {"name": "reward_model", "model": "taste", "base": "base", "tokenizer": "words"}
+    found = load_reward(table, base_dir=tmp_path).func.reward
+    assert (found.base, found.tokenizer) == (str(tmp_path / "base"), str(tmp_path / "words"))
+
+
 def test_same_names_get_a_number():
     loaded = load_rewards(["length", plain, "length", "length:2"])
     assert [reward.name for reward in loaded] == ["length", "plain", "length_2", "length_3"]
