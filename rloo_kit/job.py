@@ -23,6 +23,7 @@ from rloo_kit.config.run_file import (
     read_run_file,
     without_hidden_settings,
 )
+from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.data.files import local_path, looks_local, missing_file
 from rloo_kit.data.hub_tasks import SYSTEM, hub_task
 from rloo_kit.data.images import has_images
@@ -292,7 +293,7 @@ def held_out_judges(
     If the task defines no default reward, this is ``accuracy``. If the rewards include neither the
     default reward nor ``math``, the default reward is added. If they include only ``math`` of these
     two, nothing is added, because ``math`` recognises more correct answers, and ``math`` comes
-    first.
+    first. If the task's default reward is another ``accuracy``, it replaces a plain one.
 
     Args:
         rewards: Rewards of the run.
@@ -311,7 +312,13 @@ def held_out_judges(
     found += rewards
     first = "accuracy"
     if held_out is not None and "answer" in held_out.column_names:
-        (judge,) = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first)])
+        judge, plain = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first), first])
+        if judge.name == first and judge.func.reward != plain.func.reward and data.system is None:
+            # the task's prompts ask for the steps too, which a comparison of whole answers rejects
+            found = [
+                replace(one, func=judge.func) if one.func.reward == plain.func.reward else one
+                for one in found
+            ]
         first = judge.name
         if not any(one.name in (first, "math") for one in found):
             found.append(judge)
@@ -593,7 +600,7 @@ def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
     share = args.vllm_gpu_memory_utilization if args.memory_share_given else None
     return {
         "fast_inference": "auto",
-        "num_sequences": args.generation_batch_size,
+        "num_sequences": batch_plan(vars(args)).in_flight,
         "unsloth_vllm_standby": args.vllm_enable_sleep_mode,
         "gpu_memory_utilization": share,
     }

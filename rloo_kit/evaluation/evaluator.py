@@ -195,7 +195,8 @@ def evaluate(
         DivergedError: A trained weight or a logit of the model is NaN or Inf.
         ModelError: The memory of the model was released.
         MemoryRanOutError: Not even a single completion fits in memory.
-        RewardContractError: A reward raised an error, or did not return one score per completion.
+        RewardContractError: A column that a reward reads is missing, or a reward raised an error or
+            did not return one score per completion.
         RewardLoadError: A reward cannot be loaded, or is a model object.
     """
     check_not_released(model)
@@ -213,12 +214,16 @@ def evaluate(
         raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    columns = {name for row in rows for name in row}
+    if tool_loop is not None:
+        columns |= {"completion_turns"} | ({"environments"} if tool_loop.environments else set())
     for reward in loaded:
         if not isinstance(reward.func, CheckedReward):
             raise RewardLoadError(
                 f"reward {reward.name!r} is a model object, which only a trainer can call: give "
                 "its folder or its name on the hub"
             )
+        reward.func.check_columns(columns)
     ends = tuple(end_token_ids(model.generation_config.eos_token_id, tokenizer))
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)

@@ -5,11 +5,19 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rloo_kit.config.engine_settings import requested_engine
-from rloo_kit.config.run_file import EXAMPLES, make_run_config, read_overrides
+from rloo_kit.config.run_file import (
+    EXAMPLES,
+    TASK_REWARDS,
+    DataSection,
+    RunConfig,
+    make_run_config,
+    read_overrides,
+)
 from rloo_kit.config.trainer_settings import known_trainer_fields
 from rloo_kit.data.files import local_path
 from rloo_kit.data.hub_tasks import hub_task
@@ -42,6 +50,14 @@ OF_EVALUATION = {
     "per_device_train_batch_size", "repetition_penalty", "temperature", "thinking_budget",
     "tool_timeout_seconds", "top_k", "top_p", "use_vllm",
 }  # fmt: skip
+# Sections of the run file that --set cannot change in an evaluation
+NOT_OF_EVALUATION = {"output_dir", "thinking", "unsloth", "vllm"}
+_LENGTH = "max_seq_length"  # the only setting of the model that changes no weights
+# Settings of `data:` that decide which rows and texts the prompts of a run have
+_OF_PROMPTS = (
+    "prompts", "split", "config", "system", "chat", "columns", "skip_empty", "max_prompt_tokens",
+    "max_prompt_quantile",
+)  # fmt: skip
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
 
@@ -152,10 +168,10 @@ def read_held_out(
     """Read the prompts and settings that all of the compared models share.
 
     The settings are those of the first model that comes from a run, and so are the prompts, unless
-    ``prompts`` names others. If no model comes from a run, the kit's default settings and the first
-    model's tokenizer are used. Prompts that are longer than ``data.max_prompt_tokens`` or
-    ``data.max_prompt_quantile`` allows are left out. One tokenizer counts the tokens of the
-    prompts, so that all models get the same prompts.
+    ``prompts`` names others. If no model comes from a run, the kit's default settings, the reward
+    of the prompts' task and the first model's tokenizer are used. Prompts that are longer than
+    ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allows are left out. One tokenizer
+    counts the tokens of the prompts, so that all models get the same prompts.
 
     Except for ``models``, the arguments are those of ``evaluate_models``.
 
@@ -170,15 +186,13 @@ def read_held_out(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}, must be at least 1")
     first = next((one for one in models if one.run), models[0])
-    config = first.config
     given = read_overrides(overrides)
     _check_given(given)
-    # with other settings the user can correct a contradiction
-    recorded = first.run is not None and not overrides
-    if overrides:
-        config = make_run_config(config.as_dict(), overrides)
+    config = _config_of(first, overrides, prompts)
+    source = str(prompts or config.data.prompts)
     of_data = given.get("data") or {}
-    job = PreparedJob(config, EXAMPLES, say, recorded)  # the paths of a run are absolute
+    # The paths of a run are absolute; with other settings the user can correct a contradiction
+    job = PreparedJob(config, EXAMPLES, say, first.run is not None and not overrides)
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()
@@ -198,10 +212,26 @@ def read_held_out(
     if job.prompt_limit is not None:
         settings = args.chat_template_kwargs
         found, _ = drop_long_prompts(found, job.tokenizer, job.prompt_limit, settings)
-    of_file = prompts is None and not (is_task(config.data.prompts) or config.environment)
-    if first.run is not None and of_file:
-        _check_not_trained(first.run, found, of_data)
-    return HeldOut(job, found, str(prompts or config.data.prompts), batch_size, why_not)
+    if prompts is None and not (is_task(config.data.prompts) or config.environment):
+        _check_not_trained(models, first, config.data, found, of_data)
+    return HeldOut(job, found, source, batch_size, why_not)
+
+
+def _config_of(
+    first: TrainedModel, overrides: Sequence[str], prompts: str | Path | None
+) -> RunConfig:
+    """Return the settings of a model with the user's; without a run the task has its own reward."""
+    config = first.config
+    own = first.run is None and "rewards" not in read_overrides(overrides)
+    content = config.as_dict()
+    if own:
+        del content["rewards"]
+    if overrides:
+        config = make_run_config(content, overrides)
+    if own:
+        task = str(prompts or config.data.prompts).partition(":")[0]
+        config = replace(config, rewards=[TASK_REWARDS.get(task, "accuracy")])
+    return config
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
@@ -211,10 +241,21 @@ def _check_given(given: Mapping[str, Any]) -> None:
         ConfigError: A setting would change the model, or has no effect on an evaluation.
     """
     for section in ("model", "lora"):
-        if section in given:
+        names = given.get(section)
+        is_length = section == "model" and isinstance(names, Mapping) and [*names] == [_LENGTH]
+        if section in given and not is_length:
             raise ConfigError(
                 f"--set {section} would change a model that is already trained: leave it out, or "
                 "name another model"
+            )
+    for section in sorted(NOT_OF_EVALUATION & given.keys()):
+        raise ConfigError(f"--set {section} has no effect on an evaluation: leave it out")
+    of_data = given.get("data")
+    for name in ("held_out_every", "held_out_samples"):
+        if isinstance(of_data, Mapping) and name in of_data:
+            raise ConfigError(
+                f"data.{name} has no effect on an evaluation: leave it out (--samples sets the "
+                "number of completions of each prompt)"
             )
     of_trainer = given.get("trainer") or {}
     if not isinstance(of_trainer, Mapping):
@@ -224,33 +265,47 @@ def _check_given(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{name} has no effect on an evaluation: leave it out")
 
 
-def _check_not_trained(run: Path, found: Any, given: Mapping[str, Any]) -> None:
-    """Check that a run held out these prompts, which are the last rows of the data that it read.
+def _check_not_trained(
+    models: Sequence[TrainedModel],
+    first: TrainedModel,
+    data: DataSection,
+    found: Any,
+    given: Mapping[str, Any],
+) -> None:
+    """Check that no run may have trained on the prompts, which are the last rows of its data.
 
-    The check is skipped if the run has no recorded samples, or if a setting in ``given`` changes
-    the text of the prompts.
+    The check is skipped for a run on other data and for one without recorded samples, and for all
+    runs if a setting in ``given`` changes the text of the prompts.
 
     Args:
-        run: Folder of the run, which has the scores of its held-out prompts if it has any.
+        models: All models that are compared.
+        first: The one whose data has the prompts.
+        data: The section ``data:`` of the evaluation.
         found: The prompts, a ``datasets.Dataset``.
         given: Settings under ``data`` that the user gave for the evaluation.
 
     Raises:
-        DataError: The data or ``data.held_out`` has changed, so the run may have trained on some of
-            the prompts.
+        DataError: The data or ``data.held_out`` of a run differs, so the run may have trained on
+            some of the prompts.
     """
-    scores = read_json(run / "evaluation.json") or {}
-    samples = (scores.get("before") or scores.get("after") or {}).get("samples")
-    if not samples or {"system", "chat", "columns"} & set(given):
+    if {"system", "chat", "columns"} & set(given):
         return
-    held_out = {json.dumps(sample["prompt"]) for sample in samples}
-    others = [p for p in redact_tree(found["prompt"][:]) if json.dumps(p) not in held_out]
-    if others:
-        raise DataError(
-            f"{len(others)} of {len(found)} held-out prompts were not held out when the run was "
-            "trained, so it may have trained on them: its data or data.held_out has changed since; "
-            "set it back, or name other prompts with --prompts"
-        )
+    same = attrgetter(*_OF_PROMPTS)
+    for one in models:
+        is_alike = same(one.config.data) == same(data) and not one.config.environment
+        if one.run is None or not (one is first or is_alike):
+            continue
+        scores = read_json(one.run / "evaluation.json") or {}
+        samples = (scores.get("before") or scores.get("after") or {}).get("samples")
+        held_out = {json.dumps(sample["prompt"]) for sample in samples or ()}
+        others = [p for p in redact_tree(found["prompt"][:]) if json.dumps(p) not in held_out]
+        if samples and others:
+            raise DataError(
+                f"{len(others)} of {len(found)} held-out prompts were not held out when {one.run} "
+                "was trained, so it may have trained on them: its data or data.held_out has "
+                "changed since, or differs from that of another run; name other prompts with "
+                "--prompts"
+            )
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:

@@ -263,7 +263,7 @@ def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
     Raises:
         ConfigError: The folder cannot be created or written to.
     """
-    folder = run if given is None else Path(given)
+    folder = run if given is None else Path(given).expanduser()
     if folder is not None:
         check_writable(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ Several adapters of the same base model share one loaded base.
 
 import contextlib
 import os
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,8 +122,10 @@ def find_trained(given: str | Path) -> TrainedModel:
         return _of_run(text, folder, _adapter_of(folder))
     if not os.path.isfile(folder / CONFIG):
         return TrainedModel(text, text, RunConfig(model=ModelSection(name=text)))
-    parent = folder.resolve().parent
-    if (parent / "run.yaml").is_file():
+    place = folder.resolve()
+    parent = place.parent
+    is_its = re.fullmatch(r"adapter|checkpoint-\d+", place.name)  # else beside a user's own file
+    if (parent / "run.yaml").is_file() and (is_its or (parent / "environment.json").is_file()):
         return _of_run(text, parent, folder)
     model = ModelSection(name=base_of(folder), revision=revision_of(folder))
     config = RunConfig(model=_with_template(model, folder))
@@ -232,12 +236,18 @@ class LoadedBase:
         if adapter in self._names:
             return self._names[adapter]
         try:
-            if self._names:
-                name = f"adapter-{len(self._names)}"
-                self.model.load_adapter(str(adapter), adapter_name=name)
-            else:
-                name = "default"  # PEFT's name of the adapter that is sent to an engine
-                self.model = PeftModel.from_pretrained(self.model, str(adapter))
+            with warnings.catch_warnings():
+                # some layers would stay untrained
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                if self._names:
+                    name = f"adapter-{len(self._names)}"
+                    found = self.model.load_adapter(str(adapter), adapter_name=name)
+                    if found.missing_keys:  # PEFT warns only of those of the first adapter
+                        self.model.delete_adapter(name)
+                        raise ValueError(f"Found missing adapter keys: {found.missing_keys}")
+                else:
+                    name = "default"  # PEFT's name of the adapter that is sent to an engine
+                    self.model = PeftModel.from_pretrained(self.model, str(adapter))
         except Exception as exc:  # torch, PEFT and safetensors raise different errors
             raise ModelError(
                 f"the adapter in {format_value(str(adapter))} cannot be put on its base "

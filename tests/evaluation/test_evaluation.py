@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import rloo_kit as rk
@@ -26,12 +27,13 @@ from rloo_kit.errors import (
     DataError,
     GenerationError,
     ModelError,
+    RewardContractError,
     RewardLoadError,
 )
 from rloo_kit.evaluation.evaluator import Evaluation
 from rloo_kit.evaluation.held_out import HeldOut, choose_engine, read_held_out
 from rloo_kit.evaluation.statistics import difference
-from rloo_kit.evaluation.table import EvalTable, Row, compare, judge_alike
+from rloo_kit.evaluation.table import EvalTable, Row, compare, judge_alike, results_folder
 from rloo_kit.evaluation.trained import LoadedBase, find_trained, load_base
 from rloo_kit.evaluation.win_rate import WinRate, verdicts
 from rloo_kit.job import PreparedJob, held_out_judges
@@ -167,6 +169,12 @@ def test_what_evaluate_cannot_do_is_one_sentence(base, how, error, match):
         rk.evaluate(base.model, base.tokenizer, held_out_sums(2), **{"rewards": [], **how})
 
 
+def test_a_missing_column_is_found_before_sampling(base, monkeypatch):
+    monkeypatch.setattr("rloo_kit.evaluation.evaluator.sample_and_score", refused)
+    with pytest.raises(RewardContractError, match="asks for 'answer'"):
+        rk.evaluate(base.model, base.tokenizer, [{"prompt": "1 + 1 = "}], ["accuracy"])
+
+
 JUDGES = {
     "{prompts: arithmetic, paid: [length, accuracy], held_out_rewards: [length]}": (
         "accuracy auto, length"
@@ -175,6 +183,8 @@ JUDGES = {
     "[{name: accuracy, match: number}]}": "accuracy auto, accuracy_held_out number, length",
     # the reward of a task judges its prompts
     "{prompts: gsm8k:copy, paid: [length]}": "accuracy number, length",
+    "{prompts: gsm8k, paid: [accuracy]}": "accuracy number",
+    "{prompts: gsm8k, paid: [accuracy], system: x}": "accuracy auto",
     "{prompts: gsm8k, paid: [math]}": "math",
     "{prompts: math500, paid: [{name: accuracy, match: number}]}": "math, accuracy number",
     "{prompts: mine.jsonl, paid: [length]}": "accuracy auto, length",
@@ -258,6 +268,10 @@ WRONG = {
     "eval tiny-thinker --set trainer.num_generations=3": "num_generations has no effect on an",
     "eval tiny-thinker --set trainer.reward_timeout_seconds=9": "seconds has no effect on an",
     "eval tiny-thinker --set trainer=5": "trainer is 5, must be",
+    "eval tiny-thinker --set model=5": "--set model would change a model",
+    "eval tiny-thinker --set data.held_out_samples=8": "data.held_out_samples has no effect on an",
+    "eval tiny-thinker --set output_dir=x": "--set output_dir has no effect on an evaluation",
+    "eval tiny-thinker --set vllm.enforce_eager=true": "--set vllm has no effect on an evaluation",
 }
 
 
@@ -269,6 +283,42 @@ def test_bad_input_is_one_sentence(words, tmp_path, monkeypatch, capsys):
     assert WRONG[words] in error
     assert len(error.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_may_have_longer_completions():
+    how = ["trainer.max_completion_length=2000", "model.max_seq_length=4000"]
+    found = read_held_out([find_trained("tiny-thinker")], how, num_prompts=2, say=str)
+    assert found.job.args.max_completion_length == 2000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts"), [([], "countdown"), (["data.prompts=countdown"], None)]
+)
+def test_prompts_of_a_task_are_scored_by_its_reward(overrides, prompts):
+    found = read_held_out([find_trained("tiny-thinker")], overrides, prompts, 2, say=str)
+    assert found.job.config.rewards == ["countdown"]
+
+
+def test_prompts_that_another_run_trained_on_are_refused(run, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    write_sums(file, 12)
+    models = []
+    for num in (4, 2):
+        how = (f"data.prompts={file}", f"data.held_out={num}", "data.num_prompts=null")
+        folder = with_settings(run, tmp_path / f"run{num}", *how)
+        kept = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-num:]
+        change(folder / "evaluation.json", before={"samples": [{"prompt": one} for one in kept]})
+        models.append(find_trained(folder))
+    read_held_out(models[:1])
+    with pytest.raises(DataError, match="2 of 4 held-out prompts"):
+        read_held_out(models)
+
+
+def test_results_go_to_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert results_folder("~/out", None) == tmp_path / "home" / "out"
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
@@ -338,6 +388,20 @@ def test_an_adapter_of_another_model_is_refused(run, tmp_path, base):
         base.using(find_trained(other)),
     ):
         pytest.fail("it answered")
+
+
+def test_an_adapter_whose_weights_find_no_place_is_refused(run, tmp_path):
+    other = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    weights = load_file(other / "adapter_model.safetensors")
+    moved = {k.replace(".layers.", ".language_model.layers."): v for k, v in weights.items()}
+    save_file(moved, other / "adapter_model.safetensors")
+    for earlier in ([], [run]):  # PEFT loads the first adapter in another way
+        base = load_base(find_trained(run))
+        for one in earlier:
+            base.load(find_trained(one))
+        for _ in range(2):
+            with pytest.raises(ModelError, match=r"cannot be put on its base .*missing adapter"):
+                base.load(find_trained(other))
 
 
 def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
