@@ -1,5 +1,6 @@
 """Environments of a batch: one instance for each trajectory, reused from batch to batch."""
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +77,7 @@ class Environments:
         Raises:
             DataError: A row names an unknown class, or there is no column ``environment``.
         """
-        if self.by_name:
+        if self.by_name and hasattr(dataset, "__len__"):  # a stream's rows are checked when read
             has_names = "environment" in dataset.column_names
             for name in dataset["environment"] if has_names else [None]:
                 self.name_of({"environment": name})
@@ -100,10 +101,10 @@ class Environments:
             one = pool[taken[name]]
             taken[name] += 1
             self.current.append(one)
-            columns = {**row}
-            if self.by_name:
-                del columns["environment"]
             try:
+                columns = copy.deepcopy(dict(row))  # a game may change its values in place
+                if self.by_name:
+                    del columns["environment"]
                 seen = one.reset(**columns)
             except Exception as exc:
                 raise DataError(

@@ -452,6 +452,25 @@ class Guess:
         return self.number
 
 
+class Takes(Guess):
+    def reset(self, numbers, **row):
+        numbers.pop()
+        self.numbers = numbers
+
+
+def test_what_an_environment_changes_in_its_row_is_its_own():
+    row = {"prompt": PROMPT, "numbers": [1, 2]}
+    environments = Environments(Takes)
+    environments.begin([row, row])
+    assert row["numbers"] == [1, 2]
+    assert [one.numbers for one in environments.current] == [[1], [1]]
+
+
+def test_names_in_a_stream_are_checked_when_they_are_read():
+    stream = Dataset.from_dict({"environment": ["lost"]}).to_iterable_dataset().map(dict)
+    Environments({"a": Guess}).check_names(stream)
+
+
 class Quiet(Guess):
     """Without an observation."""
 
