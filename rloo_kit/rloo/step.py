@@ -58,6 +58,9 @@ class Log(Protocol):
     def note(self, name: str, value: float) -> None:
         """Record one value of the metric ``name``; the log averages the recorded values."""
 
+    def note_scored(self, rows: int) -> None:
+        """Keep what rewards reported about a new rollout of ``rows`` rows."""
+
     def note_rollout(self, rollout: Rollout, number: int) -> None:
         """Log a new rollout whose advantages are final; ``number`` is the optimizer step."""
 
@@ -209,8 +212,10 @@ class Step:
             reference = self.reference(completions.tokens, unmasked)
         batch = self.after_scoring(scoring.result(), self.sample_and_score)
         rollout = Rollout.scored(batch, self.num_generations, self.shaping, self.moments)
+        self.log.note_scored(len(rollout))
         if self.reference:
-            if reference is None:
+            # a hook may have replaced the completions of the pass above
+            if reference is None or batch.tokens is not completions.tokens:
                 reference = self.reference(batch.tokens, rollout.learnable_rows)
             rollout = rollout.with_reference(reference)
         return self.rows_to_learn(rollout)

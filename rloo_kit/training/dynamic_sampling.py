@@ -27,6 +27,11 @@ class DynamicSampling:
     order: deque[int] = field(default_factory=deque)  # row numbers of the next prompts to draw
     num_orders: int = 0  # number of random orders begun so far
 
+    def restart(self) -> None:
+        """Forget the order of prompts, at the beginning of a training."""
+        self.order.clear()
+        self.num_orders = 0
+
     def after_scoring(
         self, batch: ScoredBatch, complete: Callable[[list[Row]], ScoredBatch]
     ) -> ScoredBatch:
@@ -66,7 +71,8 @@ class DynamicSampling:
         """Return the next row of a random order that is independent of the run's own order."""
         dataset = self.dataset()
         if not self.order:
-            generator = torch.Generator().manual_seed(self.args.seed + self.num_orders)
+            # not the seed itself, which gives the run's own order (TRL's RepeatSampler)
+            generator = torch.Generator().manual_seed(self.args.seed + 1 + self.num_orders)
             self.order.extend(torch.randperm(len(dataset), generator=generator).tolist())
             self.num_orders += 1
         return dataset[self.order.popleft()]

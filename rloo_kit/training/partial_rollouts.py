@@ -70,6 +70,7 @@ class InFlight:
         self.groups: list[Group] = []  # oldest first
         self.num_begun = 0  # number of groups begun so far
         self.batch = 0  # number of batches so far
+        self.num_sampled = 0  # number of tokens sampled for the current batch
         self.coming = self.order()  # row numbers of the next prompts to begin
 
     def __call__(self, num_rows: int) -> tuple[list[Row], Completions]:
@@ -83,6 +84,7 @@ class InFlight:
             MemoryRanOutError: Not even a single completion fits into memory.
         """
         started = time.perf_counter()
+        self.num_sampled = 0
         taken = self._sample(num_rows // self.num_generations)
         self.groups = [group for group in self.groups if group not in taken]
         parts = [(group, one) for group in taken for one in group.completions]
@@ -92,7 +94,8 @@ class InFlight:
         ages = [[self.batch - batch for batch in one.batches] for _, one in parts]
         completions = replace(completions, token_ages=ages)
         self.batch += 1
-        self.completer.log.note_sampled(completions, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.completer.log.note_sampled(completions, seconds, self.num_sampled)
         return rows, completions
 
     def _sample(self, num: int) -> list[Group]:
@@ -170,6 +173,7 @@ class InFlight:
         for (group, one), ids, log_probs in zip(
             rows, drawn.completion_ids, drawn.log_probs, strict=True
         ):
+            self.num_sampled += len(ids)
             # new lists, because a copy of the state has the old ones
             one.ids = one.ids + ids
             one.log_probs = one.log_probs + log_probs
@@ -197,3 +201,5 @@ class InFlight:
         for held in state["groups"]:
             parts = [PartialCompletion(**one) for one in held["completions"]]
             self._add(held["number"], held["begun"], places[held["number"]], parts)
+            for one in parts:  # an earlier version did not know the engine's limit
+                one.has_ended |= self.sampler.has_ended(self.groups[-1].prompt_ids, one.ids)

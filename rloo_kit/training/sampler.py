@@ -119,12 +119,15 @@ class Sampler:
     def has_ended(self, prompt_ids: list[int], ids: list[int]) -> bool:
         """Return True if the completion ``ids`` has an end token or has reached a limit.
 
-        The limits are the maximum length of a completion and the maximum length of its thought. A
-        completion without tokens has not ended.
+        The limits are the maximum length of a completion, the maximum length of its thought, and
+        the engine's maximum length of prompt and completion together. A completion without tokens
+        has not ended.
         """
         if not ids:  # it is still waiting for a free slot of the engine
             return False
         is_over = len(ids) >= self.args.max_completion_length or ids[-1] in self.eos_token_ids
+        if self.engine is not None:  # it has no room for another token
+            is_over |= len(prompt_ids) + len(ids) >= self.engine.max_length
         return is_over or bool(self.thought and self.thought.exceeds(prompt_ids, ids))
 
     def _draw_by(

@@ -47,6 +47,7 @@ class StepLog:
         self.metrics = defaultdict(list)  # values since the last line of the log
         # what reward functions reported since the last rollout: columns of the table, and metrics
         self.extra = defaultdict(list)
+        self.extras: list[dict[str, list[Any]]] = []  # the same columns of rollouts not yet logged
         self.of_rewards = defaultdict(list)
         self.loss_sum = 0.0  # over all optimizer steps with a finite loss
         self.episodes = 0  # completions so far
@@ -92,20 +93,41 @@ class StepLog:
 
     # --- reports of a step -----------------------------------------------------------------------
 
-    def note_sampled(self, completions: Completions, seconds: float) -> None:
+    def note_sampled(
+        self, completions: Completions, seconds: float, num_sampled: int | None = None
+    ) -> None:
         """Log the lengths of sampled completions, the token count and the sampling speed.
 
         Args:
             completions: The completions of a batch.
             seconds: How long sampling took.
+            num_sampled: Number of tokens that were sampled in this time; None: all tokens of the
+                completions.
         """
         lengths = [len(ids) for ids in completions.tokens.sampled_ids]
         state = self.state()
         state.num_input_tokens_seen += sum(completions.tokens.lengths)
         self.metrics["num_tokens"] = [state.num_input_tokens_seen]
         self.note_all(completion_metrics(lengths, completions.ended))
-        self.note("speed/generation_tokens_per_second", sum(lengths) / seconds)
+        num_sampled = sum(lengths) if num_sampled is None else num_sampled
+        if num_sampled:
+            self.note("speed/generation_tokens_per_second", num_sampled / seconds)
         self.elsewhere += seconds
+
+    def note_scored(self, rows: int) -> None:
+        """Keep the extra columns of a new rollout; a step may make several before it logs one.
+
+        Args:
+            rows: Number of rows of the rollout. A column with another number of values has those of
+                replaced rows too, so its values become None.
+        """
+        self.extras.append(
+            {
+                column: values if len(values) == rows else [None] * rows
+                for column, values in self.extra.items()
+            }
+        )
+        self.extra.clear()
 
     def note_rollout(self, rollout: Rollout, number: int) -> None:
         """Log the metrics and completions of a rollout, and pass its records to ``tell``.
@@ -141,11 +163,9 @@ class StepLog:
         tables["advantages"].extend(rollout.row_advantages.tolist())
         for place, name in enumerate(self.names):
             tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
-        for column, values in self.extra.items():
-            # Dynamic sampling scores more rows than are trained; values then belong to no row
-            of_rows = values if len(values) == len(rollout) else [None] * len(rollout)
-            tables["extra"][redact(column)].extend(redact_tree(of_rows))
-        self.extra.clear()
+        extra = self.extras.pop(0) if self.extras else {}  # TRL's step writes its own
+        for column, values in extra.items():
+            tables["extra"][redact(column)].extend(redact_tree(values))
         for name, values in self.of_rewards.items():
             self.note(name, sum(values) / len(values))
         self.of_rewards.clear()

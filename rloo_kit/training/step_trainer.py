@@ -26,6 +26,7 @@ from rloo_kit.machine.hardware import GIB, detect_hardware
 from rloo_kit.machine.processes import divided_by_launcher, num_processes
 from rloo_kit.models.loading import save_adapter
 from rloo_kit.models.notes import notes_of
+from rloo_kit.models.shape import largest_size
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
@@ -144,6 +145,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if not self.by_trl:
             self.collected = []
             self.sampler.is_synced = False
+            self.dynamic_sampling.restart()
             self.rloo.waiting = []
             self.rloo.moments = RunningMoments()
             self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
@@ -223,7 +225,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         on_cpu = hardware.device == "cpu"
         config = self.model.config.get_text_config()
         layers, hidden = config.num_hidden_layers, config.hidden_size
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        inner = largest_size(config, "intermediate_size") or 4 * hidden
         budget = args.tokens_per_micro_batch or default_token_budget(
             hardware.free_memory,
             hidden,
@@ -340,7 +342,8 @@ class StepTrainer(ResumableTrainer, TrlStep):
             With TRL's step, the result of TRL's method.
 
         Raises:
-            ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on.
+            ConfigError: ``which_prompts`` is set although ``partial_rollouts`` is on, or ``beta``
+                was 0 when the trainer was made and is above 0 now.
         """
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -352,6 +355,11 @@ class StepTrainer(ResumableTrainer, TrlStep):
         batches = self.collected
         self.collected = []
         self.rloo.shaping = self.args.shaping  # a callback may have changed a setting
+        if self.args.beta and self.rloo.reference is None:
+            raise ConfigError(
+                "trainer.beta was 0 at the start, so the trainer has no reference policy for a KL "
+                "penalty: start with a beta above 0, such as 1e-9"
+            )
         if self.in_flight and self.rloo.which_prompts is not all_rows:
             raise ConfigError(
                 "trainer.rloo.which_prompts has no effect with trainer.partial_rollouts, because "

@@ -57,6 +57,9 @@ class Log:
     def note(self, name, value):
         self.values[name] = value
 
+    def note_scored(self, rows):
+        self.values["rows"] = rows
+
     def note_rollout(self, rollout, number):
         self.rollouts.append((number, rollout))
 
@@ -163,6 +166,24 @@ def test_options_enter_at_three_places():
     step.run([ROWS], 1)
     assert seen == ["which prompts", "after scoring", "rows to learn"]
     assert step.log.tallies[0].trained == 1
+
+
+def test_the_reference_is_that_of_the_completions_a_hook_puts_in():
+    passed = []
+
+    def reference(tokens, rows):
+        passed.append(tokens)
+        return torch.zeros(len(tokens), 1)
+
+    step = step_of(
+        Table(),
+        reference=reference,
+        shaping=Shaping(beta=0.1),
+        score=lambda rows, completions: Scores(completions, in_background=True),
+        after_scoring=lambda batch, complete: complete(ROWS),
+    )
+    step.run([ROWS], 1)
+    assert passed[-1] is step.rollout.sampled.tokens
 
 
 def test_a_hook_that_drops_prompts_leaves_a_rollout_its_number_of_slices():

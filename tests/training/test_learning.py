@@ -3,12 +3,15 @@
 import asyncio
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
 
 import rloo_kit as rk
+from rloo_kit.training.dynamic_sampling import DynamicSampling
 
 
 @pytest.fixture
@@ -111,6 +114,27 @@ def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(tr
     assert (first["score/shaped"], second["score/shaped"]) == (0.375, 0.0)
 
 
+def test_a_beta_that_a_callback_raises_from_0_is_refused(trainer_for):
+    class Raise(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            args.beta = 0.05
+
+    trainer = trainer_for(first_group_only, max_steps=2, beta=0.0)
+    trainer.add_callback(Raise())
+    with pytest.raises(rk.ConfigError, match="beta was 0"):
+        trainer.train()
+
+
+def test_further_prompts_do_not_come_in_the_runs_own_order():
+    prompts = [{"prompt": str(number)} for number in range(100)]
+    own = [prompts[place] for place in RepeatSampler(prompts, 1, 4, seed=42)]
+    further = DynamicSampling(args=SimpleNamespace(seed=42), dataset=lambda: prompts, log=None)
+    first = [further._next_row() for _ in range(8)]
+    assert first != own[:8]
+    further.restart()
+    assert [further._next_row() for _ in range(8)] == first
+
+
 def test_async_rewards_run_while_the_reference_pass_computes(trainer_for, monkeypatch):
     order = []
 
@@ -163,6 +187,19 @@ def test_unscorable_rows_are_in_the_completion_table(trainer_for, capsys):
     assert [*map(math.isnan, table["rewards"]["some"])] == [True] + [False] * 15
     assert [*map(len, texts(table["completion"]))] == list(table["extra"]["length"])
     assert "some" in capsys.readouterr().out
+
+
+def test_each_rollout_of_a_step_keeps_its_extra_columns(trainer_for):
+    def some(completions, log_extra, **_):
+        log_extra("length", [len(text) for text in texts(completions)])
+        return ones(completions)
+
+    accumulated = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
+    few = {"per_device_train_batch_size": 8}
+    trainer = trainer_for(some, log_completions=True, **few, **accumulated)
+    trainer.train()
+    table = trainer._logs
+    assert [*map(len, texts(table["completion"]))] == list(table["extra"]["length"])
 
 
 @pytest.mark.long

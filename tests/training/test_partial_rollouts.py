@@ -16,6 +16,7 @@ from rloo_kit.sampling.decoding import Pieces, complete, grow
 from rloo_kit.sampling.engine import Begun, Generations, ThoughtLimit
 from rloo_kit.text.thoughts import Mark, ThoughtMarks
 from rloo_kit.training.partial_rollouts import InFlight
+from rloo_kit.training.sampler import Sampler
 
 G = 2
 GROUPS = 3  # of a batch
@@ -121,6 +122,34 @@ def test_each_prompt_is_trained_once_with_its_own_tokens_through_kills(
     counts = [sum(batch.count(str(place)) for batch in trained) for place in range(7)]
     assert sum(counts) == batches * GROUPS
     assert max(counts) - min(counts) <= 1
+
+
+def test_the_speed_counts_the_tokens_sampled_for_the_batch():
+    sampler = Dice(1)
+    one = pool(sampler, 20)
+    grow = sampler.grow
+    sampled, noted = [], []
+
+    def counted(begun):
+        found = grow(begun)
+        sampled[-1] += sum(map(len, found.completion_ids))
+        return found
+
+    sampler.grow = counted
+    one.completer.log.note_sampled = lambda *given: noted.append(given[2])
+    for _ in range(20):
+        sampled.append(0)
+        one(GROUPS * G)
+    assert noted == sampled
+    assert 0 in noted
+
+
+def test_a_completion_that_fills_the_engines_context_has_ended():
+    args = SimpleNamespace(max_completion_length=9)
+    engine = SimpleNamespace(max_length=8)
+    kit = SimpleNamespace(args=args, eos_token_ids=[0], thought=None, engine=engine)
+    assert Sampler.has_ended(kit, [5] * 4, [6] * 4)
+    assert not Sampler.has_ended(kit, [5] * 4, [6] * 3)
 
 
 def test_rows_that_do_not_fit_into_memory_are_halved():
