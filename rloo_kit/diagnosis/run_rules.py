@@ -6,11 +6,13 @@ is NaN, and every comparison with NaN is false, so that no fault is found in it.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.diagnosis.record import REWARD_MEAN, WINDOW, RunRecord, mean, read_run
@@ -28,6 +30,7 @@ from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import EMBEDDED, base_name
 from rloo_kit.text.numbers import finite_number, finite_numbers
+from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import CALL_NUMBERS
 
@@ -38,6 +41,8 @@ TINY_RATE = 1e-3
 # If a group has fewer different texts than this on average, the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
+# Rewards whose highest score is 0, so that a mean of 0 is no fault
+PENALTIES = re.compile(r"(soft_overlong|repetition)(_\d+)?")
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -98,7 +103,8 @@ def _more_generations(run: RunRecord) -> str:
     """
     size = 8 if run.setting("num_generations") < 8 else 16
     more = f"trainer.num_generations={size}"
-    larger = f"{more}, trainer.per_device_train_batch_size={size}"
+    rows = math.ceil(run.setting("per_device_train_batch_size") / size) * size
+    larger = f"{more}, trainer.per_device_train_batch_size={rows}"
     return _valid(run, more, larger) if run.setting("num_generations") < 16 else ""
 
 
@@ -191,10 +197,11 @@ def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
     worst = mean(sizes[: max(1, len(sizes) // 4)])
     if run.setting("partial_rollouts") and worst < 0.5:
         age = run.setting("max_rollout_age")
+        younger = ["trainer.max_rollout_age=1"] if age > 1 else []
         yield Seen(
             f"in the worst quarter of the steps the effective sample size is {worst:.0%} of the "
             f"completions, at max_rollout_age {age}",
-            setting=_valid(run, "trainer.max_rollout_age=1", _lower_rate(run)),
+            setting=_valid(run, *younger, _lower_rate(run)),
         )
 
 
@@ -214,11 +221,12 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     values = ((row["step"], finite_number(row.get("kl"))) for row in run.rows)
     # A later pass over a batch has a KL but no row
     since = next((int(step) for step, value in values if value and value > limit), run.step(-1))
+    clips = 0 < (run.setting("max_grad_norm") or 0) <= 0.5  # 0: no clipping
     yield Seen(
         f"the KL from the reference passed {limit:g} nat per token at step {since} and "
         f"is {end:.3g} at the end, at learning rate {_rate(run):.1g} and beta "
         f"{run.setting('beta'):g}; {_moved(run)}",
-        setting=f"{_calmer(run)}, trainer.max_grad_norm=0.5",
+        setting=_calmer(run) + ("" if clips else ", trainer.max_grad_norm=0.5"),
     )
 
 
@@ -228,7 +236,7 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
 @RULES.rule(
     "all_truncated",
     "truncated completions have no answer, so the reward cannot tell good ones from bad ones",
-    "raise trainer.max_completion_length, or make the thoughts shorter",
+    "raise trainer.max_completion_length or trainer.thinking_budget, or make the thoughts shorter",
     explains=f"constant_reward cold_start {_ALL_ALIKE}",
 )
 def _all_truncated(run: RunRecord) -> Iterator[Seen]:
@@ -237,8 +245,14 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
         config = run.config
         limit = run.setting("max_completion_length")
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
+        reached = f"the limit of {limit} tokens"
+        budget = run.setting("thinking_budget")
+        if budget and run.last("completions/max_length") < limit:  # thoughts were cut
+            reached = f"the limit of {budget} tokens for a thought"
+            more = f"trainer.thinking_budget={4 * budget}"
+            longer = _valid(run, more, f"{more}, {longer}")
         yield Seen(
-            f"at least {cut_off:.0%} of the completions reached the limit of {limit} tokens",
+            f"at least {cut_off:.0%} of the completions reached {reached}",
             "warning" if run.learned else "error",
             setting=longer,
         )
@@ -253,12 +267,20 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
 )
 def _empty_output(run: RunRecord) -> Iterator[Seen]:
     rows = run.completions_of(at_end=True)
-    blank = sum(not text_of(row.get("completion")).strip() for row in rows)
+    blank = sum(map(_is_blank, rows))
     if blank > len(rows) / 2 and not run.better:
         yield Seen(
             f"{blank} of the last {len(rows)} completions are empty; {_moved(run)}",
             setting=_calmer(run),
         )
+
+
+def _is_blank(row: dict[str, Any]) -> bool:
+    """Return True if a completion has neither a text nor a tool call at its end."""
+    completion = row.get("completion")
+    last = completion[-1] if isinstance(completion, list) and completion else None
+    calls = isinstance(last, dict) and last.get("tool_calls")
+    return not (calls or text_of(completion).strip())
 
 
 @RULES.rule(
@@ -271,7 +293,12 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
 def _no_thought(run: RunRecord) -> Iterator[Seen]:
     rows = [row for row in run.completions_of(at_end=True) if not row.get("truncated")]
     is_paid = any(name.startswith("rewards/thinking") for name in run.rows[0])
-    if is_paid and rows and all(row.get("thought_tokens") is None for row in rows):
+    # If `</think>` is not a token of its own, only the text shows that a thought is closed
+    closes = (
+        row.get("thought_tokens") is not None or THOUGHT_ENDS in text_of(row.get("completion"))
+        for row in rows
+    )
+    if is_paid and rows and not any(closes):
         level = "warning" if run.better else "error"
         yield Seen(f"none of the last {len(rows)} complete completions closes a thought", level)
 
@@ -329,10 +356,14 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
 
 
 def _never_paid(run: RunRecord) -> str | None:
-    """Return the name of a reward that was 0 for every completion of the run, or None."""
+    """Return the name of a reward that was 0 for every completion of the run, or None.
+
+    A penalty that no completion earned does not count.
+    """
     for match in filter(None, map(REWARD_MEAN.fullmatch, run.rows[0])):
         means = run.series(match[0])  # empty if the reward never gave a score
-        if means and not any(means) and not any(run.series(f"rewards/{match[1]}/std")):
+        is_0 = means and not any(means) and not any(run.series(f"rewards/{match[1]}/std"))
+        if is_0 and not PENALTIES.fullmatch(match[1]):
             return match[1]
     return None
 

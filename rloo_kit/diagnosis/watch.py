@@ -151,7 +151,16 @@ class RunWatch(TrainerCallback):
                 self.see_held_out(0, self._evaluation["before"], self._score_before)
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
-        """Add the best weights to the state of a checkpoint, ``held``."""
+        """Add the best weights and unconfirmed findings to the state of a checkpoint, ``held``."""
+        after = self._evaluation.get("after")
+        scores = [{"rewards": one["rewards"]} for one in after["samples"]] if after else []
+        held["watch"] = {
+            "after": after and {"rewards": after["rewards"], "samples": scores},
+            "num_checks": self._num_checks,
+            "num_evaluations": self._num_evaluations,
+            "since": dict(self._since),
+            "is_waiting": self._is_waiting,
+        }
         if self.best:
             held["best_weights"] = {"by_held_out": self.by_held_out, **self.best.state_dict()}
 
@@ -169,12 +178,18 @@ class RunWatch(TrainerCallback):
         """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
-        if self.best and "best_weights" in held:
-            kept = held["best_weights"]
-            if kept.get("by_held_out", self.by_held_out) == self.by_held_out:
+        if watch := held.get("watch"):
+            self._num_checks, self._num_evaluations = watch["num_checks"], watch["num_evaluations"]
+            self._since, self._is_waiting = watch["since"], watch["is_waiting"]
+            if watch["after"] and "before" in self._evaluation:
+                self._evaluation["after"] = watch["after"]
+        if self.best:
+            kept = held.get("best_weights")
+            if kept and kept.get("by_held_out", self.by_held_out) == self.by_held_out:
                 self.best.load_state_dict(kept)
-            else:  # scores of two kinds cannot be compared
+            else:  # no weights were kept, or scores of two kinds, which cannot be compared
                 self.best = BestWeights(self.parameters())
+                self.best.see(state.global_step, -math.inf)  # until a score is known
 
     def on_completions(
         self,

@@ -23,8 +23,13 @@ def metrics_of(record: RunRecord) -> Metrics:
     found: dict[int, dict[str, Any]] = {}
     for row in record.metrics:
         step = finite_number(row.get("step"))
-        if step is not None and "train_runtime" not in row:
-            found.setdefault(int(step), {}).update(row)
+        if step is None:
+            continue
+        if "train_runtime" in row:  # the summary, which also has metrics that no log had yet
+            row = {k: v for k, v in row.items() if not k.startswith(("train_", "total_flos"))}
+            if "reward" not in row:
+                continue
+        found.setdefault(int(step), {}).update(row)
     steps = sorted(found)
     return Metrics(steps, [found[step] for step in steps])
 

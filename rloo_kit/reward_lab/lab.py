@@ -42,7 +42,7 @@ from rloo_kit.runs.child import call_in_child
 from rloo_kit.sampling.choice import make_sampling, thought_limit
 from rloo_kit.scoring.contract import CheckedReward, columns_read, reward_columns
 from rloo_kit.scoring.specs import LoadedReward, RewardSpec, load_rewards, with_weights
-from rloo_kit.text.redaction import redact_tree
+from rloo_kit.text.redaction import redact_tree, redacting
 from rloo_kit.text.wording import shell_path, text_of
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Row, Say
@@ -111,6 +111,7 @@ def check_rewards(  # noqa: PLR0913
     if output_dir is not None:
         check_writable(free_folder(output_dir).parent)
     config, base = read_config(RunConfig() if source is None else source, overrides)
+    say = redacting(say)
     job = PreparedJob(config, base, say)
     loaded = _load(job, rewards)  # a wrong name costs a second here, and not a model load
     with session() as opened:
@@ -123,13 +124,12 @@ def check_rewards(  # noqa: PLR0913
             rows = found if source is None else _with_columns(found, job)
         limit = tokenizer = None
         if source is not None:
-            limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
+            limit = (DEFAULTS | config.trainer)["max_completion_length"]
             # Completions in a file can be checked without the model
             with contextlib.suppress(KitError, OSError, ValueError):
                 tokenizer = job.tokenizer
-        notes = [NO_TOKENIZER] if tokenizer is None else []
         bound = load_rewards(loaded, tokenizer, None, template_settings(config))
-        check = _examined(rows, bound, config, limit, notes)
+        check = _examined(rows, bound, config, limit, [] if tokenizer else [NO_TOKENIZER])
     say(f"\n{check}")
     if output_dir is not None:
         _write(make_run_folder(output_dir), check, rows, say)

@@ -18,7 +18,8 @@ from rloo_kit.scoring.contract import (
     take_rows,
 )
 from rloo_kit.scoring.specs import LoadedReward
-from rloo_kit.text.wording import printable, text_of
+from rloo_kit.text.redaction import redact
+from rloo_kit.text.wording import first_line, printable, text_of
 from rloo_kit.types import Completion, Score
 
 # A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
@@ -69,7 +70,8 @@ def probe(
             probes[name] = call_reward(asked, given)
         except KitError as exc:
             cause = exc.__cause__
-            errors[name] = printable(f"{type(cause).__name__}: {cause}" if cause else str(exc))
+            own = printable(redact(str(exc)))  # the kit's own errors are one sentence
+            errors[name] = f"{type(cause).__name__}: {first_line(cause)}" if cause else own
         if name == "again":
             # The first call also had to import modules
             seconds = min(seconds, (time.perf_counter() - started) / num)
@@ -101,7 +103,7 @@ def _calls(
     closed = [text for text in texts if "</think>" in text]
     if sum("<think>" not in text for text in closed) > len(closed) / 2:
         # The prompt opens the thought
-        names.append("opened")
+        names += ["opened", "prefixed"]
     return calls | {name: _altered(name, own) for name in names}
 
 
@@ -140,6 +142,11 @@ _ALTERED = {
     # If the prompts open the thought
     "opened": (
         lambda text: text if "<think>" in text else f"<think>\n{text}",
+        lambda ids: ids,
+    ),
+    # The same with another tag of that length
+    "prefixed": (
+        lambda text: text if "<think>" in text else f"<other>\n{text}",
         lambda ids: ids,
     ),
 }

@@ -99,7 +99,7 @@ def _never_applies(probed: Probed) -> Iterator[Seen]:
 @RULES.rule(
     "truncated",
     "a truncated completion has no answer, so rewards cannot tell good completions from bad ones",
-    "raise trainer.max_completion_length, or make the thoughts shorter",
+    "raise trainer.max_completion_length or trainer.thinking_budget, or make the thoughts shorter",
 )
 def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
     num = sum(map(bool, batch.truncated or []))
@@ -121,11 +121,18 @@ def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
 def _blind(probed: Probed, least: float) -> Iterator[Seen]:
     """Report a reward whose score rises if ``<think>`` is put before the completions.
 
+    A rise that another tag of the same length causes too does not count.
+
     ``least`` is the share of completions whose score must rise.
     """
     opened = probed.probes.get("opened", [])
     now = probed.first
-    gains = [a - b for a, b in zip(opened, now, strict=False) if a is not None and b is not None]
+    other = probed.probes.get("prefixed", now)
+    gains = [
+        a - max(b, b if c is None else c)
+        for a, b, c in zip(opened, now, other, strict=False)
+        if a is not None and b is not None
+    ]
     rises = sum(gain > 1e-6 for gain in gains)
     falls = sum(gain < -1e-6 for gain in gains)
     if rises >= max(1, 4 * falls, least * len(opened)):

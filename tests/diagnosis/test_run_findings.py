@@ -308,6 +308,53 @@ def test_the_learning_rate_is_that_of_the_model():
 # --- cause and effect -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("rows", "settings", "expected"),
+    [
+        ({**FLAT, "kl": GONE}, ["max_grad_norm=0.1"], "trainer.beta=0.1"),
+        (
+            {"effective_sample_size": [1.0, 0.8, 0.3] * 8},
+            ["partial_rollouts=true", "max_rollout_age=1"],
+            "trainer.learning_rate=0.0003",
+        ),
+        (
+            {**FLAT, "reward": line(0.5, 0.5, 0.5)},
+            ["num_generations=5", "per_device_train_batch_size=20"],
+            "trainer.per_device_train_batch_size=24",
+        ),
+    ],
+)
+def test_no_setting_loosens_what_is_strict_or_repeats_what_is_set(rows, settings, expected):
+    found = find_in_run(record(rows, settings=[f"trainer.{one}" for one in settings]))
+    assert found[0].setting.split(", ")[-1] == expected
+
+
+def test_a_thought_cut_by_its_budget_needs_a_larger_budget():
+    cut = {"completions/truncated": line(1.0), "completions/max_length": line(20.0)}
+    settings = ["trainer.thinking_budget=8"]
+    (finding,) = find_in_run(record({**all_of(0.0), **cut}, settings=settings))
+    assert finding.setting == "trainer.thinking_budget=32"
+
+
+def test_a_thought_written_as_plain_text_is_closed():
+    rows = {"rewards/thinking_format/mean": line(0.5, 0.95)}
+    run = record(rows, text=lambda *place: f"<think>{place}</think>4")
+    assert "no_thought" not in kinds(run)
+
+
+def test_a_penalty_that_no_completion_earned_is_no_fault():
+    rows = {"rewards/soft_overlong/mean": line(0), "rewards/soft_overlong/std": line(0)}
+    assert find_in_run(record(rows)) == []
+
+
+def test_a_completion_that_ends_with_a_call_is_not_empty():
+    run = record({"tools/unread_frequency": line(0.8)})
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    for row in run.completions:
+        row["completion"] = [call]
+    assert kinds(run) == ["calls_without_answer"]
+
+
 def test_a_policy_that_is_gone_explains_all_that_follows():
     rows = {
         "kl": GONE,

@@ -246,6 +246,29 @@ def test_scores_from_before_training_may_come_after_it_began():
     assert (watch.best.step, weight.item()) == (0, 0.0)
 
 
+def test_a_finding_that_waits_still_waits_after_a_resume(tmp_path):
+    first, _, _ = watching(stop_on=["kl_explosion"])
+    state = drive(first, [*map(row, range(1, 6)), *map(exploded, (6, 7))])
+    first.on_state(held=(held := {}))
+    watch, _, stops = watching(stop_on=["kl_explosion"])
+    watch.on_train_begin()
+    watch.on_resume(SimpleNamespace(output_dir=tmp_path), state, held=held)
+    state.global_step = 8
+    state.log_history.append({**exploded(8), "step": 8})
+    watch.on_log(None, state, None, logs=exploded(8))
+    assert stops
+
+
+def test_weights_of_a_resumed_run_are_not_those_of_step_0(tmp_path):
+    first, _, _ = watching(4)
+    first.on_state(held=(held := {}))
+    watch, _, _ = watching(4, stop_on=["kl_explosion"])
+    watch.see_held_out(0, scores(0.5), 0.5)
+    watch.on_train_begin()
+    watch.on_resume(SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=4), held=held)
+    assert watch.best.value == -math.inf
+
+
 @pytest.mark.parametrize(("every", "value"), [(None, 0.9), (4, -math.inf)])
 def test_scores_of_batches_and_of_held_out_prompts_are_not_compared(every, value, tmp_path):
     weight = torch.nn.Parameter(torch.zeros(1))

@@ -102,6 +102,14 @@ def content(folder):
     return data_of(write_report(folder).read_text(encoding="utf-8"))["runs"][0]
 
 
+def test_steps_after_the_last_log_are_in_the_curves(run):
+    rows = [metric(10), metric(20), metric(25, train_runtime=9.0, train_loss=0.1)]
+    found = content(run(metrics=rows, evaluation={"before": scored(0.25), "after": scored(1.0)}))
+    assert found["curves"]["to"] == [10, 20, 25]
+    assert found["points"]["accuracy"] == [[0, 0.25], [25, 1.0]]
+    assert "train_loss" not in found["curves"]["more"]
+
+
 # --- size -----------------------------------------------------------------------------------------
 
 

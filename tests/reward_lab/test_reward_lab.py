@@ -231,6 +231,22 @@ def test_the_time_limit_counts_for_each_part_of_a_reward():
     assert kinds(found) == []
 
 
+def test_a_reward_for_length_is_not_blind_to_thought():
+    assert kinds(check([{"name": "length_band", "low": 60, "high": 80, "falloff": 60}])) == []
+
+
+def test_secrets_in_the_error_of_a_probe_are_masked():
+    def picky(completions, **_):
+        if not completions[0]:
+            raise ValueError("GET https://me:passw0rd99x@host failed")
+        return [float(len(text)) for text in completions]
+
+    said = []
+    found = rk.check_rewards(rewards=[picky], completions=FEW, say=said.append)
+    assert "GET https" in "".join(said)
+    assert "passw0rd99x" not in "".join(said) + str(found.findings)
+
+
 def test_several_faults_are_listed_the_worst_first():
     found = check([closed, half, dice, splits], FEW)
     assert kinds(found) == ["raises", "non_deterministic", "constant", "saturated"]
