@@ -111,6 +111,11 @@ def as_recorded(config: RunConfig, adapter: Path) -> RunConfig:
     return replace(config, model=replace(config.model, name=name), unsloth=unsloth)
 
 
+def is_hub_4bit(name: str) -> bool:
+    """Return True for a hub name in -bnb-4bit, for which Unsloth also knows the 16-bit original."""
+    return _is_on_hub(name) and name.lower().endswith("-bnb-4bit")
+
+
 def _is_on_hub(name: str) -> bool:
     return "/" in name and not is_path(name) and not os.path.exists(name)
 

@@ -83,6 +83,7 @@ class ModelShape:
     qk_norm: bool  # True if queries and keys are normalised
     packed: bool  # True if the checkpoint has 4-bit weights
     in_16bit: float  # fraction of the quantised layers' weights that stays in 16 bit
+    has_vision: bool = False  # True if the model has a vision part
 
     @property
     def num_parameters(self) -> int:
@@ -242,7 +243,7 @@ def shape_of_config(
     model.tie_weights()
     linears = _linears(model, skipped)
     heads = text.num_attention_heads
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = largest_size(text, "intermediate_size") or 4 * text.hidden_size
     if expert := getattr(text, "moe_intermediate_size", None):
         inner = (getattr(text, "num_experts_per_tok", None) or 1) * expert
     norms = (".q_norm", ".q_layernorm")
@@ -253,29 +254,40 @@ def shape_of_config(
         intermediate_size=inner,
         num_layers=text.num_hidden_layers,
         num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_kv_heads=largest_size(text, "num_key_value_heads") or heads,
+        head_dim=largest_size(text, "head_dim") or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         linears=linears,
         others=model.num_parameters() - sum(linear.size * linear.count for linear in linears),
         qk_norm=any(module.endswith(norms) for module, _ in model.named_modules()),
         packed=bool(settings.get("load_in_4bit")),
         in_16bit=DYNAMIC_SHARE if guessed else 0.0,
+        has_vision=hasattr(config, "vision_config"),
     )
+
+
+def largest_size(config: "PreTrainedConfig", name: str) -> int:
+    """Return the largest value that a config has for a size, or 0 if it has none.
+
+    Layers may have different values: of Gemma 4 each layer has a config, of Gemma 3n the value is a
+    list.
+    """
+    layers: Any = config.per_layer_config if config.is_heterogeneous else [config]
+    values = [getattr(layer, name, None) or 0 for layer in layers]
+    return max(max(one) if isinstance(one, list) else one for one in values)
 
 
 def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """Return the transformers class that loads a model.
 
     It is AutoModelForImageTextToText if ``images`` is true, or if the config is that of a vision
-    model which transformers cannot load without its vision part. Otherwise it is
-    AutoModelForCausalLM.
+    model. Otherwise it is AutoModelForCausalLM.
     """
     import transformers
 
-    vision = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    text = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if images or (type(config) in vision and type(config) not in text):
+    # Qwen3.5 also has a class without the vision part, whose layers have other names: adapters
+    # would not fit both, and Unsloth and vLLM use the names of the class with the vision part
+    if images or type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -15,6 +15,7 @@ from rloo_kit.errors import ConfigError, GenerationError
 from rloo_kit.machine.cleanup import is_out_of_memory
 from rloo_kit.machine.engines import leave_process_groups, may_sleep, without_side_effects
 from rloo_kit.machine.hardware import detect_hardware
+from rloo_kit.models.adapters import is_hub_4bit
 from rloo_kit.models.engine_memory import (
     BATCHED_TOKENS,
     MAX_SEQUENCES,
@@ -110,6 +111,8 @@ def load_shared(
 
     loaded: Any = None
     shape = read_shape(source, trust_remote_code=trust_remote_code)
+    if not engine.load_in_4bit and is_hub_4bit(source):
+        shape = replace(shape, packed=False)  # Unsloth loads the 16-bit original
     reason = why_not_shared(shape, trust_remote_code=trust_remote_code)
     if reason is None:
         for name in engine.not_shared:
@@ -144,8 +147,9 @@ def _load_with_engine(
     from accelerate.utils import patch_environment
 
     has_groups = torch.distributed.is_initialized()  # of several processes, or another engine's
-    # an earlier engine of this process may have left memory that vLLM cannot free
-    engine = replace(engine, sleeps=engine.sleeps and may_sleep())
+    # An earlier engine of this process may have left memory that vLLM cannot free. For models with
+    # a vision part `load_vllm` of unsloth_zoo turns the sleep mode off
+    engine = replace(engine, sleeps=engine.sleeps and not shape.has_vision and may_sleep())
     hardware = detect_hardware()
     try:
         arguments = engine.arguments(shape, hardware.free_memory, hardware.total_memory)

@@ -16,7 +16,7 @@ from rloo_kit.config.trainer_settings import batch_plan, trl_defaults
 from rloo_kit.errors import KitError
 from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
-from rloo_kit.models.adapters import EMBEDDED, adapter_in
+from rloo_kit.models.adapters import EMBEDDED, adapter_in, base_name, is_hub_4bit
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
@@ -80,12 +80,15 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     checkpointing = "unsloth" if facts.unsloth else "plain"
     if not trainer.get("gradient_checkpointing", facts.card.on_gpu):
         checkpointing = "none"
+    engine = _engine(config, facts)
+    # in 16 bit Unsloth loads the original of a 4-bit copy on the hub
+    loads_original = facts.unsloth and is_hub_4bit(base_name(config.model.name))
     return Job(
         shape=shape,
         on_gpu=facts.card.on_gpu,
         room=facts.room,
         card=facts.card.usable,
-        in_4bit=config.model.load_in_4bit or facts.shape.packed,
+        in_4bit=config.model.load_in_4bit or (facts.shape.packed and not loads_original),
         value_bytes=2 if facts.card.on_gpu or facts.card.bf16 else 4,
         rank=config.lora.r,
         targets=tuple(_targets(config, facts)),
@@ -103,8 +106,10 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
         budget=trainer["tokens_per_micro_batch"],
         scores=bool(trainer["beta"]) or not batch.is_on_policy,
         keeps_graphs=bool(trainer["beta"]) and batch.is_on_policy,
-        engine=_engine(config, facts),
-        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu)),
+        engine=engine,
+        # Unsloth's engine of a model with a vision part does not sleep
+        sleeps=bool(trainer.get("vllm_enable_sleep_mode", facts.card.on_gpu))
+        and not (engine == "shared" and facts.shape.has_vision),
         share=trainer.get("vllm_gpu_memory_utilization"),
         batched_tokens=(config.vllm | config.unsloth).get("max_num_batched_tokens", BATCHED_TOKENS),
         draft_tokens=(config.vllm.get("speculative_config") or {}).get("num_speculative_tokens", 0),
@@ -126,7 +131,8 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
         leaf = one.name.rpartition(".")[2]
         named = any(name.endswith(leaf) for name in parameters or ())
         # Unsloth also gives the experts of a targeted MLP an adapter
-        by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets
+        is_layer = isinstance(targets, str) or "down_proj" in dense  # others `attach_lora` drops
+        by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets and is_layer
         if one.is_expert and (named or by_unsloth):
             yield one.name
 

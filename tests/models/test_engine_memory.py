@@ -8,9 +8,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+from tiny_vision import save_model
 from transformers import GPTNeoXConfig, Qwen3MoeConfig
 
+import rloo_kit as rk
 from rloo_kit.errors import ConfigError, GenerationError
+from rloo_kit.job import _engine_arguments
 from rloo_kit.machine.hardware import Hardware
 from rloo_kit.models import shared_engine
 from rloo_kit.models.engine_memory import cpu_cache, engine_memory, engine_size, reserved_rank
@@ -339,3 +342,17 @@ def test_an_error_of_vllms_start_is_told_by_its_reason(exc, said, remedy):
     assert said in text
     assert remedy in text
     assert "\n" not in text
+
+
+def test_an_engine_of_a_model_with_a_vision_part_does_not_sleep(small_card, tmp_path):
+    folder = save_model(tmp_path / "gemma3", "gemma3")
+    load = Mock(return_value=(SimpleNamespace(vllm_engine="an engine"), None))
+    model, _ = load_shared(load, str(folder), REQUIRED, False)
+    assert not notes_of(model).shared_engine.sleeps
+
+
+def test_the_shared_engine_has_room_for_all_rows_in_flight(tmp_path):
+    in_flight = {"partial_rollouts": True, "num_generations": 4}
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    args = rk.LeaveOneOutConfig(str(tmp_path), **in_flight, **batch)
+    assert _engine_arguments(args)["num_sequences"] == 32

@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rloo_kit.config.lora import REFUSED, lora_fields
 from rloo_kit.config.run_file import make_run_config
 from rloo_kit.errors import ConfigError
 from rloo_kit.export.exporter import export_model
+from rloo_kit.machine.hardware import find_card
 from rloo_kit.models.adapters import lora_settings
 from rloo_kit.models.shape import TINY_THINKER, read_shape, shape_of_config, weight_bytes
 from rloo_kit.planning.facts import make_job, read_facts
@@ -204,3 +206,12 @@ def test_a_misspelt_layer_is_refused_and_a_second_adapter():
     for again in (with_adapter, model):  # PEFT puts the adapter into the model itself
         with pytest.raises(ConfigError, match="the model has an adapter already"):
             rk.attach_lora(again, r=4)
+
+
+def test_experts_that_get_no_adapter_are_not_planned(tmp_path):
+    source = mixture(tmp_path / "base", "qwen3-moe")
+    run = make_run_config({"model": {"name": str(source)}})
+    facts = replace(read_facts(run, tmp_path, find_card("24GB"), 24 << 30), unsloth=True)
+    model = rk.attach_lora(rk.load_model(source, load_in_4bit=False)[0])
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert sum(adapter_sizes(make_job(run, facts))) == trained

@@ -7,7 +7,13 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from jobs import USUAL
-from transformers import GPT2Config, Qwen3Config
+from transformers import (
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    Qwen3_5Config,
+    Qwen3Config,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from rloo_kit.config.run_file import PROJECTIONS
@@ -18,6 +24,7 @@ from rloo_kit.models.loading import attach_lora, load_model
 from rloo_kit.models.shape import (
     PUBLISHED,
     TINY_THINKER,
+    auto_class,
     nf4_bytes,
     read_shape,
     shape_of_config,
@@ -52,6 +59,36 @@ def job_of(shape, **settings):
 
 
 # --- the shape -----------------------------------------------------------------------------------
+
+
+SMALL_GEMMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+def test_layers_of_gemma4_may_have_heads_of_other_sizes():
+    config = Gemma4TextConfig(**SMALL_GEMMA, intermediate_size=128, head_dim=16, global_head_dim=32)
+    assert shape_of_config(config, "gemma-4").kv_size == 2 * 32
+
+
+def test_layers_of_gemma3n_may_have_mlps_of_other_sizes():
+    others = {"head_dim": 32, "laurel_rank": 4, "num_kv_shared_layers": 0}
+    config = Gemma3nTextConfig(**SMALL_GEMMA, **others, intermediate_size=[64, 128])
+    shape = shape_of_config(config, "gemma-3n")
+    assert shape.intermediate_size == 128
+    plan_memory(job_of(shape))
+
+
+def test_text_and_images_have_the_same_layers():
+    config = Qwen3_5Config()
+    assert auto_class(config) is auto_class(config, images=True)
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,10 @@ def test_a_server_takes_no_memory_of_the_card_that_trains():
     assert there.vllm_share is None
     assert not [part for part in there.memory.parts if "vLLM" in part or "sampl" in part]
     assert "vLLM" not in str(there)
+
+
+def test_16_bit_of_a_4_bit_name_is_planned_in_16_bit(monkeypatch):
+    monkeypatch.setattr("rloo_kit.planning.facts.why_not_unsloth", lambda _: None)
+    made = plan_of("qwen3-8b-16gb", "16GB", "model.load_in_4bit=false")
+    assert not made.job.in_4bit
+    assert not made.fits
