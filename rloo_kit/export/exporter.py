@@ -269,7 +269,7 @@ class _Export:
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
-        if self.trained.model.chat_template and not (folder / TOKENIZER).is_file():
+        if not (folder / TOKENIZER).is_file():
             self._add_tokenizer(folder)
         config["base_model_name_or_path"] = name
         if name != self.trained.base:
@@ -285,14 +285,14 @@ class _Export:
     def _add_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer of the run into the folder, for a checkpoint, which has none.
 
-        The tokenizer of the base has another chat template.
+        The tokenizer of the base may have another chat template.
         """
         _copy_tokenizer(Path(self.trained.run or self.adapter, "adapter"), folder)
         if not (folder / TOKENIZER).is_file():
             try:
                 PreparedJob(self.trained.config).tokenizer.save_pretrained(str(folder))
             except KitError as exc:
-                self.say(f"note: the export has no tokenizer with the run's chat template ({exc})")
+                self.say(f"note: the export has no tokenizer ({exc})")
 
     def _merged(self, folder: Path) -> str:
         """Merge the adapter, convert the weights to ``dtype``, and check them.

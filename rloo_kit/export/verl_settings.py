@@ -84,6 +84,9 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
     updates = batch // step * args.num_iterations
     total = math.ceil(args.max_steps / updates) if args.max_steps > 0 else None
     epochs = math.ceil(total / max(1, len(train) // batch)) if total else args.num_train_epochs
+    batches = total or math.ceil(epochs * max(1, len(train) // batch))
+    share = args.save_steps < 1  # of the run
+    save = args.save_steps * batches if share else args.save_steps / updates
     every = config.data.held_out_every
     often = max(1, round(every / updates)) if every else NEVER
     limit = config.model.max_seq_length - args.max_completion_length
@@ -100,7 +103,7 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
         "max_prompt_length": min(limit, config.data.max_prompt_tokens or limit),
         "pass_tokens": args.tokens_per_micro_batch or max(PASS_TOKENS, config.model.max_seq_length),
         "ppo_mini_batch_size": step,
-        "save_freq": max(1, round(args.save_steps / updates)),
+        "save_freq": max(1, round(save)),
         "schedule": "constant" if "constant" in args.lr_scheduler_type else "cosine",
         "test_freq": -1 if held_out is None else often,
         "top_k": args.top_k or -1,

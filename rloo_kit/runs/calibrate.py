@@ -21,7 +21,7 @@ from rloo_kit.config.run_file import SECTIONS, RunConfig
 from rloo_kit.data.prompts import count_levels
 from rloo_kit.errors import ConfigError, DataError
 from rloo_kit.evaluation.evaluator import evaluate, settings_of
-from rloo_kit.job import PreparedJob, read_config
+from rloo_kit.job import PreparedJob, read_config, system_message
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.output_folder import check_writable, write_atomically, write_rows
@@ -119,7 +119,9 @@ def calibrate(  # noqa: PLR0913
     if not count_levels(config.data.prompts):
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
         kept = [row for row in others if row.get("level") == chosen.level]
-        data = _write_prompts(prompts_file, chosen.with_signal + kept, held_out)
+        data = _write_prompts(prompts_file, chosen.with_signal + kept, held_out) | {
+            "system": system_message(config.data)  # its default belongs to the task's name
+        }
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
     write_rows(completions_file, sampled)

@@ -104,6 +104,19 @@ def run_of(source: object) -> Path | None:
     return place.parent if is_record else None
 
 
+def check_is_record(folder: Path) -> None:
+    """Check that run.yaml was written by a run, since a start from step 0 replaces the file.
+
+    Raises:
+        ConfigError: It is the user's own file.
+    """
+    if not (list_steps(folder) or (folder / "environment.json").is_file()):
+        raise ConfigError(
+            f"{format_value(str(folder / RUN_FILE))} is not the record of a run, and a resume "
+            "would replace it: give the file itself, not its folder, and leave resume out"
+        )
+
+
 def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     """Return the number of steps of a run that has finished; 0 if the run must continue.
 
@@ -140,7 +153,9 @@ def command_with_adapter(
     words = ["rloo-kit", "train", Path(source).as_posix()]
     settings = [*overrides, f"model.name={adapter.as_posix()}"]
     layers = lora_settings(adapter, {})["target_modules"]
-    if "target_modules" in config.lora.given and {*config.lora.target_modules} != {*layers}:
+    given = config.lora.target_modules
+    named = {given} if isinstance(given, str) else {*given}  # a pattern, or names
+    if "target_modules" in config.lora.given and named != {*layers}:
         settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
     if config.model.revision is not None:
         settings.append("model.revision=null")  # it is of a hub name, and the adapter is a folder
@@ -291,8 +306,8 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "processes": num_processes(),
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
-    write_run_file(folder, job.config)
     write_json(folder / "environment.json", redact_tree(facts), indent=2)
+    write_run_file(folder, job.config)  # last: without environment.json it is a user's own file
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

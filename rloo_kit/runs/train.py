@@ -24,6 +24,7 @@ from rloo_kit.planning.planner import remedy, room_here
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     RUN_FILE,
+    check_is_record,
     check_same_settings,
     command_after_stop,
     finished_steps,
@@ -97,6 +98,7 @@ def train(
         past = from_first(folder_to_resume(source, config, resume))
         check_writable(past or free_folder(config.output_dir))
         if past is not None:
+            check_is_record(past)
             if is_first():
                 stack.enter_context(lock_folder(past))
             check_same_settings(past, job.config)

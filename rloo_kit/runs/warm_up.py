@@ -85,11 +85,11 @@ def warm_up(  # noqa: PLR0913
     config, base = read_config(source, overrides)
     if config.tools or config.environment:
         raise ConfigError("a warm-up trains no calls of tools: leave tools and environment out")
-    folder = free_folder(output or f"{config.output_dir}-warm-up")
-    check_writable(folder.parent)
+    wanted = Path(output or f"{config.output_dir}-warm-up")
+    check_writable(free_folder(wanted).parent)
     rows = read_examples(examples)
     with session():
-        found = _trained(PreparedJob(config, base, say), rows, settings, folder)
+        folder, found = _trained(PreparedJob(config, base, say), rows, settings, wanted)
     named = str(examples) if isinstance(examples, str | Path) else "rows"
     write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
     file = "RUN.yaml" if isinstance(source, RunConfig) else source
@@ -293,12 +293,13 @@ def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], lis
 
 
 def _trained(
-    job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], folder: Path
-) -> dict[str, Any]:
-    """Train the policy of a job on examples, and save its adapter in ``folder``.
+    job: PreparedJob, rows: Sequence[Row], settings: dict[str, Any], wanted: Path
+) -> tuple[Path, dict[str, Any]]:
+    """Train the policy of a job on examples, and save its adapter in a new folder.
 
     Returns:
-        The number of examples, the logged losses, and the duration in seconds.
+        The folder: ``wanted``, or if that exists the same name with a number. And the number of
+        examples, the logged losses, and the duration in seconds.
     """
     job.prepare()
     examples = _fitting(job, rows)
@@ -333,6 +334,7 @@ def _trained(
         )
         with memory_errors(WHAT, "leave the longest examples out, or close other programs"):
             seconds = trainer.train().metrics["train_runtime"]
+    folder = free_folder(wanted)
     save_adapter(trainer.model, tokenizer, folder)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"num_examples": len(examples), "losses": losses, "seconds": seconds}
+    return folder, {"num_examples": len(examples), "losses": losses, "seconds": seconds}

@@ -83,6 +83,30 @@ def merged(run, tmp_path_factory):
 # --- adapter -------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_is_exported_with_a_tokenizer(run, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "run.yaml").write_text(RUN_FILE)
+    for file in (run / "adapter").glob("adapter_*"):
+        shutil.copy(file, checkpoint)
+    folder, *_ = export(checkpoint, "adapter", tmp_path / "a")
+    assert (folder / "tokenizer_config.json").is_file()
+
+
+def test_the_card_of_a_stopped_run_is_of_the_kept_step(run, tmp_path):
+    stopped = shutil.copytree(run, tmp_path / "mine")
+    (stopped / "end.json").write_text('{"how": "stopped", "steps": 9, "kept_step": 4}')
+    _, card, _ = export(stopped, "adapter", tmp_path / "a")
+    assert "4 steps of TRL's RLOO" in card
+
+
+def test_an_adapter_beside_a_users_run_file_is_not_of_that_file(run, tmp_path):
+    mine = shutil.copytree(run / "adapter", tmp_path / "mine")
+    (tmp_path / "run.yaml").write_text("model: {name: Qwen/Qwen3-8B}")
+    found = find_trained(mine)
+    assert (found.base, found.run) == ("tiny-thinker", None)
+
+
 def test_adapter_is_copied_with_its_base_named(run, tmp_path):
     folder, _, said = export(run, "adapter", tmp_path / "a")
     weights = "adapter_model.safetensors"
@@ -474,7 +498,7 @@ def test_a_checkpoint_is_exported_with_the_template_of_its_run(run, tmp_path):
     assert load_tokenizer(folder).chat_template == template
     (tmp_path / "mine.jinja").unlink()
     folder, _, said = export(tmp_path / "run/checkpoint-1", "adapter", tmp_path / "b")
-    assert "note: the export has no tokenizer with the run's chat template" in said[0]
+    assert "note: the export has no tokenizer (" in said[0]
     folder.rename(tmp_path / "run/adapter")
     load_tokenizer(TINY_THINKER).save_pretrained(tmp_path / "run/adapter")
     (tmp_path / "run/adapter/chat_template.jinja").write_text(template)

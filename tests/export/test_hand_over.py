@@ -164,6 +164,11 @@ def settings_of(tmp_path, *overrides, source="quickstart"):
     return yaml.safe_load((made / "verl.yaml").read_text()), text
 
 
+def test_a_share_of_the_run_is_saved_as_often_by_verl(tmp_path):
+    verl, _ = settings_of(tmp_path, "trainer.save_steps=0.25")  # of 40 steps
+    assert verl["trainer"]["save_freq"] == 10
+
+
 def test_prompts_read_back_as_verl_reads_them(folder, run_file):
     train, held_out = PreparedJob(*read_config(run_file, [])).splits
     for name, rows in (("train", train), ("held_out", held_out)):

@@ -17,7 +17,9 @@ import yaml
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import DataSection, make_run_config
+from rloo_kit.data.hub_tasks import SYSTEM
 from rloo_kit.errors import ConfigError, DataError
+from rloo_kit.job import system_message
 from rloo_kit.models.adapters import EMBEDDED
 from rloo_kit.runs import calibrate
 from rloo_kit.runs.calibrate import Level, _by_level, _chosen, _drawn, _free_files
@@ -296,3 +298,12 @@ def test_the_precision_is_measured_without_the_models_own_sampling_settings():
     )
     rows = [*rk.load_prompts("arithmetic", num_prompts=8)]
     assert 0 < mismatch(config, Path(), rows, "bf16") < 0.02
+
+
+def test_a_calibrated_math_run_keeps_the_system_message(monkeypatch):
+    Path("m.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+    one = Level(None, 1, 0.5, 1.0, [row])
+    monkeypatch.setattr(calibrate, "_tried", lambda *_: ([one], [], [], []))
+    config = make_run_config({"data": {"prompts": "gsm8k:m.jsonl", "held_out": 0}})
+    assert system_message(rk.read_run_file(rk.calibrate(config, say=str)).data) == SYSTEM

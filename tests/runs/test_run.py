@@ -269,6 +269,16 @@ def test_a_resume_refuses_other_held_out_prompts(finished):
             check_held_out(others, before)
 
 
+@pytest.mark.parametrize(("source", "resume"), [(".", True), ("run.yaml", ".")])
+def test_a_users_own_run_file_is_not_resumed(source, resume):
+    text = "# mine\ntrainer: {max_steps: 1, max_completion_length: 8}\ndata: {held_out: 0}\n"
+    Path("run.yaml").write_text(text)
+    Path("metrics.jsonl").write_text("kept")
+    with pytest.raises(ConfigError, match="not the record of a run"):
+        rk.train(source, resume=resume, say=str)
+    assert (Path("run.yaml").read_text(), Path("metrics.jsonl").read_text()) == (text, "kept")
+
+
 @pytest.fixture
 def small_job():
     """A job whose folder can be opened, without a model."""
@@ -314,7 +324,7 @@ def test_a_full_disk_says_how_to_go_on(small_job, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        with pytest.raises(DiskError, match=r"run.yaml' cannot be written .*: free some space"):
+        with pytest.raises(DiskError, match=r"environment.json' cannot be .*: free some space"):
             opened()
     assert not Path("run").exists()
     with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.data.lengths import prompt_ids
 from rloo_kit.errors import DataError, MemoryRanOutError
+from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.cleanup import session
 from rloo_kit.models.loading import attach_lora, load_model, load_tokenizer
 from rloo_kit.runs.warm_up import best_completions, read_examples, tokenized, warm_up
@@ -272,12 +273,42 @@ def test_the_next_command_repeats_a_single_override(monkeypatch):
         folder.mkdir(parents=True)
         adapter = {"peft_type": "LORA", "target_modules": ["q_proj"]}
         (folder / "adapter_config.json").write_text(json.dumps(adapter))
-        return {}
+        return folder, {}
 
     monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
     said = []
     warm_up("run.yaml", "rows.jsonl", overrides="seed=7", say=said.append)
     assert "rloo-kit train run.yaml --set seed=7 --set model.name=runs/sums-warm-up" in said[-1]
+
+
+def test_the_next_command_of_a_pattern_of_layers_can_be_run(monkeypatch):
+    pattern = r".*layers\.[01]\..*_proj"
+    Path("run.yaml").write_text(RUN + f"lora: {{target_modules: '{pattern}'}}\n")
+
+    def trained(job, rows, settings, folder):
+        folder.mkdir(parents=True)
+        adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 16, "target_modules": pattern}
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+        return folder, {}
+
+    monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
+    said = []
+    warm_up("run.yaml", "rows.jsonl", say=said.append)
+    words = shlex.split(said[-1].partition(" continues it with ")[2])
+    config, _ = read_config(words[2], words[4::2])
+    assert PreparedJob(config).config.lora.target_modules == pattern
+
+
+@pytest.mark.long
+def test_a_warm_up_that_ends_later_takes_another_folder():
+    def say(line):
+        if "loss" in line:
+            Path("made").mkdir(exist_ok=True)
+            Path("made/adapter_config.json").write_text("{}")
+
+    made = warm_up("run.yaml", "rows.jsonl", steps=1, output="made", say=say)
+    assert made == Path("made-2")
+    assert Path("made/adapter_config.json").read_text() == "{}"
 
 
 # --- training -------------------------------------------------------------------------------------
