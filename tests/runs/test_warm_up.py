@@ -296,7 +296,7 @@ def test_the_next_command_of_a_pattern_of_layers_can_be_run(monkeypatch):
     warm_up("run.yaml", "rows.jsonl", say=said.append)
     words = shlex.split(said[-1].partition(" continues it with ")[2])
     config, _ = read_config(words[2], words[4::2])
-    assert PreparedJob(config).config.lora.target_modules == pattern
+    assert PreparedJob(config).config.lora.target_modules == [pattern]
 
 
 @pytest.mark.long

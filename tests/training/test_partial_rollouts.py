@@ -34,7 +34,7 @@ class Dice:
         self.pieces = Pieces("sampling", "buy memory")
 
     def has_ended(self, prompt_ids, ids):
-        return ids[-1] == END
+        return bool(ids) and ids[-1] == END
 
     def grow(self, begun):
         if self.limit is not None and len(begun.prompt_ids) > self.limit:
@@ -141,7 +141,6 @@ def test_the_speed_counts_the_tokens_sampled_for_the_batch():
         sampled.append(0)
         one(GROUPS * G)
     assert noted == sampled
-    assert 0 in noted
 
 
 def test_a_completion_that_fills_the_engines_context_has_ended():
