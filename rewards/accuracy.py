@@ -79,21 +79,19 @@ _LETTER = (
     rf"|(?<=: )[a-z](?=[.)*]|\s*$)){_NOT_IN_WORD}"
 )
 # "Answer: B", "the answer is **(B)**", "\boxed{B}"; then "option B", "I pick B", which are looser
-# since options are also talked about.
+# since options are also talked about; then "B is correct", "(B) is the right answer".
 _STATED = [
     re.compile(rf"(?:{words}){_LETTER}", re.MULTILINE)
     for words in (
         r"\b(?i:answer)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?|\\boxed\{",
         r"\b(?i:option|choice|choose|pick|select)\b(?:\W{0,3}\b(?i:is|would be|to be)\b)?",
     )
-]
-# A letter that is called correct or right
-_STATED.append(
+] + [
     re.compile(
         r"(?<![A-Za-z0-9_'.])([A-HJ-Z])[)*]{0,3} "
         r"(?i:is (?:the )?(?:correct|right))\b(?!-| (?:of|next|angled?)\b)"
     )
-)
+]
 # "(B)", "**B**", "**B. Paris**", and "B", "B.", "B) Paris" at the beginning of a line.
 _MARKED = re.compile(
     r"[(\[{]\s{0,4}\*{0,2}([A-Z])\*{0,2}\s{0,4}[)\]}]|\*\*\(?([A-Z])(?:\)|\*\*|[.:])"

@@ -124,12 +124,12 @@ def check_rewards(  # noqa: PLR0913
             rows = found if source is None else _with_columns(found, job)
         limit = tokenizer = None
         if source is not None:
-            limit = (DEFAULTS | config.trainer)["max_completion_length"]
+            limit = config.trainer.get("max_completion_length") or DEFAULTS["max_completion_length"]
             # Completions in a file can be checked without the model
             with contextlib.suppress(KitError, OSError, ValueError):
                 tokenizer = job.tokenizer
         bound = load_rewards(loaded, tokenizer, None, template_settings(config))
-        check = _examined(rows, bound, config, limit, [] if tokenizer else [NO_TOKENIZER])
+        check = _examined(rows, bound, config, limit, [NO_TOKENIZER] * (tokenizer is None))
     say(f"\n{check}")
     if output_dir is not None:
         _write(make_run_folder(output_dir), check, rows, say)

@@ -201,5 +201,3 @@ class InFlight:
         for held in state["groups"]:
             parts = [PartialCompletion(**one) for one in held["completions"]]
             self._add(held["number"], held["begun"], places[held["number"]], parts)
-            for one in parts:  # an earlier version did not know the engine's limit
-                one.has_ended |= self.sampler.has_ended(self.groups[-1].prompt_ids, one.ids)

@@ -34,7 +34,7 @@ class Dice:
         self.pieces = Pieces("sampling", "buy memory")
 
     def has_ended(self, prompt_ids, ids):
-        return bool(ids) and ids[-1] == END
+        return ids[-1] == END
 
     def grow(self, begun):
         if self.limit is not None and len(begun.prompt_ids) > self.limit:
