@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from compared import RECOMPUTES, environment, make_trainer, prepare  # sets Unsloth up
-from shared import RESULTS, append_line, parser_of, read_lines, recomputed
+from shared import RESULTS, append_line, parser_of, read_lines
 
 # isort: split
 
@@ -253,7 +253,7 @@ def main() -> None:
     known = {
         (row["task"], row["arm"], row["seed"])
         for row in read_lines(path)
-        if (row["quiet"] or not options.quiet) and recomputed(row) == RECOMPUTES
+        if row["quiet"] or not options.quiet
     }
     for seed in range(1, 6):
         for name, arm in ((n, a) for n, task in chosen.items() if seed <= task.seeds for a in arms):

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shared import ROOT, interval, markdown, recomputed, start_pyplot, write_part
+from shared import ROOT, interval, markdown, start_pyplot, write_part
 
 pyplot = start_pyplot()
 PAGE = ROOT / "docs" / "explanation" / "study.md"
@@ -137,18 +137,12 @@ def together(tasks: dict[str, Runs], model: str) -> dict[str, Runs]:
     }
 
 
-def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of each task that recompute activations if its newest row does."""
-    newest = {row["task"]: recomputed(row) for row in rows}
-    return [row for row in rows if recomputed(row) == newest[row["task"]]]
-
-
 def write_table(
     page: Path, rows: list[dict[str, Any]], titles: dict[str, str], columns: Columns
 ) -> dict[str, Runs]:
     """Write the table into a page; return the runs of each task."""
     tasks: dict[str, Runs] = {}
-    for row in comparable(rows):
+    for row in rows:
         runs = tasks.setdefault(titles[row["task"]], {})
         runs.setdefault(row["arm"], {})[row["seed"]] = row
     table = [

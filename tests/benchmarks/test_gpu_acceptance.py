@@ -1,4 +1,4 @@
-"""The GPU acceptance run: what fails, hangs or crashes costs no other part; skips have reasons."""
+"""The GPU acceptance run: parts that fail, hang or crash stop no others; skips have reasons."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_elsewhere():
 
 @pytest.fixture
 def broken(tmp_path):
-    """Parts of which all but the last two are broken, each in its own way."""
+    """Six parts: one passes, one is skipped, and the others are broken, each in its own way."""
     file = tmp_path / "test_made_here.py"
     file.write_text(SOURCE)
     limits = {"hangs": 1}
@@ -58,7 +58,7 @@ def test_broken_parts_are_reported_and_the_others_go_on(broken, tmp_path, monkey
     assert "the remedy" in rows["wrong"]["reason"]
     assert rows["crash"]["reason"] == "pytest ended with code 9"
     assert rows["hangs"]["reason"] == "stopped after 1 s"
-    assert rows["missing"]["status"] == "failed"  # a card's environment has vLLM
+    assert rows["missing"]["status"] == "failed"  # an environment for a GPU must have vLLM
     assert rows["elsewhere"]["status"] == "skipped"
     assert rows["holds"]["status"] == "passed"
     assert rows["holds"]["measured"] == {"cosine": "0.99"}

@@ -70,10 +70,3 @@ def test_seconds_come_from_quiet_runs_alone(report):
 def test_seeds_are_compared_with_the_same_seed(report):
     found = {"kit RLOO": {1: run(0.9), 2: run(0.5)}, "TRL RLOO": {2: run(0.6)}}
     assert report.above_base(found, "TRL RLOO") == pytest.approx([0.1])
-
-
-def test_runs_that_recomputed_activations_are_not_mixed_with_others(report):
-    old, new = {"task": "sums"}, {"task": "sums", "gradient_checkpointing": False}
-    gym = {"task": "gym"}
-    assert report.comparable([old, gym, new]) == [gym, new]
-    assert report.comparable([new, old]) == [old]
