@@ -53,8 +53,8 @@ def leave_one_out_advantages(rewards: Tensor) -> Tensor:
     return advantages.masked_fill(lowest >= highest, 0.0)
 
 
-# Functions that return the advantages over a baseline, by its name in the setting `baseline`. To
-# add a baseline, write a function of `(P, G)` rewards and add it here
+# Value of the setting `baseline` -> function that turns `(P, G)` rewards into `(P, G)` advantages.
+# To add a baseline, write such a function and add it here
 BASELINES = {"leave_one_out": leave_one_out_advantages}
 
 

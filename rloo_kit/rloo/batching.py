@@ -1,10 +1,10 @@
 """Micro-batches under a token budget: rows are sorted by length and cut so that padding is small.
 
-The cost of a forward pass grows with all positions of its tensor, ``rows * longest``, including
-padding. Thinking models produce a few very long completions among many short ones, so a single
-tensor of a whole generation batch would be mostly padding. Each row has its prompt and then its
-completion, without a gap, and is padded on the right only. Causal attention then never attends to
-padding, so no attention mask is needed.
+The cost of a forward pass grows with the number of positions of its tensor, padding included: the
+number of rows times the length of the longest row. Thinking models produce a few very long
+completions among many short ones, so a single tensor of a whole generation batch would be mostly
+padding. Each row has its prompt and then its completion, without a gap, and is padded on the right
+only. Causal attention then never attends to padding, so no attention mask is needed.
 
 If prompts are long, the rows of a group can share one pass over their prompt. The completions then
 attend to the prompt's keys and values, and the gradient is the same.
@@ -13,7 +13,7 @@ attend to the prompt's keys and values, and the gradient is the same.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, groupby
+from itertools import chain, groupby
 from operator import itemgetter
 
 import torch
@@ -30,7 +30,8 @@ IGNORED = -100
 class SharedPrompts:
     """The U distinct prompts of a micro-batch, each without its last token.
 
-    The model runs each of them once. The last token of a prompt is in the rows that continue it.
+    The model runs each of them once. The last token of a prompt stays in each row that continues
+    the prompt, because its output predicts the first token of the row's completion.
     """
 
     input_ids: Tensor  # (U, S) int64, padded on the right
@@ -91,8 +92,7 @@ class TokenRows:
     @property
     def sampled_ids(self) -> TokenIds:
         """Ids of the sampled tokens of each completion, without tokens that came from tools."""
-        pairs = zip(self.completion_ids, self.mask, strict=True)
-        return [list(compress(*pair)) for pair in pairs]
+        return [[*chain(*turns)] for turns in self.turns]
 
     @cached_property
     def turns(self) -> Turns:
@@ -134,10 +134,10 @@ class TokenRows:
         return shared + overhead < apart
 
     def _shared_positions(self, rows: Iterable[int]) -> Iterator[int]:
-        """Yield the number of positions of the first row, of the first two rows, and so on.
+        """Yield how many positions the first row needs, then the first two rows, and so on.
 
-        Each distinct prompt of these rows runs once. Padding is counted too. The last token of a
-        prompt is counted in each of its rows, not in the prompt.
+        The numbers hold if each distinct prompt of these rows runs once. They include padding. The
+        last token of a prompt is counted in each of its rows, not in the prompt.
         """
         longest_completion = longest_prompt = 0
         prompts = set()
@@ -199,18 +199,18 @@ class TokenRows:
             The bundles, each with the row numbers of one or several groups of similar length, and
             a list of the groups that do not fit into the budget even alone.
         """
-        sized = sorted((self.num_tokens(rows), list(rows)) for rows in groups)
-        bundles = []
+        bundles, too_long = [], []
         room = 0
-        for tokens, rows in sized:
+        for tokens, rows in sorted((self.num_tokens(rows), list(rows)) for rows in groups):
             if tokens > budget:
+                too_long.append(rows)
                 continue
             if tokens > room:
                 bundles.append([])
                 room = budget
             bundles[-1] += rows
             room -= tokens
-        return bundles, [rows for tokens, rows in sized if tokens > budget]
+        return bundles, too_long
 
     def pad(
         self,
@@ -226,7 +226,7 @@ class TokenRows:
         Args:
             rows: Row numbers.
             pad_token_id: The id of padding.
-            device: Where the tensors are created.
+            device: The device of the returned tensors.
             multiple_of: Round the width up to a multiple of this number; None does not round.
             share: Put the distinct prompts into ``MicroBatch.shared``, each once, and leave only
                 the last prompt token in the rows.
@@ -234,7 +234,7 @@ class TokenRows:
         prompts = [self.prompt_ids[row] for row in rows]
         shared = None
         if share:
-            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
+            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in rows}
             numbers = [*heads]
             of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
             shared = SharedPrompts(
@@ -252,7 +252,7 @@ class TokenRows:
         # the maximum, because places after the end of a row may be the place of its last token
         is_sampled = torch.zeros_like(ids).scatter_reduce(1, places, mask.long(), "amax")
         return MicroBatch(
-            rows=torch.tensor(rows, dtype=torch.long, device=device),
+            rows=torch.tensor(rows, device=device),
             input_ids=ids.to(device),
             labels=ids.masked_fill(is_sampled == 0, IGNORED).to(device),
             places=places.to(device),
@@ -267,12 +267,19 @@ def padded(
     value: int = 0,
     multiple_of: int | None = None,
     dtype: torch.dtype = torch.long,
+    side: str = "right",
 ) -> Tensor:
-    """Return lists of numbers as a tensor ``(N, W)``, padded with ``value`` on the right.
+    """Return N lists of numbers as a tensor ``(N, W)``, padded with ``value``.
 
-    W is the length of the longest list, rounded up to a multiple of ``multiple_of``.
+    Args:
+        rows: The lists. W is the length of the longest one.
+        value: The number that pads the other lists.
+        multiple_of: W is rounded up to a multiple of this number; None does not round.
+        dtype: The dtype of the tensor.
+        side: The side of padding, ``left`` or ``right``. Columns that rounding adds are always on
+            the right.
     """
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-    found = pad_sequence(tensors, batch_first=True, padding_value=value)
+    found = pad_sequence(tensors, True, value, side)
     missing = -found.size(1) % (multiple_of or 1)
     return torch.nn.functional.pad(found, (0, missing), value=value)

@@ -40,8 +40,9 @@ class Learner:
 
     forward: Forward  # runs the policy on a micro-batch
     backward: Callable[[Tensor], None]  # runs the backward pass of a scalar loss
-    no_grad: Callable[[], AbstractContextManager[None]]  # around passes without gradient
-    # around passes with gradient
+    # returns a context manager in which passes without gradient run
+    no_grad: Callable[[], AbstractContextManager[None]]
+    # the same for passes with gradient
     with_grad: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     parameters: list[Tensor]  # the trained parameters
     budget: int  # maximum positions of a training micro-batch
@@ -181,7 +182,7 @@ class Learner:
                 waiting = [number for number in groups if not rollout.settled[number]]
                 if waiting:
                     rollout = rollout.with_advantages(waiting)
-                while graphs:  # last in, first out, as checkpointing that offloads expects
+                while graphs:  # the newest first, as gradient checkpointing with offload needs
                     self._backward(rollout, *graphs.pop(), weights)
         finally:
             graphs.clear()  # the traceback of an error would keep the activations

@@ -1,7 +1,7 @@
 """Metrics of a rollout and of an optimizer step.
 
-The names of the metrics are those of current TRL, those of ``RLOOTrainer.train`` in TRL v0.21.0,
-and the kit's own.
+The metrics come from current TRL, from ``RLOOTrainer.train`` of TRL v0.21.0, and from the kit.
+Metrics of TRL have TRL's names.
 """
 
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ def completion_metrics(lengths: list[int], ended: list[bool]) -> dict[str, float
 def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any]]:
     """Return one dict per completion, as it is written to completions.jsonl.
 
-    In these dicts None stands for a number that does not exist, such as the score of an unscorable
-    completion.
+    A value is None if the number does not exist, for example the score of a completion that no
+    reward function could score.
     """
     sampled = rollout.sampled
     size = rollout.num_generations
@@ -208,7 +208,7 @@ class Tally:
         """
         rows = max(1, self.rows)
         tokens = max(1, self.completion_tokens)
-        none = torch.tensor([[1.0], [0.0], [0.0]])  # as if one row was trained that was not clipped
+        none = torch.tensor([[1.0], [0.0], [0.0]])  # stands for one row that was not clipped
         ratios, low, high = torch.cat(self.of_rows or (none,), dim=1)
         clipped = float((low + high).sum()) / rows
         found = {
@@ -223,7 +223,7 @@ class Tally:
             "policy/approxkl_avg": self.squared_log_ratio / 2 / tokens,
             "policy/clipfrac_avg": clipped,
             "loss/policy_avg": self.loss,
-            "val/clipfrac_avg": 0.0,  # of a value function, in the older TRL's RLOO too
+            "val/clipfrac_avg": 0.0,  # RLOO has no value function; TRL v0.21.0 logs 0 too
             "val/ratio": float(ratios.mean()),
             "val/ratio_var": float(ratios.var(unbiased=False)),
             "clip_ratio/nulled_rows": float((low + high >= 1).sum()),

@@ -100,14 +100,18 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, beta: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The clipped surrogate losses of N rows, with their probability ratios."""
+    """The clipped surrogate losses of N rows, with their probability ratios.
 
-    # `(N,)`, with gradient: -min(rho A, clip(rho) A); with token-level KL the sum over tokens
+    An action is a whole completion or, with the token-level KL, one token. A is its advantage, and
+    rho its probability under the current policy divided by that under the policy that sampled it.
+    """
+
+    # `(N,)`, with gradient: -min(rho A, clip(rho) A), summed over the row's actions
     losses: Tensor
-    ratios: Tensor  # (N,) probability ratios of whole completions, detached
-    # `(N,)` in [0, 1]: fraction of the row's terms that have no gradient because rho is too small
+    ratios: Tensor  # (N,) rho of whole completions, detached
+    # `(N,)` in [0, 1]: fraction of the row's actions without gradient because rho is too small
     clipped_low: Tensor
-    clipped_high: Tensor  # `(N,)` the same fraction for terms whose rho is too large
+    clipped_high: Tensor  # `(N,)` the same fraction for actions whose rho is too large
 
     @property
     def of_rows(self) -> Tensor:

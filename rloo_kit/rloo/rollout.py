@@ -114,7 +114,7 @@ class ScoredBatch(Completions):
         num_groups = len(self.tokens) // num_generations
         without = (~self.has_signal(shaping, size)).nonzero().flatten().tolist()
         usable = other.has_signal(shaping, size).nonzero().flatten().tolist()
-        groups = list(range(num_groups))  # those of the other come after the own ones
+        groups = list(range(num_groups))  # numbers from `num_groups` on are groups of `other`
         for old, new in zip(without, usable, strict=False):
             groups[old] = num_groups + new
         rows = [group * size + place for group in groups for place in range(size)]
@@ -146,7 +146,8 @@ class Rollout:
     sampled: ScoredBatch
     num_generations: int
     shaping: Shaping
-    scores: Tensor  # (B,) after EOS penalty, clip and normalisation; NaN where unscorable
+    # `(B,)` after missing-EOS penalty, clipping and normalisation; NaN if no reward gave a score
+    scores: Tensor
     # `(B,)` bool: True for rows whose advantage can differ from 0; the other rows get no pass
     learnable: Tensor
     # `(B, T)` bool: True on sampled tokens; all False in a masked (truncated) row
@@ -216,7 +217,7 @@ class Rollout:
             sampler_log_probs=sampler_log_probs,
             from_earlier=from_earlier,
         )
-        # at beta 0 the gradient of a row is its advantage times that of its log-probability
+        # if beta is 0, a row's gradient is its advantage times its log-probability's gradient
         has_gradient = (rollout.score_advantages != 0) | (shaping.beta != 0)
         rollout = replace(rollout, learnable=rollout.comparable & ~masked & has_gradient)
         return rollout.with_advantages() if shaping.beta == 0 else rollout
@@ -259,7 +260,7 @@ class Rollout:
 
     @property
     def pull(self) -> Tensor:
-        """``score_advantages`` minus the leave-one-out advantages, for each row.
+        """For each row, ``score_advantages`` minus the leave-one-out advantage of its score.
 
         It is 0 if ``shaping.baseline`` is ``leave_one_out``.
         """
@@ -291,7 +292,7 @@ class Rollout:
         tokens = self.completion_mask.sum(1).clamp(min=1)
         return (self.advantages * self.completion_mask).sum(1) / tokens
 
-    # --- the next rollout ------------------------------------------------------------------------
+    # --- copies with further values --------------------------------------------------------------
 
     def with_reference(self, log_probs: Tensor) -> Self:
         """Return the rollout with the reference's log-probabilities added.

@@ -134,7 +134,7 @@ class Step:
         started = time.perf_counter()
         learner = self.learner()
         learner.tally = Tally()
-        # rollouts, mostly one; and (B,) counts of how often the step uses each of its rows
+        # pairs, mostly one: a rollout, and `(B,)` how often the step uses each of its rows
         used = []
         num_rows = 0
         for place, batch in enumerate(batches):
@@ -170,9 +170,9 @@ class Step:
         if not self.waiting or self.rollout is None:
             rollout = self.make_rollout(batch, number)
             slices = torch.randperm(len(rollout)).tensor_split(self.num_slices)
-            # The training pass of this step gives these rows their old log-probabilities; rows of
-            # later steps may need a pass of their own now
-            in_this_step = {row for rows in slices[:slices_left] for row in rows.tolist()}
+            # The training pass of this step also computes these rows' old log-probabilities. Rows
+            # of later steps may need a separate pass now, before the policy changes
+            in_this_step = {*torch.cat(slices[:slices_left]).tolist()}
             needs_pass = rows_needing_old_pass(rollout, in_this_step)
             if needs_pass:
                 rollout = self.learner().with_old(rollout, needs_pass)
@@ -199,7 +199,7 @@ class Step:
         """
         check_finite(self.learner().parameters, number - 1)
         rows = self.which_prompts(rows)
-        if self.in_flight:  # other rows: those of the groups that are complete first
+        if self.in_flight:  # it returns other rows: those of the first groups that are complete
             rows, completions = self.in_flight(len(rows))
         else:
             completions = self.sample(rows)

@@ -36,8 +36,8 @@ def default_token_budget(  # noqa: PLR0913
 def pass_overhead(num_layers: int, num_parameters: int, *, on_cpu: bool) -> int:
     """Return the fixed cost of a training pass, converted to a number of positions.
 
-    An additional pass takes time to launch its operations, however few positions it has. Computing
-    the returned number of positions takes the same time.
+    Launching the operations of one more pass takes time, however few positions it has. The device
+    could compute the returned number of positions in the same time.
     """
     # Seconds to start a layer's operations, and operations per second; a position needs about 4
     # operations per parameter. These are constants, so that a run is always cut in the same way.

@@ -36,10 +36,10 @@ PROBE_TOKENS_PER_ROW = 64
 PROBE_POSITIONS = 2048
 PROBE_MIN_ROWS = 4
 
-# One batch proves that another policy sampled if two conditions hold. The sampler is more than this
-# many standard errors from the midpoint of the two policies, on the side of the other policy. And
-# its mean difference from the other policy is less than this fraction of its mean difference from
-# the current policy.
+# One batch proves that another policy sampled if two conditions hold. The sampler is more than
+# SURE_ERRORS standard errors from the midpoint of the two policies, on the side of the other
+# policy. And its mean difference from the other policy is less than SURE_FIT times its mean
+# difference from the current policy.
 SURE_ERRORS = 6.0
 SURE_FIT = 0.6
 # An almost exact fit needs fewer standard errors: rounding cannot produce another policy's numbers,
@@ -49,8 +49,8 @@ EXACT_FIT = 0.1
 # If one step changes the policy less than rounding does, the evidence of many batches is summed.
 HISTORY = 20
 HISTORY_ERRORS = 8.0
-# A mean difference has another cause than rounding if it is more than this many times the noise,
-# and larger than the floor (nats). The floor is needed if nearly every token is certain: rounding
+# A mean difference has another cause than rounding if it is more than NOISE_FACTOR times the noise
+# and more than NOISE_FLOOR nats. The floor is needed if nearly every token is certain: rounding
 # then changes nothing in most batches, but now and then it changes one uncertain token by a third
 # of a nat.
 NOISE_FACTOR = 4.0
@@ -132,8 +132,8 @@ def position_between(
     delta = now - other
     if len(delta) >= 100:  # drop the largest: a few tokens that rounding flips must not decide
         kept = delta.abs().argsort()[: -max(3, len(delta) // 200)]
-        sampler, now, other, noise = (one[kept] for one in (sampler, now, other, noise))
-        delta = now - other
+        values = (sampler, now, other, noise, delta)
+        sampler, now, other, noise, delta = (one[kept] for one in values)
     size = float(delta.square().sum())
     if size == 0:
         return None
@@ -164,16 +164,16 @@ def is_other(positions: Sequence[Position]) -> bool:
     exact = last.errors < -EXACT_ERRORS and last.fit < EXACT_FIT
     if sure or exact or len(positions) < 3:
         return sure or exact
-    # its `fit` means nothing and is not read
+    # the sum of `fit` has no meaning and is not used
     together = Position(*map(sum, zip(*positions, strict=True)))
     return together.errors < -HISTORY_ERRORS and together.share < 0.25
 
 
 @contextlib.contextmanager
 def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
-    """Add noise as large as a rounding error to the output of every decoder layer.
+    """Add noise to the output of every decoder layer during a ``with`` block.
 
-    This lasts for a ``with`` block.
+    The noise is as large as a rounding error.
 
     Args:
         model: The model.
@@ -198,7 +198,7 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """The trainer's model as a source of log-probabilities, also with other adapter values."""
+    """Source of the log-probabilities of the trainer's model, also with other adapter values."""
 
     run: Pass  # the forward pass, with the current values of the adapter
     model: Model  # a model with a PEFT adapter
@@ -283,7 +283,7 @@ class Canary:
 
     def sent(self, dtype: torch.dtype) -> None:
         """Keep a copy of the adapter that was just sent, rounded to ``dtype``."""
-        # rounding can hide a small step, but that does not mean that the engine is out of date
+        # rounded, because an engine whose rounding hides a small step is not out of date
         self._sent.append(self._policies.copy_adapter(dtype))
 
     def prove(self, engine: Engine, prompt_ids: list[list[int]], seed: int) -> None:
@@ -340,7 +340,7 @@ class Canary:
         Returns:
             Metrics by name. ``sampling/adapter_reached`` is 1 if the engine used the current policy
             and 0 if it used the base model. ``sampling/step_reached`` is 1 for the current policy
-            and 0 for the policy of one step ago. Either is missing if rounding hides the difference
+            and 0 for the policy of one step ago. Each is left out if rounding hides the difference
             between its two policies. ``sampling/probe_difference`` is the mean difference between
             engine and trainer in nats; ``sampling/rounding_noise`` is the mean difference that
             rounding explains. Only these two are returned if ``Sampling.whole_distribution`` is
@@ -419,22 +419,18 @@ def _cut_probe(
     tokens: TokenRows, log_probs: list[list[float]]
 ) -> tuple[TokenRows, list[list[float]]]:
     """Return the first tokens and log-probabilities of some completions, spread over the batch."""
-    columns = zip(tokens.prompt_ids, tokens.completion_ids, log_probs, strict=True)
-    rows = [
-        (prompt, ids[:PROBE_TOKENS_PER_ROW], known[:PROBE_TOKENS_PER_ROW])
-        for prompt, ids, known in columns
-    ]
+    rows = [*zip(tokens.prompt_ids, tokens.completion_ids, log_probs, strict=True)]
     chosen = []
-    num_tokens = 0
-    num_positions = 0
+    num_tokens = num_positions = 0
     # multiples of the golden ratio are spread evenly for any number of rows
     for place in sorted(range(len(rows)), key=lambda row: (row * 0.6180339887) % 1):
-        prompt, ids, _ = rows[place]
+        prompt, ids, known = rows[place]
+        ids = ids[:PROBE_TOKENS_PER_ROW]
         num_positions += len(prompt + ids)
         is_long = len(chosen) >= PROBE_MIN_ROWS and num_positions > PROBE_POSITIONS
         if is_long or num_tokens >= PROBE_TOKENS:
             break
         num_tokens += len(ids)
-        chosen.append(rows[place])
+        chosen.append((prompt, ids, known[:PROBE_TOKENS_PER_ROW]))
     prompts, completions, known = map(list, zip(*chosen, strict=True))
     return TokenRows(prompts, completions), known

@@ -56,7 +56,7 @@ def start_engine(
     asked = requested_engine(args)
     if asked != "server":  # a server has its own vLLM
         why_not = why_not or why_not_vllm()
-    if asked == "auto":  # if requested by name, vLLM gets its own copy of the weights
+    if asked == "auto":  # if vLLM is requested by name, it gets its own copy of the weights
         why_not = why_not or notes_of(model).why_not_shared
     why_not = why_not or why_no_hot_swap(model)
     choice = choose(asked, on_gpu=model.device.type != "cpu", why_not=why_not)
@@ -156,9 +156,11 @@ def _on_server(model: Model, args: Any) -> Engine:
     from rloo_kit.sampling.vllm_inprocess import compute_dtype, is_4bit
     from rloo_kit.sampling.vllm_server import Needs, VllmServer
 
-    name, revision = notes_of(model).hub or (model.get_base_model().config.name_or_path, None)
+    notes = notes_of(model)
+    name, revision = notes.hub or (model.get_base_model().config.name_or_path, None)
     length = _max_length(model, args)
-    needs = Needs(name, length, reserved_rank_of(model), is_4bit(model), revision)
+    rank, remote_code = reserved_rank_of(model), notes.trust_remote_code
+    needs = Needs(name, length, rank, is_4bit(model), revision, remote_code)
     server = VllmServer(args, needs, compute_dtype(model))
     add_to_session(server)
     return server
@@ -169,8 +171,8 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
 
     Args:
         args: A ``LeaveOneOutConfig``.
-        run: The run file, with absolute paths, to check its LoRA settings, and that a server can
-            sample for it. None skips these two checks.
+        run: The settings of the run file, with absolute paths. With them, the LoRA settings and
+            the server are checked too; None skips these two checks.
         trains: True for a training, False for an evaluation.
 
     Raises:
@@ -196,7 +198,8 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
             (base_of(adapter), revision_of(adapter)) if adapter else (model.name, model.revision)
         )
         length = args.vllm_max_model_length or model.max_seq_length
-        needs = Needs(find_model(name), length, run.lora.r, model.load_in_4bit, revision)
+        base, remote_code = find_model(name), model.trust_remote_code
+        needs = Needs(base, length, run.lora.r, model.load_in_4bit, revision, remote_code)
         VllmServer(args, needs).close()
 
 

@@ -27,7 +27,7 @@ from rloo_kit.types import Score, Tokenizer
 
 @dataclass(kw_only=True, eq=False)
 class Completer:
-    """Sampler that draws one completion for each row of prompts, and scores it with the rewards."""
+    """Sampler that draws one completion for each row of a dataset, and scores it with rewards."""
 
     draw: Draw  # samples a completion of each tokenized prompt
     processing_class: Tokenizer  # the tokenizer, or a processor that has one
@@ -99,15 +99,15 @@ class Completer:
         """Start to compute the rewards of completions.
 
         If there is an event loop (``loop``), async rewards start now. All other rewards are called
-        when the result is read.
+        by the handle's ``result``.
 
         Returns:
             A handle whose ``result()`` returns one list for each reward function, with one score
             for each completion.
 
         Raises:
-            RewardContractError: A reward raised an error or returned wrong values. It is raised
-                when the result is read, not by this call.
+            RewardContractError: A reward raised an error or returned wrong values. ``result``
+                raises it, not this call.
         """
         with_tools = {}
         if self.tool_loop is not None:

@@ -23,6 +23,7 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rloo_kit.errors import DivergedError, MemoryRanOutError
+from rloo_kit.rloo.batching import padded
 from rloo_kit.rloo.guards import RESUME, retry_smaller
 from rloo_kit.sampling.dense import dense_layers, fused_layers
 from rloo_kit.sampling.engine import Begun, Generations, ThoughtLimit
@@ -80,7 +81,7 @@ def complete(
     rows = generate(model, prompt_ids, pad_token_id, custom_generate=method, **how)
     drawn = rows[:, width:].tolist()
     if thought is not None:
-        drawn = [thought.cut(*pair) for pair in zip(prompt_ids, drawn, strict=True)]
+        drawn = map(thought.cut, prompt_ids, drawn)
     return [until_end(ids, ends) for ids in drawn]
 
 
@@ -132,10 +133,8 @@ def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, *
     Returns:
         What ``generate`` returns: ``(B, W + C)`` ids, or an output object that contains them.
     """
-    width = max(map(len, prompt_ids))
-    device = model.device
-    padded = [[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids]
-    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
+    ids = padded(prompt_ids, pad_token_id, side="left")  # (B, W)
+    mask = padded([[1] * len(one) for one in prompt_ids], side="left")
     settings = vars(model.generation_config)
     own = dict(settings)
     # transformers adds the model's own settings to the given ones, and warns of its `max_length`
@@ -143,8 +142,8 @@ def generate(model: Model, prompt_ids: Sequence[list[int]], pad_token_id: int, *
     try:
         with as_sampled(model):
             return model.generate(
-                input_ids=torch.tensor(padded, device=device),  # (B, W)
-                attention_mask=torch.tensor(mask, device=device),
+                input_ids=ids.to(model.device),
+                attention_mask=mask.to(model.device),
                 **how,
             )
     finally:
@@ -235,9 +234,9 @@ def _attend(
 
     If a row has several query tokens, attention is computed in float32, because the backward pass
     of torch's kernel takes four times as long in bfloat16. If a row has a single query token, the
-    query heads that share keys and values are passed to the kernel as if they were tokens, because
-    the kernel is slow for a single token: by a factor of six in bfloat16, for 12 rows of 300 tokens
-    and groups of 3 heads.
+    query heads that share keys and values are passed to the kernel as if they were tokens. The
+    kernel is slow for a single token: six times slower in bfloat16, for 12 rows of 300 tokens and
+    groups of 3 heads.
 
     Args:
         attention: transformers' function.
@@ -268,7 +267,7 @@ def _attend(
 
 @dataclass
 class _Growth:
-    """Limits of continued completions in ``sample_rows``, their lengths and log-probabilities."""
+    """Limits, lengths and log-probabilities of the completions that ``sample_rows`` continues."""
 
     begun: Begun  # B completions to continue
     thought: ThoughtLimit | None  # ends a completion whose thought is too long; None for no limit
@@ -436,7 +435,7 @@ def sample_rows(
     pad = int(generation_config.pad_token_id or 0)
     all_ids = input_ids.new_full((num_rows, stopping_criteria.max_length), pad)
     all_ids[:, :width] = input_ids
-    live = torch.arange(num_rows, device=input_ids.device)  # (L,) their places in the batch
+    live = torch.arange(num_rows, device=input_ids.device)  # (L,) numbers of the rows that are left
     ended = torch.zeros_like(live, dtype=torch.bool)  # (L,)
     while True:
         scores = logits_processor(input_ids, logits)
@@ -536,7 +535,7 @@ def _select(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
 
 
 def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
-    """Return True if a logits processor has a state for each row, as guidance has."""
+    """Return True if a logits processor keeps a state for each row, as classifier-free guidance."""
     values = [value for one in processors for value in vars(one).values()]
     return num_rows > 1 and any(
         isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
@@ -548,9 +547,9 @@ def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 @contextlib.contextmanager
 def finite_logits() -> Iterator[None]:
-    """Replace torch's error about NaN or Inf in probabilities by one that says what to change.
+    """Replace torch's error about NaN or Inf by one that says what to change, in a ``with`` block.
 
-    This is a context manager for code that samples.
+    The block samples tokens.
 
     Raises:
         DivergedError: The logits of the model contain NaN or Inf.

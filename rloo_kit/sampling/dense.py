@@ -1,10 +1,10 @@
 """Faster LoRA layers: one matrix during sampling, and no casts to float32 during training.
 
 LoRA layers add casts and two small matrix products to every decoding step, and a 4-bit base is
-dequantised at each step. Together these take half of the step's time. So the LoRA layers are
-replaced by ordinary linear layers while the model samples, and put back unchanged afterwards. In
-16 bit the merged weights are rounded, which changes log-probabilities about as much as any other
-16-bit rounding (tests/sampling/test_dense.py).
+dequantised at each step. Together these take half of the step's time. So ``dense_layers`` replaces
+the LoRA layers by ordinary linear layers while the model samples, and puts them back unchanged
+afterwards. In 16 bit the merged weights are rounded, which changes log-probabilities about as much
+as any other 16-bit rounding (tests/sampling/test_dense.py).
 
 During training of a 16-bit model, PEFT casts the input of each LoRA layer to float32, the dtype of
 the adapter. ``fused_layers`` casts the small adapter to the dtype of the input instead, as
@@ -60,7 +60,8 @@ def fused_layers(model: torch.nn.Module) -> Iterator[None]:
 def _fused(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run a LoRA layer on ``(..., in)`` inputs, and return ``(..., out)``.
 
-    PEFT's own pass runs if no cast is needed, or if it has more to do than to add the adapters.
+    PEFT's own pass runs instead if no cast is needed, or if the layer must do more than add the
+    outputs of its adapters.
     """
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     is_cast = any(layer.lora_A[name].weight.dtype != x.dtype for name in names)

@@ -109,13 +109,13 @@ class Begun:
 class Generations:
     """Sampled tokens of B completions, in the order of their prompts."""
 
-    # including the stop token; a completion can only be empty in ``grow``
+    # including the stop token; only `grow` may return a completion without new tokens
     completion_ids: list[list[int]]
     log_probs: list[list[float]]  # in nats, under the distribution that was sampled from
 
     @classmethod
     def of(cls, rows: Iterable[tuple[list[int], list[float]]]) -> "Generations":
-        """Return the generations of B >= 1 pairs: the tokens and log-probabilities of a row."""
+        """Return the generations of B >= 1 rows, given the tokens and log-probabilities of each."""
         return cls(*map(list, zip(*rows, strict=True)))
 
 
@@ -273,7 +273,8 @@ class AdapterFolder:
 def _namespace() -> int:
     """Return the id of this process's PID namespace; 0 if the system has no such namespaces.
 
-    It distinguishes containers that share their memory but number their processes separately.
+    The same process number can mean different processes in two containers that share memory. The
+    namespace tells these apart.
     """
     return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
 
@@ -281,8 +282,8 @@ def _namespace() -> int:
 def _remove_leftovers() -> None:
     """Delete the adapter folders that killed runs have left in shared memory.
 
-    Those in a temporary folder stay, because other machines, whose processes are not seen here, may
-    share it.
+    Folders in the system's temporary folder are kept, because other machines may share it, and a
+    run on another machine cannot be seen here.
     """
     import psutil
 

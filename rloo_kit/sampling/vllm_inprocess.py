@@ -47,7 +47,6 @@ from rloo_kit.sampling.engine import (
 from rloo_kit.text.wording import first_line
 from rloo_kit.types import Model
 
-ADAPTER_NAME = "rloo-kit"
 # Offset of the kit's adapter ids on a shared engine, because Unsloth numbers its adapters from 1
 LIVE_IDS = 1_000_000
 
@@ -62,10 +61,10 @@ class VllmEngine:
         model: The policy, with its LoRA adapter.
         max_length: Maximum tokens of prompt and completion together.
         num_sequences: Number of completions that are sampled at the same time.
-        sleeps: True if ``sleep`` shall free GPU memory until the engine is used again; False if
-            ``sleep`` shall do nothing.
-        memory_share: Fraction of the GPU's memory for an engine with its own copy of the weights;
-            None computes it (``engine_memory``).
+        sleeps: If True, ``sleep`` frees GPU memory until the engine is used again. If False,
+            ``sleep`` does nothing.
+        memory_share: Fraction of the GPU's memory that an engine with its own copy of the weights
+            uses; None computes it (``engine_memory``).
         seed: Seed of vLLM.
         extra: Further arguments of ``vllm.LLM``.
 
@@ -111,13 +110,14 @@ class VllmEngine:
         try:
             self._llm = self._start(model, memory_share, given | (extra or {}))
         except BaseException as exc:
+            leave_process_groups()
             self.close()
             if isinstance(exc, GenerationError) or not isinstance(exc, Exception):
                 raise
             raise GenerationError(why_no_start(exc)) from exc
 
     def _start(self, model: Model, memory_share: float | None, given: dict[str, Any]) -> Any:
-        """Return a new ``vllm.LLM``.
+        """Start vLLM and return the ``vllm.LLM``.
 
         Args:
             model: The policy.
@@ -182,7 +182,7 @@ class VllmEngine:
 
         Args:
             size: Memory that the engine needs.
-            share: The user's fraction of the GPU's memory; None computes it.
+            share: Fraction of the GPU's memory that the user has set; None computes it.
         """
         if not self._on_gpu:
             return {"kv_cache_memory_bytes": cpu_cache(size, detect_hardware().free_memory)}
@@ -212,8 +212,7 @@ class VllmEngine:
         started = time.perf_counter()
         self._wake()
         engine = self._llm.llm_engine
-        before = self._request
-        self._request = self._requested(model)
+        before, self._request = self._request, self._requested(model)
         if _is_lora_request(before):
             engine.remove_lora(before.lora_int_id)
         if _is_lora_request(self._request):
@@ -238,7 +237,7 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         self._number += 1
-        name = f"{ADAPTER_NAME}-{self._number}"
+        name = f"rloo-kit-{self._number}"
         if not self.shared:
             folder = self._folder.write(model, self.adapter_dtype)
             return LoRARequest(name, self._number, str(folder))
@@ -313,7 +312,7 @@ class VllmEngine:
                     ids = found.completion_ids[row]
                     ids += new_ids
                     found.log_probs[row] += new_log_probs
-                    # number of new tokens at which a thought that is still open is cut
+                    # if the thought is still open after this many new tokens, it is cut there
                     room = limit.tokens - lengths[row] if limit else 0
                     reaches_limit = len(ids) - len(new_ids) < room <= len(ids)
                     if limit and reaches_limit and limit.marks.is_open(prompts[row] + ids[:room]):
@@ -372,16 +371,15 @@ class VllmEngine:
         return self._llm is None
 
     def close(self) -> None:
-        """Shut the engine down, including its process groups, threads, caches and files."""
+        """Shut the engine down, including its process groups, threads, caches and files.
+
+        A second call does nothing, so that it cannot end the process groups of a newer engine.
+        """
         # A model that shares its weights with the engine must be released before (`release` does
         # this), because vLLM frees the memory pool of the weights together with the engine
-        llm = self._llm
-        self._llm = None
-        self._request = None
+        llm, self._llm, self._request = self._llm, None, None
         if llm is not None:
             shut_down_engine(llm, on_gpu=self._on_gpu)
-        else:  # also after a start that failed
-            leave_process_groups()
         self._folder.close()
 
 
@@ -430,7 +428,7 @@ def add_one_adapter(  # noqa: PLR0913 (the parameters of vLLM's add_lora_linear)
 ) -> None:
     """Add the output of the adapter to ``y``, the output of fused linear layers.
 
-    The requests of one pass must all use the only adapter, or none.
+    The engine must have only one adapter, and all requests of a pass must use it, or none of them.
 
     Args:
         wrapper: The ``PunicaWrapperCPU`` whose method this replaces.

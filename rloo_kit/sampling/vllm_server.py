@@ -37,13 +37,14 @@ PREQUANTIZED = ("bnb-4bit", "bnb-8bit", "-awq", "-gptq", "-fp8")
 
 @dataclass(frozen=True)
 class Needs:
-    """The requirements that a run has for its vLLM server."""
+    """Requirements of a run for its vLLM server."""
 
     base: str  # hub name or folder of the base model
     max_length: int  # maximum tokens of prompt and completion together
     rank: int  # rank of the adapter
     in_4bit: bool
     revision: str | None = None  # branch, tag or commit of `base` on the hub; None for main
+    trust_remote_code: bool = False  # True if code that comes with the base may run
 
     @property
     def command(self) -> str:
@@ -58,6 +59,8 @@ class Needs:
             command += " --quantization bitsandbytes"
         if self.revision is not None:
             command += f" --revision {shlex.quote(self.revision)}"
+        if self.trust_remote_code:
+            command += " --trust-remote-code"
         return command
 
     @property
@@ -68,13 +71,13 @@ class Needs:
         return any(mark in self.base.lower() for mark in PREQUANTIZED)
 
     def is_other(self, name: str, root: str) -> bool:
-        """Return True if a server has another model than ``base``, judging by the names.
+        """Return True if the names show that a server has another model than ``base``.
 
-        If one of the names is a folder, they cannot be compared, and the result is False.
+        If ``base`` or ``root`` is a folder, the names cannot be compared, and the result is False.
 
         Args:
-            name: The server's name of its model.
-            root: The model that it has loaded.
+            name: The name under which the server offers its model.
+            root: The hub name or folder from which it has loaded the model.
         """
         if Path(self.base).exists() or root.startswith("/"):
             return False  # if the models differ, the canary detects it later
@@ -91,7 +94,8 @@ class VllmServer:
         args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
         needs: Requirements of the run.
         adapter_dtype: The dtype to which an adapter is rounded; None if the model is not loaded
-            yet. The server's model name is compared with the base of ``needs`` only if it is None.
+            yet. Only if it is None, the server's model is compared with ``needs.base``, because
+            Unsloth may load the model under another name.
 
     Raises:
         GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not
@@ -109,7 +113,7 @@ class VllmServer:
         self.adapter_dtype = adapter_dtype
         self._remedy = f"start it with {needs.command}"
         self._patience = args.vllm_server_timeout
-        self._adapter: str | None = None  # the adapter's name on the server; None without adapter
+        self._adapter: str | None = None  # the adapter's name on the server; None for the base
         self._base = self._check(needs)
         self._folder = AdapterFolder(args.vllm_adapter_dir)
         self._folder.root.chmod(0o755)  # the server may run as another user
@@ -121,7 +125,8 @@ class VllmServer:
             GenerationError: The server cannot be reached or does not suit the run.
         """
         (models,) = self._ask("/v1/models", None)
-        (adapters,) = self._ask("/v1/load_lora_adapter", {})  # status 400 if the path exists
+        # an empty request is an error, but only a server without this path answers with status 404
+        (adapters,) = self._ask("/v1/load_lora_adapter", {})
         name, root, self.max_length = self._read(models, _card)
         if adapters.status_code == httpx.codes.NOT_FOUND:
             reason = "does not accept adapters at run time"
@@ -166,8 +171,7 @@ class VllmServer:
         Raises:
             GenerationError: The server cannot be reached, or does not return completions.
         """
-        same = {"model": self._adapter or self._base, "return_token_ids": True}
-        same |= sampling.as_vllm()
+        same = sampling.as_vllm() | {"model": self._adapter or self._base, "return_token_ids": True}
         bodies = [
             same
             | {
@@ -244,7 +248,7 @@ class VllmServer:
             await asyncio.sleep(1)
 
     def _read(self, answer: httpx.Response, read: Callable[[Any], Any] | None = None) -> Any:
-        """Return what ``read`` extracts from the JSON of a response; None without ``read``.
+        """Return what ``read`` extracts from the JSON of a response; None if ``read`` is None.
 
         Raises:
             GenerationError: The response is an error, or ``read`` does not find what it needs.

@@ -18,17 +18,13 @@ NAN = float("nan")
 
 
 def sampled(scores, lengths=None, ended=None):
-    """Completions with the given scores; every prompt, completion and token is another one."""
+    """Completions with the given scores; every prompt and completion is another one."""
     size = len(scores)
-    lengths = lengths or [2] * size
-    tokens = TokenRows(
-        [[row] for row in range(size)],
-        [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)],
-    )
+    ids = [[row] * length for row, length in enumerate(lengths or [2] * size)]
     return ScoredBatch(
         prompts=[f"prompt {row}" for row in range(size)],
         completions=[f"completion {row}" for row in range(size)],
-        tokens=tokens,
+        tokens=TokenRows([[row] for row in range(size)], ids),
         ended=list(ended or [True] * size),
         rewards=torch.tensor(scores)[:, None] * torch.tensor([[1.0, 2.0]]),
         scores=torch.tensor(scores),
@@ -185,35 +181,27 @@ def test_the_baseline_of_the_kl_stays_leave_one_out(baseline, monkeypatch):
 
 def tagged(tag, scores):
     rows = range(len(scores))
-    other = sampled(scores, lengths=[1 + row % 3 for row in rows])
-    ids = [[ord(tag), row, *ids] for row, ids in enumerate(other.tokens.completion_ids)]
+    ids = [[tag, row] * (1 + row % 3) for row in rows]
     return replace(
-        other,
+        sampled(scores),
         prompts=[f"{tag} {row // 2}" for row in rows],
         completions=[f"{tag} {row}" for row in rows],
-        tokens=TokenRows([[ord(tag), row // 2] for row in rows], ids),
+        tokens=TokenRows([[tag, row // 2] for row in rows], ids),
         ended=[row % 3 != 1 for row in rows],
-        sampler_log_probs=[[-ord(tag)] * len(own) for own in ids],
+        sampler_log_probs=[[-tag] * len(own) for own in ids],
     )
 
 
 def view(sample, row):
-    """All that a sample says of a row."""
-    return (
-        sample.prompts[row],
-        sample.completions[row],
-        sample.tokens.prompt_ids[row],
-        sample.tokens.completion_ids[row],
-        sample.ended[row],
-        sample.sampler_log_probs[row],
-        str(sample.rewards[row].tolist()),
-        str(sample.scores[row].item()),
-    )
+    """All values of a row, as texts, in which NaN equals NaN."""
+    tokens = sample.tokens
+    columns = [*vars(sample).values(), tokens.prompt_ids, tokens.completion_ids]
+    return [str(one[row]) for one in columns if isinstance(one, list | torch.Tensor)]
 
 
 def test_replaced_groups_are_whole_and_have_signal():
-    mine = tagged("a", [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
-    other = tagged("b", [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
+    mine = tagged(1, [1.0, 1.0, 0.0, 1.0, NAN, 3.0, 0.0, 0.0])
+    other = tagged(2, [2.0, 2.0, 2.0, 5.0, 7.0, 6.0])
     kept = mine
     mine = mine.with_signal_of(other, Shaping(), 2)
     # Group 0 of the other has no signal; two are left for three places.

@@ -1,6 +1,8 @@
 """One whole step with a policy that is a table: no TRL, Unsloth or transformers."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.rollout import Completions, ScoredBatch, Shaping
-from rloo_kit.rloo.step import Step
+from rloo_kit.rloo.step import Pending, Step
 
 ANSWERS = 3
 
@@ -36,35 +38,20 @@ class Table:
         return PassOutput(self.logits.log_softmax(-1)[prompts].gather(1, answers))
 
 
-@dataclass
-class Scores:
+def score(rows, completions, *, in_background=False):
     """Answer 2 is right."""
-
-    completions: Completions
-    in_background: bool = False
-
-    def result(self):
-        found = torch.tensor([float(one == [2]) for one in self.completions.completions])
-        return ScoredBatch(**vars(self.completions), rewards=found[:, None], scores=found)
+    found = torch.tensor([float(one == [2]) for one in completions.completions])
+    batch = ScoredBatch(**vars(completions), rewards=found[:, None], scores=found)
+    return Pending(in_background, lambda: batch)
 
 
-@dataclass
-class Log:
-    values: dict = field(default_factory=dict)
-    rollouts: list = field(default_factory=list)
-    tallies: list = field(default_factory=list)
+def rollout_steps(step):
+    """The numbers of the steps in which new rollouts were logged."""
+    return [call.args[1] for call in step.log.note_rollout.call_args_list]
 
-    def note(self, name, value):
-        self.values[name] = value
 
-    def note_scored(self, rows):
-        self.values["rows"] = rows
-
-    def note_rollout(self, rollout, number):
-        self.rollouts.append((number, rollout))
-
-    def note_step(self, tally, seconds, skipped):
-        self.tallies.append(tally)
+def tallies(step):
+    return [call.args[0] for call in step.log.note_step.call_args_list]
 
 
 def step_of(table, **others):
@@ -81,11 +68,11 @@ def step_of(table, **others):
     )
     given = {
         "sample": table.sample,
-        "score": lambda rows, completions: Scores(completions),
+        "score": score,
         "reference": None,
         "learner": lambda: learner,
         "guard": StepGuard(3),
-        "log": Log(),
+        "log": Mock(),
         "shaping": Shaping(),
         "num_generations": 4,
     }
@@ -112,21 +99,21 @@ def test_a_table_learns_the_right_answer():
     step = step_of(table)
     train(table, step, 40)
     assert (table.logits.detach().softmax(-1)[:, 2] > 0.9).all()
-    assert [number for number, _ in step.log.rollouts] == [*range(1, 41)]
+    assert rollout_steps(step) == [*range(1, 41)]
 
 
 def test_a_rollout_serves_several_steps_or_a_step_several_rollouts():
     table = Table()
     step = step_of(table, num_slices=2, num_iterations=2)
     train(table, step, 4)  # two slices, twice each
-    assert [number for number, _ in step.log.rollouts] == [1]
-    assert [tally.rows for tally in step.log.tallies] == [4] * 4
+    assert rollout_steps(step) == [1]
+    assert [tally.rows for tally in tallies(step)] == [4] * 4
     assert step.waiting == []
 
     step = step_of(Table())
     step.run([ROWS, ROWS], 1)
-    assert [number for number, _ in step.log.rollouts] == [1, 1]
-    assert step.log.tallies[0].rows == 16
+    assert rollout_steps(step) == [1, 1]
+    assert tallies(step)[0].rows == 16
 
 
 def test_rows_that_a_step_uses_twice_weigh_twice():
@@ -165,7 +152,7 @@ def test_options_enter_at_three_places():
     )
     step.run([ROWS], 1)
     assert seen == ["which prompts", "after scoring", "rows to learn"]
-    assert step.log.tallies[0].trained == 1
+    assert tallies(step)[0].trained == 1
 
 
 def test_the_reference_is_that_of_the_completions_a_hook_puts_in():
@@ -179,7 +166,7 @@ def test_the_reference_is_that_of_the_completions_a_hook_puts_in():
         Table(),
         reference=reference,
         shaping=Shaping(beta=0.1),
-        score=lambda rows, completions: Scores(completions, in_background=True),
+        score=partial(score, in_background=True),
         after_scoring=lambda batch, complete: complete(ROWS),
     )
     step.run([ROWS], 1)
@@ -190,15 +177,15 @@ def test_a_hook_that_drops_prompts_leaves_a_rollout_its_number_of_slices():
     step = step_of(Table(), num_slices=3, which_prompts=lambda rows: rows[:4])
     step.run([ROWS] * 3, 1)
     assert not step.waiting
-    assert step.log.tallies[0].rows == 4
+    assert tallies(step)[0].rows == 4
 
 
 def test_a_slice_without_rows_trains_nothing():
     table = Table()
     step = step_of(table, num_slices=5, which_prompts=lambda rows: rows[:4])
     train(table, step, 6)
-    assert [tally.rows for tally in step.log.tallies] == [1, 1, 1, 1, 0, 1]
-    assert [number for number, _ in step.log.rollouts] == [1, 6]
+    assert [tally.rows for tally in tallies(step)] == [1, 1, 1, 1, 0, 1]
+    assert rollout_steps(step) == [1, 6]
 
 
 @pytest.mark.parametrize(

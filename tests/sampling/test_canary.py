@@ -1,9 +1,8 @@
 """The canary keeps quiet under rounding, names what went wrong, and leaves the adapter alone."""
 
-import contextlib
 import copy
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from rloo_kit.sampling.canary import (
     is_other,
     position_between,
 )
+from rloo_kit.sampling.decoding import until_end
 from rloo_kit.sampling.engine import Generations, Sampling
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.sampler import Sampler as SamplerOfTrainer
@@ -45,36 +45,35 @@ def seeded(seed):
 SIZE = 512
 
 
-def normal(scale, generator):
-    return scale * torch.randn(SIZE, generator=generator)
+def normal(generator):
+    return 1e-3 * torch.randn(SIZE, generator=generator)
 
 
-def heavy(scale, generator):
+def heavy(generator):
     """Student's t with two degrees of freedom: no variance."""
     freedom = torch.randn(2, SIZE, generator=generator).square().sum(0) / 2
-    return normal(scale, generator) / freedom.sqrt()
+    return normal(generator) / freedom.sqrt()
 
 
-def bursty(scale, generator):
+def bursty(generator):
     """Next to nothing, but one token in a hundred by a tenth of a nat."""
     hit = torch.rand(SIZE, generator=generator) < 0.01
-    return normal(scale / 100, generator) + 100 * hit * normal(scale, generator)
+    return normal(generator) / 100 + 100 * hit * normal(generator)
 
 
 NOISES = [normal, heavy, bursty]
 
 
-def noise_of(draw, scale, generator):
-    """Each token's noise as a run knows it: its own draw, and the usual one."""
-    usual = torch.stack([draw(scale, generator) for _ in range(HISTORY)]).square().mean()
-    return (draw(scale, generator).square() + usual).sqrt().clamp(min=1e-6)
-
-
-def batch(generator, step):
-    """Log-probabilities of the policy, and of another policy a step away."""
+def place_of(draw, generator, step, *, stale):
+    """Where a sampler is between a policy and another one a step away, which it has if stale."""
     now = -torch.rand(SIZE, generator=generator).pow(-0.5).log() * 2
     sizes = 5 * torch.rand(SIZE, generator=generator).pow(4)
-    return now, now + step * sizes * torch.randn(SIZE, generator=generator)
+    other = now + step * sizes * torch.randn(SIZE, generator=generator)
+    # each token's noise as a run knows it: its own draw, and the usual one
+    usual = torch.stack([draw(generator) for _ in range(HISTORY)]).square().mean()
+    noise = (draw(generator).square() + usual).sqrt().clamp(min=1e-6)
+    sampler = (other if stale else now) + draw(generator)
+    return position_between(sampler, now, other, noise)
 
 
 @pytest.mark.parametrize("step", [1e-6, 1e-2], ids="step={}".format)
@@ -84,10 +83,7 @@ def test_a_healthy_sampler_raises_no_alarm(draw, step):
     for _ in range(4):
         places = []
         for _ in range(HISTORY):
-            now, other = batch(generator, step)
-            sampler = now + draw(1e-3, generator)
-            noise = noise_of(draw, 1e-3, generator)
-            places.append(position_between(sampler, now, other, noise))
+            places.append(place_of(draw, generator, step, stale=False))
             assert not is_other(places)
 
 
@@ -95,9 +91,7 @@ def test_a_healthy_sampler_raises_no_alarm(draw, step):
 def test_another_policy_that_sampled_is_found_in_one_batch(draw):
     generator = seeded(1)
     for _ in range(20):
-        now, other = batch(generator, 1.0)
-        noise = noise_of(draw, 1e-3, generator)
-        place = position_between(other + draw(1e-3, generator), now, other, noise)
+        place = place_of(draw, generator, 1.0, stale=True)
         assert place.resolved
         assert place.share < 0.2
         assert is_other([place])
@@ -106,9 +100,9 @@ def test_another_policy_that_sampled_is_found_in_one_batch(draw):
 @pytest.mark.parametrize("tokens", [120, 520])
 def test_an_exact_fit_is_found_despite_large_errors(tokens):
     """One undecided token can make rounding look large; it gives no other policy's numbers."""
-    draw = torch.Generator().manual_seed(1)
-    now = -torch.rand(tokens, generator=draw)
-    other = now + 0.002 * torch.randn(tokens, generator=draw)
+    generator = seeded(1)
+    now = -torch.rand(tokens, generator=generator)
+    other = now + 0.002 * torch.randn(tokens, generator=generator)
     noise = torch.full((tokens,), 0.002 * tokens**0.5 / 9)
     exact = position_between(other + 1e-6, now, other, noise)
     assert -6 < exact.errors < -3
@@ -122,17 +116,9 @@ def test_an_exact_fit_is_found_despite_large_errors(tokens):
 def test_a_step_that_rounding_hides_is_found_in_many_batches():
     generator = seeded(2)
     for _ in range(8):
-        places = []
-        found = []
-        for _ in range(HISTORY):
-            now, other = batch(generator, 3e-4)
-            noise = noise_of(normal, 1e-3, generator)
-            place = position_between(other + normal(1e-3, generator), now, other, noise)
-            places.append(place)
-            found.append(is_other(places))
-        assert not place.resolved
-        assert not any(found[:2])
-        assert found[-1]
+        places = [place_of(normal, generator, 3e-4, stale=True) for _ in range(HISTORY)]
+        assert not places[-1].resolved
+        assert [is_other(places[:n]) for n in (1, 2, HISTORY)] == [False, False, True]
 
 
 # --- a policy that is small but real -------------------------------------------------------------
@@ -169,19 +155,12 @@ class TinyPolicy(torch.nn.Module):
         return (2 * self.head(self.layer(self.embedding(ids)))).log_softmax(-1)
 
     def log_probs(self, batch):
-        of_next = self.of_next(batch.input_ids)
-        before = (batch.places - 1).clamp(min=0)
-        ids = batch.input_ids.gather(1, batch.places)
-        places = of_next.gather(1, before.unsqueeze(-1).expand(-1, -1, VOCABULARY))
-        return places.gather(2, ids.unsqueeze(2)).squeeze(2)
+        ids = batch.input_ids
+        of_next = self.of_next(ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+        return of_next.gather(1, (batch.places - 1).clamp(min=0))
 
-    @contextlib.contextmanager
     def disable_adapter(self):
-        self.layer.adapter_on = False
-        try:
-            yield
-        finally:
-            self.layer.adapter_on = True
+        return patch.object(self.layer, "adapter_on", False)
 
     def adapter(self):
         return {n: p.detach().clone() for n, p in self.named_parameters() if p.requires_grad}
@@ -198,13 +177,13 @@ class Sampler:
     """An engine with a copy of the policy, whose kernels round in their own way.
 
     Args:
-        policy: What is copied.
-        fault: ``never takes`` or ``takes late`` an adapter, ``adds a token`` to prompts, or None.
-        temperature: That it samples with, whatever it is asked for.
+        policy: The policy to copy.
+        fault: ``never takes`` or ``takes late`` an adapter, ``adds a token`` to prompts, has
+            ``other weights``, or None.
+        temperature: The temperature of its samples, whatever it is asked for.
     """
 
     name = "a sampler"
-    sync_seconds = 0.0
     adapter_dtype = BF16
 
     def __init__(self, policy, *, fault=None, temperature=1.0, rounding=2**-9):
@@ -212,14 +191,15 @@ class Sampler:
         self.fault = fault
         self.temperature = temperature
         self.rounding = rounding
-        self.syncs = 0
         self.generator = seeded(99)
         self.waiting = None
         if fault == "never takes":
             self.own.layer.adapter_on = False
+        if fault == "other weights":
+            weight = self.own.head.weight
+            weight += 0.3 * torch.randn(weight.shape)
 
     def sync(self, model):
-        self.syncs += 1
         arrived = {n: p.to(BF16).to(p.dtype) for n, p in model.adapter().items()}
         if self.fault == "takes late":
             self.waiting, arrived = arrived, self.waiting
@@ -229,27 +209,17 @@ class Sampler:
     @torch.no_grad()
     def generate(self, prompt_ids, sampling, seed):
         generator = seeded(seed)
-        rows = []
-        log_probs = []
         extra = [STOP + 1, STOP + 2] if self.fault == "adds a token" else []
-        length = len(prompt_ids[0])
-        assert {len(ids) for ids in prompt_ids} == {length}, "drawn side by side"
-        ids = torch.tensor([[*extra, *prompt] for prompt in prompt_ids])
-        drawn = []
+        ids = torch.tensor([[*extra, *prompt] for prompt in prompt_ids])  # of the same length
         numbers = []
         for _ in range(sampling.max_tokens):
             of_next = (self.of_last(ids) / self.temperature).log_softmax(-1)
             token = of_next.exp().multinomial(1, generator=generator)
-            drawn.append(token)
             numbers.append(of_next.gather(1, token))
             ids = torch.cat([ids, token], 1)
-        for row, probabilities in zip(
-            torch.cat(drawn, 1).tolist(), torch.cat(numbers, 1).tolist(), strict=True
-        ):
-            end = row.index(STOP) + 1 if STOP in row else len(row)
-            rows.append(row[:end])
-            log_probs.append(probabilities[:end])
-        return Generations(rows, log_probs)
+        drawn = [until_end(row, [STOP]) for row in ids[:, -len(numbers) :].tolist()]
+        rows = zip(drawn, torch.cat(numbers, 1).tolist(), strict=True)
+        return Generations(drawn, [known[: len(row)] for row, known in rows])
 
     def of_last(self, ids):
         layer = self.own.layer(self.own.embedding(ids))[:, -1]
@@ -278,14 +248,6 @@ def train(policy, engine, canary, *, steps=5, size=0.02):
     return found
 
 
-def complaint(cause, function, *args, **keywords):
-    """See that the message names the cause and no other."""
-    with pytest.raises(StalePolicyError) as caught:
-        function(*args, **keywords)
-    text = str(caught.value)
-    assert [name for name, words in NAMES.items() if words in text] == [cause], text
-
-
 @pytest.mark.parametrize("size", [1e-5, 0.05])
 @pytest.mark.parametrize("rounding", [0.0, 2**-8])
 def test_a_healthy_run_is_quiet(rounding, size):
@@ -301,48 +263,27 @@ def test_a_healthy_run_is_quiet(rounding, size):
             assert found[-1]["sampling/step_reached"] == pytest.approx(1, abs=0.2)
 
 
-def test_a_sampler_that_never_takes_the_adapter_is_named():
-    policy = TinyPolicy()
-    engine = Sampler(policy, fault="never takes")
-    complaint("base", train, policy, engine, canary_of(policy))
-
-
-def test_a_sampler_that_is_a_step_late_is_named():
-    policy = TinyPolicy()
-    engine = Sampler(policy, fault="takes late")
-    canary = canary_of(policy)
-    engine.sync(policy)
-    complaint("before", train, policy, engine, canary, size=0.05)
-
-
-def test_a_small_step_that_is_always_late_is_found_in_time():
-    policy = TinyPolicy()
-    engine = Sampler(policy, fault="takes late")
-    canary = canary_of(policy)
-    engine.sync(policy)
-    complaint("before", train, policy, engine, canary, size=2e-3, steps=2 * HISTORY)
-
-
-def other_weights(policy):
-    engine = Sampler(policy)
-    with torch.no_grad():
-        engine.own.head.weight += 0.3 * torch.randn(engine.own.head.weight.shape)
-    return engine
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("given", "cause", "training"),
     [
-        other_weights,
-        lambda policy: Sampler(policy, fault="adds a token"),
-        lambda policy: Sampler(policy, temperature=0.7),
-        lambda policy: Sampler(policy, temperature=1.4),
+        ({"fault": "never takes"}, "base", {}),
+        ({"fault": "takes late"}, "before", {"size": 0.05}),
+        ({"fault": "takes late"}, "before", {"size": 2e-3, "steps": 2 * HISTORY}),
+        ({"fault": "other weights"}, "unknown", {}),
+        ({"fault": "adds a token"}, "unknown", {}),
+        ({"temperature": 0.7}, "unknown", {}),
+        ({"temperature": 1.4}, "unknown", {}),
     ],
-    ids=["other base weights", "prompt", "colder", "warmer"],
+    ids=str,
 )
-def test_what_neither_base_nor_adapter_explain_is_found(make):
+def test_the_message_names_the_cause_and_no_other(given, cause, training):
     policy = TinyPolicy()
-    complaint("unknown", train, policy, make(policy), canary_of(policy))
+    engine = Sampler(policy, **given)
+    engine.sync(policy)
+    with pytest.raises(StalePolicyError) as caught:
+        train(policy, engine, canary_of(policy), **training)
+    text = str(caught.value)
+    assert [name for name, words in NAMES.items() if words in text] == [cause], text
 
 
 def test_nan_log_probs_are_refused():
@@ -385,12 +326,8 @@ class Rare:
 
     def log_probs(self, batch):
         disturbed = bool(self.policy.layer._forward_hooks)
-        hooks = self.policy.layer._forward_hooks
-        self.policy.layer._forward_hooks = {}
-        try:
+        with patch.object(self.policy.layer, "_forward_hooks", {}):
             log_probs = self.policy.log_probs(batch)
-        finally:
-            self.policy.layer._forward_hooks = hooks
         return self.moved(log_probs) if disturbed else log_probs
 
 
@@ -432,13 +369,6 @@ def test_the_adapter_is_bit_for_bit_what_it_was():
     assert all(parameter.grad is None for parameter in policy.parameters())
 
 
-def drawn_after_two_steps(canary, policy):
-    canary.sent(BF16)
-    policy.step(0.05, seed=0)
-    canary.sent(BF16)
-    return Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
-
-
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
     policy = TinyPolicy()
@@ -451,7 +381,10 @@ def test_the_adapter_is_unchanged_after_a_failed_pass(fails_at):
         return policy.log_probs(batch)
 
     canary = canary_of(policy, log_probs=log_probs_of)
-    drawn = drawn_after_two_steps(canary, policy)
+    canary.sent(BF16)
+    policy.step(0.05, seed=0)
+    canary.sent(BF16)
+    drawn = Sampler(policy).generate(PROMPTS, SAMPLING, seed=0)
     before = bits(policy)
     with pytest.raises(torch.OutOfMemoryError):
         canary.check(TokenRows(PROMPTS, drawn.completion_ids), drawn.log_probs, "a sampler")

@@ -1,6 +1,7 @@
 """Sampling by transformers: the same completions as ``generate``, in less work."""
 
 import collections
+import functools
 import logging
 import random
 import types
@@ -63,14 +64,20 @@ def settings(**more):
     )
 
 
-def by_generate(model, prompts, config):
+def drawn(model, prompts=PROMPTS, limit=None, **more):
+    """The kit's completions, greedy unless ``more`` says otherwise."""
+    return complete(model, prompts, 0, ENDS, limit, generation_config=settings(**more))
+
+
+def by_generate(model, prompts=PROMPTS):
     """What ``generate`` gives to each prompt alone, without padding."""
-    found = {}
-    for ids in map(tuple, prompts):
-        if ids not in found:
-            row = model.generate(torch.tensor([ids]), generation_config=config)[0]
-            found[ids] = row[len(ids) :].tolist()
-    return [found[tuple(ids)] for ids in prompts]
+
+    @functools.cache
+    def alone(*ids):
+        row = model.generate(torch.tensor([ids]), generation_config=settings())[0]
+        return row[len(ids) :].tolist()
+
+    return [alone(*ids) for ids in prompts]
 
 
 QUICK = {"llama", "qwen3", "mistral", "mamba"}
@@ -82,8 +89,8 @@ QUICK = {"llama", "qwen3", "mistral", "mamba"}
 )
 def test_greedy_completions_equal_generates(family):
     model = make(family)
-    found = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
-    assert found == by_generate(model, PROMPTS, settings())
+    found = drawn(model)
+    assert found == by_generate(model)
     assert len({*map(len, found)}) > 1
 
 
@@ -100,8 +107,7 @@ def test_a_vision_model_with_three_positions_for_a_token_samples_text(num_prompt
     )
     model = transformers.Qwen3VLForConditionalGeneration(config).eval()
     prompts = PROMPTS[-num_prompts:]
-    found = complete(model, prompts, 0, ENDS, generation_config=settings())
-    assert found == by_generate(model, prompts, settings())
+    assert drawn(model, prompts) == by_generate(model, prompts)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
@@ -109,7 +115,7 @@ def test_logits_with_nan_are_an_error(do_sample):
     model = make("llama")
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
     with pytest.raises(DivergedError, match="logits hold NaN or Inf"), finite_logits():
-        complete(model, PROMPTS, 0, ENDS, generation_config=settings(do_sample=do_sample))
+        drawn(model, do_sample=do_sample)
 
 
 def test_a_prompt_runs_once_and_ended_rows_leave():
@@ -119,8 +125,7 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
         lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     torch.manual_seed(0)
-    drawn = settings(do_sample=True, top_k=0)
-    found = complete(model, PROMPTS, 0, ENDS, generation_config=drawn)
+    found = drawn(model, do_sample=True, top_k=0)
     assert sizes[0] == (12, 5)
     rows = [num for num, _ in sizes[1:]]
     assert rows[0] >= len(PROMPTS) - 1
@@ -138,11 +143,12 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
 )
 def test_sampled_completions_have_generates_distribution(more):
     model = make("llama")
-    drawn = {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
+    prompts = [[20, 21]] * 10_000
+    more = {"do_sample": True, "top_k": 0, "max_new_tokens": 2} | more
     torch.manual_seed(1)
-    found = complete(model, [[20, 21]] * 10_000, 0, ENDS, generation_config=settings(**drawn))
+    found = drawn(model, prompts, **more)
     torch.manual_seed(2)
-    rows = model.generate(torch.tensor([[20, 21]] * 10_000), generation_config=settings(**drawn))
+    rows = model.generate(torch.tensor(prompts), generation_config=settings(**more))
     theirs = [tuple(row[2 : 3 if row[2] in ENDS else 4].tolist()) for row in rows]
     ours = collections.Counter(map(tuple, found))
     others = collections.Counter(theirs)
@@ -160,25 +166,25 @@ def test_a_models_own_maximum_length_is_not_a_second_limit(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(utils.logger, "disabled", False)
     with caplog.at_level(logging.WARNING, "transformers"):
-        complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+        drawn(model)
     assert "max_length" not in caplog.text
     assert model.generation_config.max_length == 128
 
 
 def test_a_models_own_sampling_settings_are_not_used():
     model = make("llama")
-    expected = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    expected = drawn(model)
     model.generation_config.no_repeat_ngram_size = 1
-    assert complete(model, PROMPTS, 0, ENDS, generation_config=settings()) == expected
+    assert drawn(model) == expected
     assert model.generation_config.no_repeat_ngram_size == 1
 
 
 def test_keys_are_not_copied_for_each_head_on_a_cpu(monkeypatch):
     model = make("qwen3")
     asked = sdpa_attention.use_gqa_in_sdpa
-    expected = complete(model, PROMPTS, 0, ENDS, generation_config=settings())
+    expected = drawn(model)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("copied"))
-    assert complete(model, PROMPTS, 0, ENDS, generation_config=settings()) == expected
+    assert drawn(model) == expected
     assert sdpa_attention.use_gqa_in_sdpa is asked
 
 
@@ -228,19 +234,18 @@ def test_the_output_layer_gets_no_views_of_longer_tensors(monkeypatch):
         return forward(hidden)
 
     monkeypatch.setattr(model.lm_head, "forward", recorded)
-    complete(model, PROMPTS, 0, ENDS, generation_config=settings(max_new_tokens=2))
+    drawn(model, max_new_tokens=2)
     assert seen == [True, True]
     assert not model.lm_head._forward_pre_hooks
 
 
 def test_processors_see_the_rows_that_are_left():
     model = make("qwen3")
-    config = settings(repetition_penalty=1.5, no_repeat_ngram_size=2)
-    found = complete(model, PROMPTS, 0, ENDS, generation_config=config)
+    more = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    found = drawn(model, **more)
     padded = torch.tensor([[0] * (5 - len(ids)) + ids for ids in PROMPTS])
-    rows = model.generate(padded, attention_mask=(padded != 0).long(), generation_config=config)[
-        :, 5:
-    ]
+    mask = (padded != 0).long()
+    rows = model.generate(padded, attention_mask=mask, generation_config=settings(**more))[:, 5:]
     assert found == [row[: len(ids)].tolist() for row, ids in zip(rows, found, strict=True)]
 
 
@@ -292,10 +297,10 @@ def limits():
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("mamba", marks=pytest.mark.long)])
 def test_a_long_thought_ends_a_completion(family):
     model = make(family)
-    whole = by_generate(model, PROMPTS, settings())
+    whole = by_generate(model)
     cut = 0
     for limit in limits():
-        found = complete(model, PROMPTS, 0, ENDS, limit, generation_config=settings())
+        found = drawn(model, limit=limit)
         expected = [limited(ids, one, limit) for ids, one in zip(whole, PROMPTS, strict=True)]
         assert found == expected
         cut += sum(ids != other for ids, other in zip(expected, whole, strict=True))

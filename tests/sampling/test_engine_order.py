@@ -42,37 +42,40 @@ class Engine:
         self.calls.append(f"close with {sum(sizes)} parameters")
 
 
+def make_trainer(folder, reward, **settings):
+    """Return a trainer of the embedded model whose engine is a recorder."""
+    model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
+    engine = Engine(rk.attach_lora(model))
+    prompts = rk.load_prompts("arithmetic", num_prompts=16)
+    return rk.LeaveOneOutTrainer(
+        model=engine.model,
+        processing_class=tokenizer,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(2)),
+        reward_funcs=reward,
+        args=rk.LeaveOneOutConfig(
+            str(folder), max_completion_length=8, canary=False, save_strategy="no", **settings
+        ),
+        engine=engine,
+    )
+
+
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """What the engine was asked, and whether it was awake as rewards and budgets were taken."""
     seen = []
     phases = {}
     with rk.session(), pytest.MonkeyPatch.context() as patch:
-        model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-        engine = Engine(rk.attach_lora(model))
 
         def reward(completions, **_):
             seen.append(("reward", engine.awake))
             return [float(len(completions) % (1 + i)) for i in range(len(completions))]
 
-        trainer = rk.LeaveOneOutTrainer(
-            model=engine.model,
-            processing_class=tokenizer,
-            train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
-            reward_funcs=reward,
-            args=rk.LeaveOneOutConfig(
-                str(tmp_path_factory.mktemp("out")),
-                max_steps=2,
-                per_device_train_batch_size=8,
-                num_generations=4,
-                max_completion_length=8,
-                beta=0.02,
-                dynamic_sampling=True,
-                canary=False,
-                save_strategy="no",
-            ),
-            engine=engine,
-        )
+        trainer = make_trainer(
+            tmp_path_factory.mktemp("out"), reward, max_steps=2, per_device_train_batch_size=8,
+            num_generations=4, beta=0.02, dynamic_sampling=True,
+        )  # fmt: skip
+        engine = trainer.engine
         free = trainer_module.detect_hardware
 
         def noted():  # the budget of a pass is what is free now
@@ -81,13 +84,9 @@ def recorded(tmp_path_factory):
 
         def evaluate():
             rk.evaluate(
-                model,
-                tokenizer,
-                rk.load_prompts("arithmetic", num_prompts=4),
-                load_rewards([reward]),
-                max_completion_length=8,
-                engine=engine,
-            )
+                trainer.model, trainer.processing_class, trainer.eval_dataset,
+                load_rewards([reward]), max_completion_length=8, engine=engine,
+            )  # fmt: skip
 
         patch.setattr(trainer_module, "detect_hardware", noted)
         for name, act in (
@@ -125,25 +124,11 @@ def test_weights_are_released_before_their_engine(recorded):
 
 
 def test_an_evaluation_after_a_training_samples_from_its_last_weights(tmp_path):
-    model, tokenizer = rk.load_model("tiny-thinker", load_in_4bit=False, max_seq_length=128)
-    engine = Engine(rk.attach_lora(model))
-    prompts = rk.load_prompts("arithmetic", num_prompts=16)
-    trainer = rk.LeaveOneOutTrainer(
-        model=engine.model,
-        processing_class=tokenizer,
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(2)),
-        reward_funcs="length",
-        args=rk.LeaveOneOutConfig(
-            str(tmp_path), max_steps=1, max_completion_length=8, canary=False, save_strategy="no",
-            eval_strategy="steps", eval_steps=1,
-        ),
-        engine=engine,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, "length", max_steps=1, eval_strategy="steps", eval_steps=1)
     trainer.train()  # transformers may load the best weights at its end
-    engine.calls.clear()
+    trainer.engine.calls.clear()
     trainer.evaluate()
-    assert engine.calls[0] == "sync"
+    assert trainer.engine.calls[0] == "sync"
 
 
 def test_a_session_releases_models_before_engines():

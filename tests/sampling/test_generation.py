@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,10 +46,8 @@ def adapted(**lora):
     torch.manual_seed(0)
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], **lora}
     model = get_peft_model(LlamaForCausalLM(LlamaConfig(**SHAPE)), LoraConfig(**lora))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_()
+    for tensor in adapter_tensors(model).values():
+        torch.nn.init.normal_(tensor)
     return model
 
 
@@ -61,11 +58,10 @@ def adapter_folder():
     made.close()
 
 
-def test_a_place_for_the_adapter_that_is_no_folder_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    for name in (tmp_path / "file", tmp_path / "gone", "~no-such-user/adapters"):
-        with pytest.raises(GenerationError, match="is not a writable folder"):
-            AdapterFolder(str(name))
+@pytest.mark.parametrize("name", [__file__, "gone", "~no-such-user/adapters"])
+def test_a_place_for_the_adapter_that_is_no_folder_is_refused(name):
+    with pytest.raises(GenerationError, match="is not a writable folder"):
+        AdapterFolder(name)
 
 
 def test_a_place_for_the_adapter_may_be_in_the_home_folder(tmp_path, monkeypatch):
@@ -75,14 +71,31 @@ def test_a_place_for_the_adapter_may_be_in_the_home_folder(tmp_path, monkeypatch
     made.close()
 
 
-def test_an_engine_without_room_leaves_no_folder(monkeypatch):
+@pytest.fixture
+def shared():
+    """A model with a stand-in for the engine that shares its weights, with room for 64 tokens."""
+    model = adapted()
     config = SimpleNamespace(max_model_len=64, enable_sleep_mode=False)
     engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
-    model = adapted()
     model.vllm_engine = SimpleNamespace(llm_engine=engine)
+    return model
+
+
+def test_an_engine_without_room_leaves_no_folder(shared, monkeypatch):
     monkeypatch.setattr(vllm_inprocess, "AdapterFolder", pytest.fail)
     with pytest.raises(GenerationError, match="has room for 64 tokens, but the run needs 128"):
-        vllm_inprocess.VllmEngine(model, max_length=128, num_sequences=4)
+        vllm_inprocess.VllmEngine(shared, max_length=128, num_sequences=4)
+
+
+def test_a_second_close_leaves_a_newer_engine_alone(shared, monkeypatch):
+    ended = []
+    monkeypatch.setattr(vllm_inprocess, "shut_down_engine", lambda *_, **__: ended.append("engine"))
+    monkeypatch.setattr(vllm_inprocess, "leave_process_groups", lambda: ended.append("groups"))
+    engine = vllm_inprocess.VllmEngine(shared, max_length=64, num_sequences=4)
+    engine.close()
+    engine.close()
+    assert engine.is_closed
+    assert ended == ["engine"]
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -119,14 +132,15 @@ def test_sampling_becomes_vllms_arguments():
     assert json.loads(json.dumps(found)) == found
 
 
-def test_trainer_settings_become_sampling(tmp_path):
-    def settings(**given):
-        return rk.LeaveOneOutConfig(str(tmp_path), max_completion_length=64, **given)
-
-    assert make_sampling(settings(), [3, 4]) == Sampling(64, (3, 4))
-    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
-    found = make_sampling(settings(**given, generation_kwargs={"min_new_tokens": 3}), [2])
-    assert found == Sampling(64, (2,), **given, others={"min_new_tokens": 3})
+@pytest.mark.parametrize("others", [{}, {"min_new_tokens": 3}], ids=str)
+@pytest.mark.parametrize("values", [(), (0.6, 0.9, 5, 0.1, 1.2)], ids=str)
+def test_trainer_settings_become_sampling(values, others, tmp_path):
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = dict(zip(names, values, strict=False))
+    args = rk.LeaveOneOutConfig(
+        str(tmp_path), max_completion_length=64, generation_kwargs=others, **given
+    )
+    assert make_sampling(args, [3, 4]) == Sampling(64, (3, 4), *values, others=others)
 
 
 # --- what is asked for ---------------------------------------------------------------------------
@@ -218,15 +232,13 @@ def test_the_newest_adapter_takes_the_place_of_the_one_before(dtype, adapter_fol
     for _ in range(2):
         folder = adapter_folder.write(model, dtype)
         written = load_file(folder / "adapter_model.safetensors")
-        expected = {
-            name: value.to(dtype, copy=True) for name, value in adapter_tensors(model).items()
-        }
+        tensors = adapter_tensors(model)
+        expected = {name: value.to(dtype, copy=True) for name, value in tensors.items()}
         assert written.keys() == expected.keys()
-        assert all(written[name].dtype == dtype for name in written)
-        assert all(written[name].equal(value) for name, value in expected.items())
+        assert {value.dtype for value in written.values()} == {dtype}
         assert list(adapter_folder.root.iterdir()) == [folder]
         with torch.no_grad():  # what was written stays: vLLM may hold it
-            for tensor in adapter_tensors(model).values():
+            for tensor in tensors.values():
                 tensor.add_(1)
         assert all(written[name].equal(value) for name, value in expected.items())
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -238,14 +250,10 @@ def test_the_newest_adapter_takes_the_place_of_the_one_before(dtype, adapter_fol
 
 
 @pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="no shared memory here")
-def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder, monkeypatch):
+def test_the_folder_is_in_shared_memory_by_process_number(adapter_folder):
     large = shutil.disk_usage(SHARED_MEMORY).free >= GIB
     assert (adapter_folder.root.parent == SHARED_MEMORY) == large
     assert f"-{os.getpid()}-" in adapter_folder.root.name
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB // 16))
-    other = AdapterFolder()  # as in a container with the usual 64 MiB
-    assert other.root.parent == Path(tempfile.gettempdir())
-    other.close()
 
 
 def test_folders_of_killed_runs_leave_shared_memory_and_no_other_place(tmp_path, monkeypatch):
@@ -255,7 +263,7 @@ def test_folders_of_killed_runs_leave_shared_memory_and_no_other_place(tmp_path,
     name = f"rloo-kit-{_namespace()}-{2**22 + 1}-left"  # above the largest process number
     for place in (shared, temporary):
         (place / name).mkdir(parents=True)
-    full = SimpleNamespace(free=GIB // 16)  # while a folder is left, there is no room
+    full = SimpleNamespace(free=GIB // 16)  # 64 MiB as in a container, while a folder is left
     room = SimpleNamespace(free=GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda at: full if any(at.iterdir()) else room)
     assert AdapterFolder().root.parent == shared

@@ -93,7 +93,6 @@ def error(status, message):
     [
         ({"models": (200, "<html>")}, r"answers 200 \(<html>\): look at its log, .* vllm serve"),
         ({"models": (200, {"data": []})}, "answers 200 .*start it with"),
-        ({"models": (200, {"data": [{"id": "another"}]})}, "answers 200 .*start it with"),
         ({"models": (200, {"data": [CARD | {"max_model_len": None}]})}, "answers 200 .*start it"),
         ({"models": error(401, "Unauthorized")}, "401 .*environment variable VLLM_API_KEY"),
         ({"models": (503, "")}, r"answers 503 \(.*\): look at its log"),
@@ -176,14 +175,16 @@ def test_a_run_needs_no_vllm_of_its_own(serve, monkeypatch, tmp_path, capsys):
     assert "accepts 8 tokens at most, but the run needs 256" in capsys.readouterr().err
 
 
-def test_the_command_for_an_adapter_has_the_revision_of_its_base(serve, monkeypatch, tmp_path):
+def test_the_command_for_an_adapter_loads_its_base_as_the_run_does(serve, monkeypatch, tmp_path):
     config = {"base_model_name_or_path": "me/base", "revision": "v1"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(choice, "find_model", str)
     url = serve(models=(200, {"data": [CARD | {"max_model_len": 8}]})).url
     args = LeaveOneOutConfig(str(tmp_path), generation="server", vllm_server_base_url=url)
-    run = read_run_file(find_run_file("quickstart"), [f"model.name={tmp_path}"])
-    with pytest.raises(GenerationError, match=r"vllm serve me/base .* --revision v1$"):
+    given = [f"model.name={tmp_path}", "model.trust_remote_code=true"]
+    run = read_run_file(find_run_file("quickstart"), given)
+    says = r"vllm serve me/base .* --revision v1 --trust-remote-code$"
+    with pytest.raises(GenerationError, match=says):
         choice.check_engine(args, run)
 
 

@@ -11,9 +11,11 @@ import time
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
 from rloo_kit.data.lengths import prompt_ids
+from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +34,24 @@ def adapted_model():
     return load
 
 
+@pytest.fixture(scope="session")
+def disturb_weights():
+    """Return a function that changes the matrices in a model's folder by two fifths."""
+
+    def disturb(folder):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        generator = torch.Generator().manual_seed(1)
+        for name, values in tensors.items():
+            if values.ndim == 2:
+                noise = torch.randn(values.shape, generator=generator)
+                tensors[name] = (values.float() * (1 + 0.4 * noise)).to(values.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+        return folder
+
+    return disturb
+
+
 @pytest.fixture
 def policy(adapted_model):
     """That model, and 64 prompts."""
@@ -39,6 +59,39 @@ def policy(adapted_model):
         model, tokenizer = adapted_model()
         rows = rk.load_prompts("arithmetic", num_prompts=64)
         yield model, tokenizer, [prompt_ids(tokenizer, row["prompt"]) for row in rows]
+
+
+@pytest.fixture
+def ends(policy):
+    """The ids of the tokens that end a completion of that model."""
+    return tuple(policy[0].generation_config.eos_token_id)
+
+
+@pytest.fixture
+def engine(policy):
+    """An engine in this process with that model and its adapter."""
+    engine = VllmEngine(policy[0], max_length=128, num_sequences=64)
+    engine.sync(policy[0])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def forget_adapter(monkeypatch):
+    """Return a function that lets a method of the engine sample from the base."""
+
+    def forget(name, when=lambda: True):
+        method = getattr(VllmEngine, name)
+
+        def by_the_base(engine, *args):
+            with monkeypatch.context() as patch:
+                if when():
+                    patch.setattr(engine, "_request", None)
+                return method(engine, *args)
+
+        monkeypatch.setattr(VllmEngine, name, by_the_base)
+
+    return forget
 
 
 @pytest.fixture

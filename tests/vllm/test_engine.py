@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
 from rloo_kit.machine.engines import _empty_engine
@@ -35,9 +34,8 @@ def agreement(engine, model, prompts, length=32):
     return sum(same) / len(same)
 
 
-def test_greedy_output_follows_the_adapter_after_every_sync(policy):
+def test_greedy_output_follows_the_adapter_after_every_sync(policy, engine):
     model, _, prompts = policy
-    engine = VllmEngine(model, max_length=128, num_sequences=64)
     for step in range(3):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -49,14 +47,10 @@ def test_greedy_output_follows_the_adapter_after_every_sync(policy):
         assert engine.sync_seconds < 0.5
     with model.disable_adapter():  # the check can fail: the base says something else
         assert agreement(engine, model, prompts) < 0.99
-    engine.close()
 
 
-def test_the_adapter_is_added_as_by_vllms_own_code(policy):
-    model, _, prompts = policy
-    engine = VllmEngine(model, max_length=128, num_sequences=64)
-    engine.sync(model)
-    engine.generate(prompts[:1], Sampling(1, ()), seed=0)  # sets vLLM's indices of the adapter
+def test_the_adapter_is_added_as_by_vllms_own_code(policy, engine):
+    engine.generate(policy[2][:1], Sampling(1, ()), seed=0)  # sets vLLM's indices of the adapter
 
     def compare(policy_of_vllm):
         layers = [one for one in policy_of_vllm.modules() if hasattr(one, "punica_wrapper")]
@@ -83,7 +77,6 @@ def test_the_adapter_is_added_as_by_vllms_own_code(policy):
             assert torch.equal(found, y) == (index < 0)
 
     engine._llm.apply_model(compare)
-    engine.close()
 
 
 def test_four_bit_weights_are_sampled_as_they_train(tmp_path):
@@ -101,32 +94,28 @@ def test_four_bit_weights_are_sampled_as_they_train(tmp_path):
             assert (model(ids).logits - plain(ids).logits).abs().max() < 0.2
 
 
-def test_more_prompt_tokens_than_one_pass_takes(policy):
+def test_more_prompt_tokens_than_one_pass_takes(policy, ends):
     """vLLM's CPU worker fails on a prompt with a seed of its own that is cut between passes."""
     model, _, prompts = policy
     prompts = [first + second for first in prompts for second in prompts[:2]]
     assert sum(map(len, prompts)) > 4096
     engine = VllmEngine(model, max_length=128, num_sequences=len(prompts))
     engine.sync(model)
-    sampling = Sampling(8, tuple(model.generation_config.eos_token_id))
-    drawn = engine.generate(prompts, sampling, seed=1)
+    drawn = engine.generate(prompts, Sampling(8, ends), seed=1)
     assert len(drawn.completion_ids) == len(prompts)
     assert all(0 < len(ids) <= 8 for ids in drawn.completion_ids)
     engine.close()
 
 
-def test_seeds_decide_the_completions(policy):
-    model, _tokenizer, prompts = policy
-    engine = VllmEngine(model, max_length=128, num_sequences=64)
-    engine.sync(model)
-    sampling = Sampling(24, tuple(model.generation_config.eos_token_id), temperature=1.5)
+def test_seeds_decide_the_completions(policy, engine, ends):
+    prompts = policy[2]
+    sampling = Sampling(24, ends, temperature=1.5)
     first, again, other = (engine.generate(prompts[:8], sampling, seed) for seed in (1, 1, 2))
     assert first.completion_ids == again.completion_ids
     assert first.completion_ids != other.completion_ids
     same_prompt = engine.generate(prompts[:1] * 8, sampling, 1).completion_ids
     assert len({tuple(ids) for ids in same_prompt}) > 1
     assert [len(ids) for ids in first.completion_ids] == [len(p) for p in first.log_probs]
-    engine.close()
 
 
 def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
@@ -150,11 +139,9 @@ def test_it_trains_and_the_log_probs_agree(policy, make_trainer):
     rk.release(trainer)
 
 
-def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, monkeypatch):
-    model, _, prompts = policy
-    engine = VllmEngine(model, max_length=128, num_sequences=64)
-    engine.sync(model)
-    sampling = Sampling(24, tuple(model.generation_config.eos_token_id))
+def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, engine, ends, monkeypatch):
+    prompts = policy[2]
+    sampling = Sampling(24, ends)
     wanted = engine.generate(prompts[:4], sampling, 3)
     inner = engine._llm.llm_engine
     step = inner.step
@@ -172,26 +159,16 @@ def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, monkeypatch)
     monkeypatch.setattr(inner, "step", step)
     assert not inner.has_unfinished_requests()
     assert engine.generate(prompts[:4], sampling, 3).completion_ids == wanted.completion_ids
-    engine.close()
 
 
-def perturbed(model, dtype, folder):
-    """Write weights that are a fifth off."""
-    copy.deepcopy(model).unload().to(dtype).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for name, values in tensors.items():
-        if values.ndim == 2:
-            noise = torch.randn(values.shape, generator=generator)
-            tensors[name] = (values.float() * (1 + 0.2 * noise)).to(dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy, disturb_weights):
+    def write_disturbed(model, dtype, folder):
+        copy.deepcopy(model).unload().to(dtype).save_pretrained(folder)
+        return disturb_weights(folder)
 
-
-def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy):
     trainer = make_trainer(*policy[:2], per_device_train_batch_size=64)
     trainer.engine.close()
-    monkeypatch.setattr(vllm_engine, "write_dequantised", perturbed)
+    monkeypatch.setattr(vllm_engine, "write_dequantised", write_disturbed)
     monkeypatch.setattr(vllm_engine, "is_4bit", lambda model: True)
     trainer.sampler.engine = VllmEngine(trainer.model, max_length=128, num_sequences=64)
     with pytest.raises(rk.StalePolicyError, match="other weights"):
@@ -199,14 +176,8 @@ def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy
     assert trainer.state.global_step == 0
 
 
-def test_a_missing_adapter_is_found_before_the_first_step(make_trainer, policy, monkeypatch):
-    generate = VllmEngine.generate
-
-    def without_adapter(self, *args):
-        monkeypatch.setattr(self, "_request", None)
-        return generate(self, *args)
-
-    monkeypatch.setattr(VllmEngine, "generate", without_adapter)
+def test_a_missing_adapter_is_found_before_the_first_step(make_trainer, policy, forget_adapter):
+    forget_adapter("generate")
     trainer = make_trainer(policy[0], policy[1])
     with pytest.raises(rk.StalePolicyError, match="does not reach vLLM in this process"):
         trainer.train()
@@ -214,11 +185,9 @@ def test_a_missing_adapter_is_found_before_the_first_step(make_trainer, policy, 
 
 
 def test_a_failed_start_is_one_sentence(policy):
-    model, _, _ = policy
-    with pytest.raises(rk.GenerationError, match=r"vLLM cannot start .*: .+") as caught:
-        VllmEngine(model, max_length=10**7, num_sequences=4)
-    assert "\n" not in str(caught.value)
-    VllmEngine(model, max_length=64, num_sequences=2).close()  # and the next one starts
+    with pytest.raises(rk.GenerationError, match=r"^vLLM cannot start [^\n]*: [^\n]+$"):
+        VllmEngine(policy[0], max_length=10**7, num_sequences=4)
+    VllmEngine(policy[0], max_length=64, num_sequences=2).close()  # and the next one starts
 
 
 def test_a_failed_shutdown_is_one_sentence_and_the_next_engine_starts(policy):
@@ -239,16 +208,15 @@ def test_a_failed_shutdown_is_one_sentence_and_the_next_engine_starts(policy):
 
 def test_an_emptied_engine_holds_no_weight_buffer_or_key(policy):
     """As on a GPU before the shutdown, with a real engine; its sleep allocator needs a card."""
-    model, _, _ = policy
-    engine = VllmEngine(model, max_length=64, num_sequences=2)
-    engine.sync(model)
+    engine = VllmEngine(policy[0], max_length=64, num_sequences=2)
+    engine.sync(policy[0])
     held = []
 
     def collect(served):
         for module in served.modules():
             held.extend(v for v in vars(module).values() if isinstance(v, torch.Tensor))
-            held.extend([*module._parameters.values(), *module._buffers.values()])
-        held[:] = [tensor for tensor in held if tensor is not None]
+            own = *module._parameters.values(), *module._buffers.values()
+            held.extend(tensor for tensor in own if tensor is not None)
 
     engine._llm.apply_model(collect)
     before = sum(tensor.nbytes for tensor in held)

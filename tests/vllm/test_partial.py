@@ -7,7 +7,6 @@ import rloo_kit as rk
 from rloo_kit.errors import StalePolicyError
 from rloo_kit.sampling.choice import thought_limit
 from rloo_kit.sampling.engine import Begun, Sampling
-from rloo_kit.sampling.vllm_inprocess import VllmEngine
 
 pytestmark = pytest.mark.vllm
 LONGEST = 40
@@ -15,8 +14,7 @@ LONGEST = 40
 
 def in_parts(engine, prompts, sampling, at_a_time):
     """Complete prompts in calls that end when ``at_a_time`` more rows have ended."""
-    ids = [[] for _ in prompts]
-    log_probs = [[] for _ in prompts]
+    ids, log_probs = ([[] for _ in prompts] for _ in range(2))
     rows = [*range(len(prompts))]
     calls = 0
     while rows:
@@ -44,18 +42,14 @@ def in_parts(engine, prompts, sampling, at_a_time):
 
 
 @pytest.mark.parametrize("budget", [None, 24])
-def test_greedy_completions_in_parts_equal_whole_ones(policy, budget):
-    model, tokenizer, prompts = policy
-    engine = VllmEngine(model, max_length=128, num_sequences=64)
-    engine.sync(model)
-    ends = tuple(model.generation_config.eos_token_id)
+def test_greedy_completions_in_parts_equal_whole_ones(policy, engine, ends, budget):
+    _, tokenizer, prompts = policy
     sampling = Sampling(LONGEST, ends, temperature=0, thought=thought_limit(tokenizer, budget))
     whole = engine.generate(prompts, sampling, seed=0)
     expected = whole.completion_ids
     if budget is not None:
-        pairs = zip(prompts, expected, strict=True)
-        expected = [sampling.thought.cut(*pair) for pair in pairs]
-        assert any(len(ids) == budget for ids in expected)
+        expected = [*map(sampling.thought.cut, prompts, expected)]
+        assert budget in map(len, expected)
     ids, log_probs, calls = in_parts(engine, prompts, sampling, at_a_time=9)
     assert calls > 4
     same = [one == other for one, other in zip(ids, expected, strict=True)]
@@ -63,12 +57,10 @@ def test_greedy_completions_in_parts_equal_whole_ones(policy, budget):
     for row in (place for place, equal in enumerate(same) if equal):
         before = torch.tensor(whole.log_probs[row][: len(ids[row])])
         torch.testing.assert_close(torch.tensor(log_probs[row]), before, atol=0.05, rtol=0)
-    engine.close()
 
 
 def test_it_trains_on_carried_completions_and_the_canary_is_quiet(policy, make_trainer):
-    model, tokenizer, _ = policy
-    trainer = make_trainer(model, tokenizer, max_steps=6, partial_rollouts=True, num_generations=4)
+    trainer = make_trainer(*policy[:2], max_steps=6, partial_rollouts=True, num_generations=4)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "sampling/age_mean" in log]
     assert len(logs) == 6
@@ -83,19 +75,9 @@ def test_it_trains_on_carried_completions_and_the_canary_is_quiet(policy, make_t
     rk.release(trainer)
 
 
-def test_the_canary_stops_an_engine_that_forgets_the_adapter(policy, make_trainer, monkeypatch):
-    model, tokenizer, _ = policy
-    grow = VllmEngine.grow
-
-    def by_the_base(engine, begun, sampling, seed):
-        request, engine._request = engine._request, None
-        try:
-            return grow(engine, begun, sampling, seed)
-        finally:
-            engine._request = request
-
-    monkeypatch.setattr(VllmEngine, "grow", by_the_base)
-    trainer = make_trainer(model, tokenizer, partial_rollouts=True, num_generations=4)
+def test_the_canary_stops_an_engine_that_forgets_the_adapter(policy, make_trainer, forget_adapter):
+    forget_adapter("grow")
+    trainer = make_trainer(*policy[:2], partial_rollouts=True, num_generations=4)
     with pytest.raises(StalePolicyError, match="nearest to the base"):
         trainer.train()
     assert trainer.state.global_step == 0

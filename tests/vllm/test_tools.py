@@ -33,7 +33,7 @@ def trainer_of(folder, callbacks=(), vllm=None, **settings):
 
 
 class Seen(TrainerCallback):
-    """The rollouts, and how often the engine slept."""
+    """Keeps the rollouts."""
 
     def __init__(self):
         self.rollouts = []
@@ -71,21 +71,10 @@ def test_it_trains_and_the_canary_is_quiet(tmp_path, monkeypatch):
 
 
 def test_the_canary_catches_an_engine_that_forgets_the_adapter_in_the_second_turn(
-    tmp_path, monkeypatch
+    tmp_path, forget_adapter
 ):
-    draw = VllmEngine.generate
     trainer = trainer_of(tmp_path, per_device_train_batch_size=64)
-
-    def by_the_base(engine, prompt_ids, sampling, seed):
-        if not trainer.sampler.unchecked:
-            return draw(engine, prompt_ids, sampling, seed)
-        request, engine._request = engine._request, None
-        try:
-            return draw(engine, prompt_ids, sampling, seed)
-        finally:
-            engine._request = request
-
-    monkeypatch.setattr(VllmEngine, "generate", by_the_base)
+    forget_adapter("generate", lambda: trainer.sampler.unchecked)
     # the adapter starts as the base, so the first step cannot tell them apart
     with pytest.raises(StalePolicyError):
         trainer.train()
