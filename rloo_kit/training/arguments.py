@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
+from trl import RLOOConfig  # pyright: ignore[reportPrivateImportUsage]  # Unsloth replaces it
 
 from rloo_kit.config.other_names import OF_SCRIPTS, OTHER_NAMES, RENAMED
 from rloo_kit.config.run_file import read_value
@@ -90,14 +90,14 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     def __init__(
         self, output_dir: str | None = None, *, _recorded: bool = False, **arguments: Any
     ) -> None:
-        # ``_recorded`` is only for ``job.py``: as in ``run_file.make_run_config``
+        # only ``job.py`` passes ``_recorded``; ``run_file.make_run_config`` explains it
         others = arguments.pop("other_names", None) or {}
         for name in {RENAMED[other] for other in others if other in RENAMED} & arguments.keys():
             if arguments[name] == self.__dataclass_fields__[name].default:
-                del arguments[name]  # a parser also gives defaults
+                del arguments[name]  # a parser passes the default of a flag that was not given
         arguments |= others
         arguments = {n: v for n, v in arguments.items() if v is not None or n not in BY_DEVICE}
-        if isinstance(arguments.get("normalize_reward"), str):  # from a command line, maybe "true"
+        if isinstance(arguments.get("normalize_reward"), str):  # of a command line, such as "true"
             arguments["normalize_reward"] = read_value(arguments["normalize_reward"])
         of_unsloth = {
             name: arguments.pop(name)
@@ -135,20 +135,17 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
             RLOOConfig.__init__(
                 self, **{**defaults, **values, "output_dir": output_dir or "runs/trainer"}
             )
-        except Exception as exc:  # each setting raises another error in the libraries
+        except Exception as exc:  # the libraries raise errors of many types
             raise ConfigError(f"TRL refuses the trainer settings: {first_line(exc)}") from exc
-        self._warn_of_precision(arguments)
-        if not self.bf16 and not self.fp16:
-            self.mixed_precision = "no"  # else accelerate reads the variable that setup() sets
-        self.follows_model = "gradient_checkpointing" not in arguments
-        self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
-
-    def _warn_of_precision(self, arguments: dict[str, Any]) -> None:
-        """Warn about a requested precision that Unsloth turns off on a CPU."""
         for name in ("bf16", "fp16", "tf32"):
             if arguments.get(name) and not getattr(self, name):
                 text = f"{name}=True is slow or not supported on this CPU, so Unsloth turns it off"
-                warnings.warn(text, UserWarning, stacklevel=3)
+                warnings.warn(text, UserWarning, stacklevel=2)
+        if not self.bf16 and not self.fp16:
+            # otherwise accelerate uses the environment variable that `setup` sets
+            self.mixed_precision = "no"
+        self.follows_model = "gradient_checkpointing" not in arguments
+        self.memory_share_given = "vllm_gpu_memory_utilization" in arguments
 
     @property
     def n_gpu(self) -> int:
@@ -171,17 +168,17 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
         return Shaping(**{one.name: getattr(self, one.name) for one in dataclasses.fields(Shaping)})
 
 
-# Settings that Unsloth's patched class adds to TRL's
+# Settings that only Unsloth's patched `RLOOConfig` has
 _OF_UNSLOTH = set(_TRL_FIELDS) - known_trainer_fields()
 
 
 def _show_parsers_the_defaults() -> None:
-    """Set the kit's defaults, help texts and types in the class, so that parsers show them."""
+    """Write the kit's defaults, help texts and types into the class, so that parsers show them."""
     parsed = LeaveOneOutConfig.__dataclass_fields__
     for name, default in {**dict.fromkeys(BY_DEVICE), **TRL_DEFAULTS}.items():
-        parsed[name] = copy.copy(parsed[name])  # TRL's own class stays as it is
+        parsed[name] = copy.copy(parsed[name])  # TRL's class keeps its own
         parsed[name].default = default
-    for field in OWN_FIELDS:  # argparse uses the metadata as keyword arguments
+    for field in OWN_FIELDS:  # argparse gets the metadata as keyword arguments
         parsed[field.name] = copy.copy(field)
         parsed[field.name].metadata = {"help": field.metadata["rule"].help}
     LeaveOneOutConfig.__annotations__["normalize_reward"] = str | None
@@ -195,9 +192,9 @@ def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
 
     An ``RLOOConfig`` does not record which of its values the user set. So all its values are used,
     including those that Unsloth's patched class adds, and the kit's own settings get their
-    defaults. If a setting in ``BY_DEVICE`` still has TRL's default, its value depends on the
-    machine. ``bf16`` and ``fp16`` depend on the machine only if ``args`` is of Unsloth's class and
-    both are off.
+    defaults. There are two exceptions. A setting in ``BY_DEVICE`` that has TRL's default gets the
+    kit's default for this machine. ``bf16`` and ``fp16`` get it only if ``args`` is of Unsloth's
+    class and both are off.
 
     Raises:
         ConfigError: ``args`` is the configuration of another trainer.
@@ -215,7 +212,7 @@ def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
     for name in BY_DEVICE - {"bf16", "fp16"}:
         if values[name] == _TRL_FIELDS[name].default:
             del values[name]
-    if _OF_UNSLOTH and not args.bf16 and not args.fp16:  # Unsloth's default, by the model
+    if _OF_UNSLOTH and not args.bf16 and not args.fp16:  # Unsloth then uses the model's dtype
         del values["bf16"], values["fp16"]
     return LeaveOneOutConfig(
         **{n: v.value if isinstance(v, enum.Enum) else v for n, v in values.items()}

@@ -1,8 +1,8 @@
 """Worst-case dry run: one learning step at full length, to find memory problems before training.
 
-The dry run makes the largest forward and backward passes that the run can have, and then restores
-weights, random states and metrics. It does not sample, because sampling halves its batch by itself
-if memory runs out. docs/how-to/plan.md explains which passes are made, and why.
+The dry run makes the largest forward and backward passes that can occur in the run, and then
+restores weights, random states and metrics. It does not sample, because sampling halves its batch
+by itself if memory runs out. docs/how-to/plan.md explains which passes are made, and why.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ from rloo_kit.sampling.decoding import as_learned
 from rloo_kit.training.policy import Policy, enable_checkpointing
 from rloo_kit.training.trl_step import TrlStep
 
-# Parts of the names of optimizers that make no step in the dry run. Paged optimizers keep their
-# states in main memory and never free them; the others hook into the backward pass
+# The dry run makes no optimizer step if the optimizer's name contains one of these words. Paged
+# optimizers keep their states in main memory and never free them; the others hook into the backward
+# pass
 NOT_STEPPED = ("paged", "layerwise", "lomo")
 REMEDY = (
     "set model.load_in_4bit and trainer.gradient_checkpointing, lower lora.r, or, if that is not "
@@ -43,13 +44,13 @@ REMEDY = (
 class DryRun:
     """Result of a dry run: memory and time of one learning step in the worst case."""
 
-    # peak memory; on a GPU, all tensors and everything outside of torch's allocator (CUDA context,
-    # an engine); on a CPU, the resident memory of the process
+    # On a GPU, the peak memory of all tensors and of everything that torch's allocator does not
+    # manage (CUDA context, an engine). On a CPU, the peak resident memory of the process
     peak_bytes: int
     device_bytes: int  # total memory of the GPU; on a CPU, of the machine
     seconds: float  # duration of the dry run
-    rows: int  # completions of a generation batch
-    tokens: int  # tokens of each completion with its prompt
+    rows: int  # number of completions of a generation batch
+    tokens: int  # number of tokens of a prompt and its completion together
     budget: int  # `tokens_per_micro_batch` after the dry run
     lowered: bool  # True if memory ran out and the budget was lowered
 
@@ -66,7 +67,7 @@ class DryRun:
 
 @dataclass(eq=False)
 class WorstCase:
-    """The largest learning step that a training can have, run before the training begins."""
+    """Runner of the largest learning step that can occur in a training, before its first step."""
 
     trainer: TrlStep
     policy: Policy
@@ -75,7 +76,8 @@ class WorstCase:
     # completion of maximum length is assumed to fill the model's context length. If the dataset is
     # not a stream, this field has no effect, and the longest prompt of the dataset is used
     max_prompt_tokens: int | None = None
-    # Called if memory runs out; returns advice for the error message, such as "lower lora.r"
+    # Called if memory runs out; returns advice for the error message, such as "lower lora.r", or
+    # None for general advice
     remedy: Callable[[], str | None] = lambda: None
 
     def is_wanted(self) -> bool:
@@ -97,23 +99,26 @@ class WorstCase:
         """Return True if a whole generation batch needs at most half of the token budget.
 
         A pass that uses the whole token budget is estimated to fill at most half of the free
-        memory, so such a batch fills at most a quarter. A budget that the setting
-        ``tokens_per_micro_batch`` gave, or that is the smallest budget, says nothing about the
-        memory. Then no batch counts as small.
+        memory, so such a batch fills at most a quarter. No batch counts as small if the budget is
+        not an estimate of free memory, because it is the setting ``tokens_per_micro_batch`` or the
+        smallest possible budget.
         """
         args = self.trainer.args
         budget = self.learner.budget
         longest = args.max_completion_length
         positions = budget // 2 // args.generation_batch_size
         is_estimate = budget > SMALLEST_BUDGET and not args.tokens_per_micro_batch
-        if not is_estimate or longest >= positions:
-            return False
-        return len(self._longest_prompt()) + longest <= positions
+        return (
+            is_estimate
+            and longest < positions  # otherwise no prompt needs to be tokenized
+            and len(self._longest_prompt()) + longest <= positions
+        )
 
     def run(self) -> DryRun:
-        """Run one learning step in the worst case, free its memory, and return what it needed.
+        """Run one learning step in the worst case; return the memory and time that it needed.
 
-        The step changes nothing but the learner's token budget, which is halved if memory runs out.
+        The memory is freed again. The step changes nothing but the learner's token budget, which is
+        halved if memory runs out.
 
         Raises:
             MemoryRanOutError: Not even a single completion of the worst case fits.
@@ -141,9 +146,9 @@ class WorstCase:
             ) from exc
         finally:
             learner.may_share = shares
-            # Drop the code that torch.compile made, so that the training compiles its own. Unsloth
-            # does this too, but only for passes before `train`: code from outside of a training's
-            # context can give gradients of zero or NaN (`_unsloth_reset_stray_compile_cache`)
+            # Drop the code that torch.compile made, so that the training compiles its own: code
+            # that was compiled outside of a training can give gradients of zero or NaN. Unsloth
+            # drops it too, but only before `train` (`_unsloth_reset_stray_compile_cache`)
             torch.compiler.reset()
             return_to_system()
             take_peak()  # the peak that the training reports is measured from here on
@@ -161,8 +166,9 @@ class WorstCase:
         """Return the token ids of the longest prompt; for a stream, made-up ids of that length."""
         trainer, args = self.trainer, self.trainer.args
         if hasattr(trainer.train_dataset, "__len__"):
-            settings = args.chat_template_kwargs
-            return longest_prompt(trainer.train_dataset, trainer.tokenizer, settings)
+            return longest_prompt(
+                trainer.train_dataset, trainer.tokenizer, args.chat_template_kwargs
+            )
         longest = notes_of(trainer.model).max_seq_length
         if longest is None:
             longest = trainer.model.config.get_text_config().max_position_embeddings
@@ -174,8 +180,8 @@ class WorstCase:
 
         Args:
             ids: Token ids of the longest prompt.
-            rows: Completions of a generation batch.
-            width: Tokens of the longest completion with its prompt.
+            rows: Number of completions of a generation batch.
+            width: Number of tokens of the longest prompt and completion together.
         """
         trainer = self.trainer
         args, learner = trainer.args, self.learner
@@ -208,7 +214,7 @@ class WorstCase:
         Args:
             ids: Token ids that the rows repeat.
             rows: The number of rows, which is rounded up to whole groups.
-            width: Tokens of each row, prompt and completion together.
+            width: Number of tokens of each row, prompt and completion together.
         """
         args = self.trainer.args
         group = args.num_generations
@@ -224,17 +230,17 @@ class WorstCase:
             rewards=scores.unsqueeze(1),
             scores=scores,
         )
-        # not the other settings: with them, such scores might give no advantage
+        # the other settings are left out, because some make all advantages of these scores 0
         shaping = Shaping(beta=args.beta, token_level_kl=args.token_level_kl)
         return Rollout.scored(scored, group, shaping)
 
     @contextlib.contextmanager
     def _stepped_optimizer(self) -> Iterator[None]:
-        """Keep the states of an optimizer like the run's in memory during a ``with`` block.
+        """Keep an optimizer of the run's kind, with its states, in memory during a ``with`` block.
 
         The optimizer makes one step to allocate its states; the weights are then restored, and the
-        gradients are None. Nothing happens if the trainer has its optimizer already, or if the
-        optimizer is one of ``NOT_STEPPED``.
+        gradients are None. Nothing happens if the trainer has its optimizer already, or if
+        ``NOT_STEPPED`` has a word of the optimizer's name.
         """
         trainer = self.trainer
         parameters = self.learner.parameters
@@ -286,12 +292,12 @@ def largest_passes(at_most: int, longest: int, budget: int) -> list[tuple[int, i
     """Return the sizes (rows, width) of the one or two micro-batches that need the most memory.
 
     The first has as many rows of the longest length as fit into the budget, but at least one. If
-    this leaves a part of the budget unused, there is a second micro-batch, which has one more row
-    and whose rows are short enough to fit.
+    this leaves a part of the budget unused, there is a second micro-batch. It has one more row, and
+    its rows are short enough to fit.
 
     Args:
         at_most: Maximum number of rows of a micro-batch.
-        longest: Tokens of the longest row.
+        longest: Number of tokens of the longest row.
         budget: Maximum number of positions of a micro-batch, which is rows times width.
 
     >>> largest_passes(64, 9000, 16_384)

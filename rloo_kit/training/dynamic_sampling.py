@@ -68,10 +68,10 @@ class DynamicSampling:
         return batch
 
     def _next_row(self) -> Row:
-        """Return the next row of a random order that is independent of the run's own order."""
+        """Return the next row of a random order that differs from the order of the training."""
         dataset = self.dataset()
         if not self.order:
-            # not the seed itself, which gives the run's own order (TRL's RepeatSampler)
+            # the seed itself would give the order of the training (TRL's RepeatSampler)
             generator = torch.Generator().manual_seed(self.args.seed + 1 + self.num_orders)
             self.order.extend(torch.randperm(len(dataset), generator=generator).tolist())
             self.num_orders += 1

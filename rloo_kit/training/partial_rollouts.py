@@ -40,8 +40,8 @@ class Group:
     """A prompt whose sampling has begun, with all its completions."""
 
     number: int  # position of the prompt in the order of the whole training
-    begun: int  # number of the batch in which it began
-    row: Row  # the row of the training set
+    begun: int  # number of the batch in which its sampling began
+    row: Row  # its row in the training set
     prompt_ids: list[int]
     completions: list[PartialCompletion]
 
@@ -102,16 +102,16 @@ class InFlight:
         """Sample until ``num`` groups can be taken as the next batch; return these groups."""
         self._begin(num)
         pieces = self.sampler.pieces
-        rows = []
+
+        def next_rows() -> list[tuple[Group, PartialCompletion]]:
+            return self._growing()[: pieces.size]
 
         def attempt() -> None:
-            nonlocal rows
-            while self._choose(num) is None:
-                rows = self._growing()[: pieces.size]
-                self._grow(rows, num)
+            while not self._choose(num):
+                self._grow(next_rows(), num)
 
-        retry_smaller(attempt, lambda exc: pieces.halve(exc, len(rows)))
-        return self._choose(num) or []
+        retry_smaller(attempt, lambda exc: pieces.halve(exc, len(next_rows())))
+        return self._choose(num)
 
     def _begin(self, num: int) -> None:
         """Begin new groups until ``num_groups`` groups, and at least ``num``, are in flight.
@@ -136,8 +136,8 @@ class InFlight:
             (group, one) for group in self.groups for one in group.completions if not one.has_ended
         ]
 
-    def _choose(self, num: int, ended: Collection[PartialCompletion] = ()) -> list[Group] | None:
-        """Return the ``num`` oldest complete groups; None if sampling must continue.
+    def _choose(self, num: int, ended: Collection[PartialCompletion] = ()) -> list[Group]:
+        """Return the ``num`` oldest complete groups, or an empty list if sampling must continue.
 
         Sampling must continue if fewer than ``num`` groups are complete. It must also continue if
         some group is not complete and one of the groups left over would become older than
@@ -145,7 +145,7 @@ class InFlight:
 
         Args:
             num: The number of groups of a batch.
-            ended: Completions that have ended but are still listed as unfinished.
+            ended: Completions that have just ended; their ``has_ended`` is not set yet.
         """
         open_groups = {group for group, one in self._growing() if one not in ended}
         taken = [group for group in self.groups if group not in open_groups][:num]
@@ -155,7 +155,7 @@ class InFlight:
             self.batch + 1 + place // num - group.begun > self.max_age
             for place, group in enumerate(left)
         )
-        return None if len(taken) < num or (is_late and open_groups) else taken
+        return [] if len(taken) < num or (is_late and open_groups) else taken
 
     def _grow(self, rows: list[tuple[Group, PartialCompletion]], num: int) -> None:
         """Continue the given completions until ``num`` groups can be taken as a batch.
@@ -167,14 +167,14 @@ class InFlight:
         begun = Begun(
             [group.prompt_ids for group, _ in rows],
             [one.ids for _, one in rows],
-            lambda ended: self._choose(num, {rows[row][1] for row in ended}) is not None,
+            lambda ended: bool(self._choose(num, {rows[row][1] for row in ended})),
         )
         drawn = self.sampler.grow(begun)
         for (group, one), ids, log_probs in zip(
             rows, drawn.completion_ids, drawn.log_probs, strict=True
         ):
             self.num_sampled += len(ids)
-            # new lists, because a copy of the state has the old ones
+            # new lists, because the result of `state_dict` has the old ones
             one.ids = one.ids + ids
             one.log_probs = one.log_probs + log_probs
             one.batches = one.batches + [self.batch] * len(ids)

@@ -49,7 +49,8 @@ class Policy:
             output = model(
                 input_ids=batch.input_ids, labels=batch.labels, fused_lm_head=True, **after
             )
-        before = (batch.places - 1).clamp(min=0)  # TRL's head scores a token one column before it
+        # TRL's head returns the values of a token one column before the token
+        before = (batch.places - 1).clamp(min=0)
 
         def of_completions(values: torch.Tensor) -> torch.Tensor:  # (N, W) -> (N, C)
             return values.gather(1, before).masked_fill(~batch.completion_mask, 0.0)
@@ -61,9 +62,9 @@ class Policy:
         )
 
     def may_share(self) -> bool:
-        """Return True if a prompt can run once for several completions.
+        """Return True if one pass over a prompt can serve several completions.
 
-        The model must support this, and gradient checkpointing must not be in use.
+        The model must support this, and the pass must not use gradient checkpointing.
         """
         checkpoints = self.args.gradient_checkpointing or self.model.is_gradient_checkpointing
         return not (checkpoints and torch.is_grad_enabled()) and continues_prompts(self.model)
@@ -85,8 +86,8 @@ class Policy:
             rows: Numbers of the rows to compute.
 
         Returns:
-            ``(B, T)`` float32, with T the length of the longest completion; 0 in the rows that are
-            not computed, on tokens that came from tools, and after the end of a completion.
+            ``(B, T)`` float32, with T the length of the longest completion. The value is 0 in rows
+            that are not computed, on tokens that came from tools, and after a completion's end.
         """
         forward = functools.partial(self.run, model=self.ref_model)
         place = contextlib.nullcontext()

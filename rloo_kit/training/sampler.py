@@ -4,6 +4,7 @@ Shapes: B completions, F reward functions.
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from rloo_kit.scoring.specs import LoadedReward
 from rloo_kit.training.arguments import LeaveOneOutConfig
 from rloo_kit.training.policy import Policy, without_checkpointing
 from rloo_kit.training.step_log import StepLog
-from rloo_kit.types import Score, TokenIds
+from rloo_kit.types import TokenIds
 
 # Advice in the error message if a single completion does not fit into memory
 SAMPLING_REMEDY = (
@@ -53,18 +54,18 @@ class Sampler:
     model: Any
     accelerator: Accelerator
     args: LeaveOneOutConfig
-    policy: Policy  # its forward passes are compared with the engine's log-probabilities
+    policy: Policy  # the canary compares its log-probabilities with those of the engine
     log: StepLog
     pad_token_id: int
     eos_token_ids: list[int]
     thought: ThoughtLimit | None  # None if the length of thoughts is not limited
     generation_config: Any  # transformers' settings of sampling, used if the model itself samples
     generation_kwargs: dict[str, Any]  # the same settings as a dict
-    trl_generate: Callable[[Any, Any, Any], TokenIds]  # samples by continuous batching
+    trl_generate: Callable[[Any, Any, Any], TokenIds]  # TRL's method, for continuous batching
     engine: Engine | None = None  # None if the model itself samples
     canary: Canary | None = None  # checks that the engine samples from the current policy
     is_synced: bool = False  # True if the engine has the current weights
-    # draws inside `turns`, which are checked after the engine has freed its memory; None outside of
+    # Draws during `turns`, which are checked when the engine has freed its memory. None outside of
     # `turns`, where each draw is checked at once
     unchecked: list[tuple[TokenIds, Generations]] | None = None
     pieces: Pieces = field(default_factory=lambda: Pieces("sampling", SAMPLING_REMEDY))
@@ -80,21 +81,14 @@ class Sampler:
             StalePolicyError: The engine did not sample from the current policy.
             MemoryRanOutError: Not even a single completion fits into memory.
         """
-        engine = self.engine
-        if engine:
-            drawn = self._draw_by(
-                engine, prompt_ids, lambda how, seed: draw_from(engine, prompt_ids, how, seed)
-            )
-            return drawn.completion_ids, drawn.log_probs
-        if not self.args.partial_rollouts:
+        if self.engine:
+            draw = functools.partial(draw_from, self.engine, prompt_ids)
+            drawn = self._draw_by(self.engine, prompt_ids, draw)
+        elif self.args.partial_rollouts:
+            drawn = Generations.of(self.pieces.run(self._draw_rows, prompt_ids, len(prompt_ids)))
+        else:
             return self.pieces.run(self.generate, prompt_ids, len(prompt_ids)), None
-
-        def whole(prompts: Sequence[list[int]]) -> list[Any]:
-            drawn = self._grow_here(Begun([*prompts], [[] for _ in prompts]))
-            return [*zip(drawn.completion_ids, drawn.log_probs, strict=True)]
-
-        ids, log_probs = zip(*self.pieces.run(whole, prompt_ids, len(prompt_ids)), strict=True)
-        return [*ids], [*log_probs]
+        return drawn.completion_ids, drawn.log_probs
 
     def grow(self, begun: Begun) -> Generations:
         """Continue unfinished completions until enough of them have ended.
@@ -111,10 +105,10 @@ class Sampler:
             StalePolicyError: The engine did not sample from the current policy.
             Exception: Memory ran out; ``is_out_of_memory`` recognises the error.
         """
-        engine: Any = self.engine  # it has the method `grow`: `check_partial` rejects others
+        engine: Any = self.engine  # `check_partial` accepts only an engine with a method `grow`
         if engine is None:
             return self._grow_here(begun)
-        return self._draw_by(engine, begun.all_ids, lambda how, seed: engine.grow(begun, how, seed))
+        return self._draw_by(engine, begun.all_ids, functools.partial(engine.grow, begun))
 
     def has_ended(self, prompt_ids: list[int], ids: list[int]) -> bool:
         """Return True if the completion ``ids`` has an end token or has reached a limit.
@@ -126,7 +120,7 @@ class Sampler:
         if not ids:  # it is still waiting for a free slot of the engine
             return False
         is_over = len(ids) >= self.args.max_completion_length or ids[-1] in self.eos_token_ids
-        if self.engine is not None:  # it has no room for another token
+        if self.engine is not None:  # the engine has no room for another token
             is_over |= len(prompt_ids) + len(ids) >= self.engine.max_length
         return is_over or bool(self.thought and self.thought.exceeds(prompt_ids, ids))
 
@@ -142,8 +136,8 @@ class Sampler:
 
         Args:
             engine: The engine that samples.
-            prompt_ids: The prompts; for continued completions, prompts with the tokens so far.
-            draw: Samples with given settings and seed.
+            prompt_ids: The prompts; if completions are continued, with their tokens so far.
+            draw: Function of the sampling settings and a seed, which samples.
 
         Raises:
             StalePolicyError: The engine did not sample from the current policy.
@@ -161,10 +155,10 @@ class Sampler:
 
     @contextlib.contextmanager
     def turns(self) -> Iterator[None]:
-        """Keep the engine awake during a ``with`` block, which samples all turns of a batch.
+        """Keep the engine awake during a ``with`` block that samples all turns of a batch.
 
-        So all turns can use the engine's KV cache. At the end of the block the engine frees its
-        memory, and then the canary checks all samples of the block.
+        All turns can then use the engine's KV cache. At the end of the block the engine frees its
+        memory, and after that the canary checks all samples of the block.
 
         Raises:
             StalePolicyError: In one of the draws the engine did not sample from the current policy.
@@ -185,7 +179,7 @@ class Sampler:
     def _check(self, engine: Engine, prompt_ids: TokenIds, drawn: Generations) -> None:
         """Check that the engine sampled from the current policy.
 
-        Nothing is checked without a canary, or if the model is not in training mode.
+        There is no check without a canary, or if the model is not in training mode.
 
         Raises:
             StalePolicyError: The engine did not sample from the current policy.
@@ -203,13 +197,19 @@ class Sampler:
         Raises:
             GenerationError: Continuous batching failed; transformers only logs the error.
         """
-        if self.args.use_transformers_continuous_batching:
-            with self._samples(), _uncast(self.args):
-                drawn = self.trl_generate(prompt_ids, None, {})
+        args = self.args
+        if args.use_transformers_continuous_batching:
+            given = args.bf16, args.fp16
+            args.bf16 = args.fp16 = False  # TRL would cast the policy
+            try:
+                with self._samples():
+                    drawn = self.trl_generate(prompt_ids, None, {})
+            finally:
+                args.bf16, args.fp16 = given
             if sum(map(self.has_ended, prompt_ids, drawn)) < len(prompt_ids):
                 raise GenerationError(
                     "transformers' continuous batching failed before all completions had ended, "
-                    "and printed why: lower trainer.max_completion_length, or leave "
+                    "and logged the reason: lower trainer.max_completion_length, or leave "
                     "trainer.use_transformers_continuous_batching out"
                 )
             if self.thought:
@@ -236,6 +236,11 @@ class Sampler:
                 generation_config=self.generation_config,
             )
 
+    def _draw_rows(self, prompt_ids: Sequence[list[int]]) -> list[Any]:
+        """Sample like ``generate``; return the tokens and log-probabilities of each row."""
+        drawn = self._grow_here(Begun([*prompt_ids], [[] for _ in prompt_ids]))
+        return [*zip(drawn.completion_ids, drawn.log_probs, strict=True)]
+
     def unwrapped(self) -> Any:
         """Return a context manager that yields the policy as TRL prepares it for sampling."""
         # Unsloth replaces this function with its own
@@ -248,21 +253,21 @@ class Sampler:
     @contextlib.contextmanager
     def _samples(self) -> Iterator[None]:
         """Prepare the model for sampling in a ``with`` block, and add advice to its errors."""
-        # TRL turns checkpointing off to sample, and does not turn it on again after an error.
+        # TRL turns checkpointing off for sampling, but not on again if sampling fails
         off = without_checkpointing(self.model)
         training = self.model.training
         with blame_generation_kwargs(self.args.generation_kwargs), finite_logits(), off:
             try:
                 yield
-            finally:  # Unsloth ends in training mode, or after an error in evaluation mode
+            finally:  # Unsloth leaves training mode on, or after an error evaluation mode
                 self.model.train(training)
 
     def _sync(self, engine: Engine, prompt_ids: TokenIds) -> None:
         """Send the weights to the engine if they have changed.
 
-        If the setting ``canary`` is on, this also tests that the engine receives the weights,
-        before the sampler's first batch in training mode. The test changes the adapter for a
-        moment, so it is left out for a model without an adapter.
+        Before the sampler's first batch in training mode, a test also proves that the engine
+        receives the weights, if the setting ``canary`` is on. The test changes the adapter for a
+        moment, so a model without an adapter is not tested.
 
         Raises:
             StalePolicyError: The test showed that the engine does not use the sent adapter.
@@ -295,17 +300,6 @@ class Sampler:
         return Canary(policies, make_sampling(self.args, self.eos_token_ids))
 
 
-@contextlib.contextmanager
-def _uncast(args: LeaveOneOutConfig) -> Iterator[None]:
-    """Keep TRL's continuous batching from casting the policy, during a ``with`` block."""
-    given = args.bf16, args.fp16
-    args.bf16 = args.fp16 = False
-    try:
-        yield
-    finally:
-        args.bf16, args.fp16 = given
-
-
 # --- completions and their scores -----------------------------------------------------------------
 
 
@@ -328,27 +322,26 @@ class TrainingCompleter(Completer):
         return completions
 
     def score(self, rows: Sequence[Row], completions: Completions) -> Pending:
-        """Start to compute the rewards of completions, and return a handle of the scored batch.
+        """Start to compute the rewards of completions; return a handle for the scored batch.
 
-        Async rewards run in the background. Call the handle's ``result`` to run the other rewards,
-        wait for all of them and get the batch.
+        Async rewards run in the background. The handle's ``result`` runs the other rewards, waits
+        for all of them and returns the batch.
         """
         pending = super().score(rows, completions)
-        return Pending(pending.in_background, lambda: self._batch(pending.result, completions))
 
-    def _batch(
-        self, wait: Callable[[], list[list[Score]]], completions: Completions
-    ) -> ScoredBatch:
-        begun = time.perf_counter()
-        columns = np.array(wait(), dtype=np.float32)  # (F, B), NaN for None
-        rewards = torch.tensor(columns, device=self.device).T  # (B, F)
-        follow_schedules(self.weights, self.rewards, self.log)
-        weights = self.weights.to(self.device)  # (F,)
-        scores = weighted_sum(rewards, weights)  # (B,)
-        self.log.elsewhere += time.perf_counter() - begun
-        return ScoredBatch(
-            **vars(completions), rewards=rewards, scores=scores, weights=weights.clone()
-        )
+        def result() -> ScoredBatch:
+            begun = time.perf_counter()
+            columns = np.array(pending.result(), dtype=np.float32)  # (F, B), NaN for None
+            rewards = torch.tensor(columns, device=self.device).T  # (B, F)
+            follow_schedules(self.weights, self.rewards, self.log)
+            weights = self.weights.to(self.device)  # (F,)
+            scores = weighted_sum(rewards, weights)  # (B,)
+            self.log.elsewhere += time.perf_counter() - begun
+            return ScoredBatch(
+                **vars(completions), rewards=rewards, scores=scores, weights=weights.clone()
+            )
+
+        return Pending(pending.in_background, result)
 
 
 def follow_schedules(weights: torch.Tensor, rewards: Sequence[LoadedReward], log: StepLog) -> None:

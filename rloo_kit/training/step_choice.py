@@ -21,7 +21,7 @@ TRL_METHODS = {
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The choice of the training step: the kit's step, or TRL's step and the reason for it."""
+    """The choice of a training step: the kit's step, or TRL's step with a reason."""
 
     by_trl: bool = False  # True if TRL's step is used
     reason: str = ""  # why TRL's step is used; empty for the kit's
@@ -107,15 +107,15 @@ def check_tools(choice: StepChoice) -> None:
 
 
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Set TRL's vLLM settings to match the setting ``generation`` if TRL's step samples.
+    """Set TRL's vLLM settings in ``args`` by the setting ``generation`` if TRL's step samples.
 
-    If the kit's step samples, turn vLLM off in TRL. ``args`` is changed in place.
+    If the kit's step samples, turn vLLM off in TRL.
     """
-    if choice.by_trl and args.generation in ("vllm", "server"):
+    if not choice.by_trl:
+        args.use_vllm = False
+    elif args.generation in ("vllm", "server"):
         args.use_vllm = True
         args.vllm_mode = "server" if args.generation == "server" else "colocate"
-    elif not choice.by_trl:
-        args.use_vllm = False  # the kit samples
 
 
 def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float:
@@ -131,13 +131,13 @@ def set_router_loss(args: LeaveOneOutConfig, model: Model, config: Any) -> float
         model: The policy. A name or path counts as a model whose router is trained.
         config: The config of the policy, in which ``output_router_logits`` is turned off.
     """
-    whole = isinstance(model, str)
     config = config.get_text_config()
     if not hasattr(config, "output_router_logits"):
         return args.router_aux_loss_coef or 0.0
-    parameters = [] if whole else model.named_parameters()
-    trained = [set(name.split(".")) for name, one in parameters if one.requires_grad]
-    trains_router = whole or any(names & {"gate", "router"} for names in trained)
+    trains_router = isinstance(model, str) or any(
+        parameter.requires_grad and {"gate", "router"}.intersection(name.split("."))
+        for name, parameter in model.named_parameters()
+    )
     if args.router_aux_loss_coef is None and not trains_router:
         args.router_aux_loss_coef = 0.0
     given = args.router_aux_loss_coef
@@ -152,13 +152,13 @@ def check_defaults(
     why: str,
     config: type[LeaveOneOutConfig] = LeaveOneOutConfig,
 ) -> None:
-    """Check that settings that have no effect have their default values.
+    """Check that settings that would have no effect were not changed from their defaults.
 
     Args:
         args: Settings of the training.
-        names: Names of the settings that have no effect.
-        why: The reason, which stands in the message between "which" and "leave it out".
-        config: The class whose defaults count.
+        names: Names of the settings that would have no effect.
+        why: The part of the error message between "which" and "leave it out".
+        config: The class that defines the defaults.
 
     Raises:
         ConfigError: One of the settings does not have its default value.

@@ -27,10 +27,11 @@ class StepLog:
     Args:
         names: Names of the reward functions.
         tokenizer: The tokenizer; its special marks separate thoughts from answers.
-        tables: Columns of TRL's table of completions (``log_completions``); rows are appended.
+        tables: Columns of TRL's table of completions (``log_completions``), to which rows are
+            appended; empty if TRL's step trains, because TRL then fills its table itself.
         state: Returns transformers' ``TrainerState``, whose token count is updated.
-        tell: Called once for each rollout with two arguments: a list with one record for each
-            completion, and the rollout.
+        tell: Called once for each rollout, with a list of one record per completion and with the
+            rollout.
     """
 
     names: list[str]
@@ -45,10 +46,9 @@ class StepLog:
     def restart(self) -> None:
         """Forget all values, at the beginning of a training."""
         self.metrics = defaultdict(list)  # values since the last line of the log
-        # what reward functions reported since the last rollout: columns of the table, and metrics
+        # columns of the table that reward functions filled since the last rollout
         self.extra = defaultdict(list)
-        self.extras: list[dict[str, list[Any]]] = []  # the same columns of rollouts not yet logged
-        self.of_rewards = defaultdict(list)
+        self.extras: list[dict[str, list[Any]]] = []  # the same, for rollouts not logged yet
         self.loss_sum = 0.0  # over all optimizer steps with a finite loss
         self.episodes = 0  # completions so far
         self.elsewhere = 0.0  # seconds that the current optimizer step spent outside of learning
@@ -81,17 +81,14 @@ class StepLog:
         self.metrics.clear()
         return {name: sum(v) / len(v) if v else None for name, v in known.items()}
 
-    # --- TRL's two functions for rewards: log_extra, log_metric ----------------------------------
+    # --- reports of a step -----------------------------------------------------------------------
 
     def note_extra(self, column: str, values: list[Any]) -> None:
-        """Add values, one per completion, to a column of the table of completions."""
+        """Add values, one per completion, to a column of the table of completions.
+
+        Reward functions call it as TRL's ``log_extra``.
+        """
         self.extra[column].extend(values)
-
-    def note_of_reward(self, name: str, value: float) -> None:
-        """Record a value of a metric that a reward function reports."""
-        self.of_rewards[name].append(value)
-
-    # --- reports of a step -----------------------------------------------------------------------
 
     def note_sampled(
         self, completions: Completions, seconds: float, num_sampled: int | None = None
@@ -101,8 +98,8 @@ class StepLog:
         Args:
             completions: The completions of a batch.
             seconds: How long sampling took.
-            num_sampled: Number of tokens that were sampled in this time; None: all tokens of the
-                completions.
+            num_sampled: Number of tokens that were sampled in this time; None if these are all
+                tokens of the completions.
         """
         lengths = [len(ids) for ids in completions.tokens.sampled_ids]
         state = self.state()
@@ -118,8 +115,8 @@ class StepLog:
         """Keep the extra columns of a new rollout; a step may make several before it logs one.
 
         Args:
-            rows: Number of rows of the rollout. A column with another number of values has those of
-                replaced rows too, so its values become None.
+            rows: Number of rows of the rollout. If a column has more or fewer values, some are of
+                rows that were replaced, so all its values become None.
         """
         self.extras.append(
             {
@@ -157,18 +154,14 @@ class StepLog:
                 completion_records(rollout, self.names), sampled.tokens.turns, strict=True
             )
         ]
-        tables = self.tables
-        tables["prompt"].extend(redact_tree(sampled.prompts))
-        tables["completion"].extend(redact_tree(sampled.completions))
-        tables["advantages"].extend(rollout.row_advantages.tolist())
-        for place, name in enumerate(self.names):
-            tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
-        extra = self.extras.pop(0) if self.extras else {}  # TRL's step writes its own
-        for column, values in extra.items():
-            tables["extra"][redact(column)].extend(redact_tree(values))
-        for name, values in self.of_rewards.items():
-            self.note(name, sum(values) / len(values))
-        self.of_rewards.clear()
+        if tables := self.tables:
+            tables["prompt"].extend(redact_tree(sampled.prompts))
+            tables["completion"].extend(redact_tree(sampled.completions))
+            tables["advantages"].extend(rollout.row_advantages.tolist())
+            for place, name in enumerate(self.names):
+                tables["rewards"][name].extend(sampled.rewards[:, place].tolist())
+            for column, values in self.extras.pop(0).items():
+                tables["extra"][redact(column)].extend(redact_tree(values))
         self.tell(records, rollout)
 
     def note_step(self, tally: Tally, seconds: float, skipped: int) -> None:
@@ -177,7 +170,7 @@ class StepLog:
         Args:
             tally: The counts of the step.
             seconds: The duration of the step.
-            skipped: The number of steps that were skipped in the whole training so far.
+            skipped: The number of steps skipped so far in the whole training.
         """
         if self.first_started is None:
             self.first_started = time.perf_counter() - seconds

@@ -1,9 +1,8 @@
 """TRL's trainer with the kit's training step: builds the parts of ``rloo.step.Step``.
 
-If ``step_choice`` selects TRL's own step, TRL trains, and the overridden methods call TRL's.
+If ``step_choice`` selects TRL's own step, TRL trains, and the methods here call TRL's methods.
 """
 
-import copy
 import functools
 import itertools
 import logging
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import RepeatSampler
 
@@ -30,7 +30,7 @@ from rloo_kit.models.shape import largest_size
 from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner
-from rloo_kit.rloo.objective import LOSSES, RunningMoments
+from rloo_kit.rloo.objective import LOSSES
 from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.rloo.step import Row, Step, all_rows
 from rloo_kit.rloo.token_budget import default_token_budget, pass_overhead
@@ -52,7 +52,7 @@ from rloo_kit.types import Say, TokenIds, Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
-    """TRL's ``RLOOTrainer``, with ``rloo.step.Step`` or TRL's own step as the training step."""
+    """TRL's ``RLOOTrainer``; ``rloo.step.Step`` or TRL's own code is its training step."""
 
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
@@ -75,12 +75,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
         self.step_log = StepLog(
             names=self.reward_func_names,
             tokenizer=self.tokenizer,
-            tables=copy.deepcopy(self.tables) if self.by_trl else self.tables,  # TRL fills its own
+            tables={} if self.by_trl else self.tables,
             state=lambda: self.state,
             tell=self._take_batch,
         )
         if self.by_trl:
             return
+        if self.accelerator.mixed_precision == "fp16":
+            _scale_loss(self.accelerator)
         self.policy = Policy(self.model, self.ref_model, self.accelerator, args)
         self.sampler = Sampler(
             model=self.model,
@@ -105,7 +107,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
             for_rewards=lambda: {
                 "trainer_state": self.state,
                 "log_extra": self.step_log.note_extra,
-                "log_metric": self.step_log.note_of_reward,
+                "log_metric": self.step_log.note,
             },
             tool_loop=self.tool_loop,
             turns=self.sampler.turns,
@@ -146,16 +148,14 @@ class StepTrainer(ResumableTrainer, TrlStep):
             self.collected = []
             self.sampler.is_synced = False
             self.dynamic_sampling.restart()
-            self.rloo.waiting = []
-            self.rloo.moments = RunningMoments()
-            self.rloo.guard.skipped = self.rloo.guard.in_a_row = 0
+            self.rloo.load_state_dict({"batch": None, "moments": {}, "skipped": (0, 0)})
             if self.in_flight:
                 self.in_flight.restart()
 
     def _take_batch(self, records: list[dict[str, Any]], rollout: Rollout) -> None:
-        """Warn about rows and reward functions without scores; pass the batch to the callbacks.
+        """Pass the batch to the callbacks, and warn about rows and rewards without any score.
 
-        If no reward function scored any completion of the first batch, stop the training.
+        If no reward function scored any completion of the first batch, the training stops.
         """
         missing = rollout.sampled.rewards.isnan()  # (B, F)
         rows = missing.all(dim=1).tolist()
@@ -214,12 +214,12 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def learner(self) -> Learner:
         """The learner.
 
-        It is created at the first use, because its token budget depends on the memory that is free
-        then.
+        It is created when it is first used, because its token budget depends on the memory that is
+        free at that moment.
         """
         args = self.args
         if self.engine:
-            self.engine.sleep()  # frees its memory, so that the budget can use it
+            self.engine.sleep()  # the budget can then use the engine's memory
         level = args.rollout_correction
         hardware = detect_hardware()
         on_cpu = hardware.device == "cpu"
@@ -280,7 +280,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return None if self.by_trl else self.sampler.engine
 
     def save_adapter(self, folder: str | Path, tokenizer: Tokenizer) -> None:
-        """Write the trained adapter to a folder, with ``models.save_adapter``.
+        """Write the trained adapter to a folder, with ``models.loading.save_adapter``.
 
         Every process must call this method, because the tensors are gathered from all processes.
         Only the first process writes files.
@@ -321,7 +321,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _generate_single_turn(
         self, prompt_ids: TokenIds, images: object, multimodal_fields: object
     ) -> TokenIds:
-        """Sample completions when TRL's code asks for them, as in its evaluation.
+        """Sample completions for TRL's code, which always samples for an ``eval_dataset``.
 
         If TRL's step trains, this calls TRL's method. Otherwise the kit's sampler samples.
         """
@@ -376,7 +376,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         return loss
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add the kit's metrics since the last line of the log, and write the line.
+        """Write a line of the log, with the means of the kit's metrics since the last line.
 
         With the kit's step, ``loss`` is the mean since the last line, and ``train_loss`` the mean
         over all optimizer steps. The kit computes ``train_loss`` itself, because transformers
@@ -384,7 +384,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         """
         if self.model.training:
             logs.update(self.step_log.take_means())
-        if self.by_trl and "learning_rate" in logs:  # metrics that the kit's step logs by itself
+        if self.by_trl and "learning_rate" in logs:  # metrics that the kit's own step logs
             logs["step/by_trl"] = 1.0
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.step_log.episodes
@@ -392,3 +392,15 @@ class StepTrainer(ResumableTrainer, TrlStep):
         elif "train_loss" in logs and not self.by_trl:
             logs["train_loss"] = self.step_log.loss_sum / max(1, self.state.global_step)
         super().log(logs, start_time)
+
+
+def _scale_loss(accelerator: Accelerator) -> None:
+    """Add a gradient scaler for fp16, also on a CPU, where accelerate adds none.
+
+    The scale starts at 2^10 instead of torch's 2^16, because each overflow skips a step and so
+    wastes a whole sampled batch.
+    """
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
+    # The scaler creates its scale at the first use, but needs it even in a step without any loss
+    accelerator.scaler.scale(torch.zeros((), device=accelerator.device))

@@ -26,7 +26,7 @@ from rloo_kit.training.trl_step import route_trl_lm_head
 from rloo_kit.types import Say
 
 PROGRESS_LINES = 10
-# Arguments that the kit sets and the user cannot; `use_cpu` is another one
+# Arguments that the kit sets and the user must not set; `use_cpu` is another one
 FIXED = {
     "eval_strategy": "no",
     "save_strategy": "no",
@@ -42,11 +42,11 @@ def make_arguments(
     fixed: dict[str, Any],
     settings: dict[str, Any],
 ) -> Any:
-    """Return the arguments of one of TRL's trainers, with defaults that suit this device.
+    """Return the arguments for one of TRL's trainers, with defaults that suit this device.
 
     Args:
         config_class: The class of the arguments, such as TRL's ``SFTConfig``.
-        what: What is trained, for error messages.
+        what: Name of what is trained, for error messages.
         fixed: Arguments that the caller sets and the user must not set.
         settings: Arguments from the user, which replace the defaults.
 
@@ -64,8 +64,8 @@ def make_arguments(
         if field.init and field.default is not dataclasses.MISSING and field.name not in fixed
     }
     defaults |= {
-        "bf16": half == "bf16",
-        "fp16": half == "fp16",
+        "bf16": half == "bf16" and not settings.get("fp16"),
+        "fp16": half == "fp16" and not settings.get("bf16"),
         "gradient_checkpointing": not on_cpu,
         "dataloader_pin_memory": not on_cpu,
         "logging_steps": 1,
@@ -75,7 +75,7 @@ def make_arguments(
     except (ValueError, TypeError) as exc:
         raise ConfigError(f"TRL refuses the settings of {what}: {exc}") from exc
     if not arguments.bf16 and not arguments.fp16:
-        # Else accelerate reads the variable that setup() sets.
+        # Otherwise accelerate uses the environment variable that `setup` sets.
         arguments.mixed_precision = "no"
     return arguments
 
@@ -105,8 +105,8 @@ def memory_errors(what: str, remedy: str) -> Iterator[None]:
     """Replace an out-of-memory error in a ``with`` block by an error that says what to change.
 
     Args:
-        what: What is trained, for the message.
-        remedy: What to change.
+        what: Name of what is trained, for the message.
+        remedy: What to change, for the message.
 
     Raises:
         MemoryRanOutError: Memory ran out during the ``with`` block.

@@ -1,4 +1,4 @@
-"""Tool calling in a training: creates the tool loop, and the prompts of environments."""
+"""Tool calling in a training: the tool loop, and prompts for environments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +71,10 @@ def with_prompts(
     """Return the training set with a column ``prompt``, which is optional with environments.
 
     The method ``reset`` of an environment can return the whole prompt, so a dataset without prompts
-    gets empty prompts. If there is no dataset, a new one is returned. It has an empty prompt for
-    each group of the training, and a column ``seed`` (0, 1, ...), from which ``reset`` can start
-    the same game for all completions of a group. In TRL's GRPO trainer, each completion starts a
-    different game.
+    gets empty prompts. If there is no dataset, a new one is made. It has an empty prompt for each
+    group of the training, and a column ``seed`` (0, 1, ...). With it ``reset`` can start the same
+    game for all completions of a group. In TRL's GRPO trainer, each completion starts a different
+    game.
 
     Args:
         dataset: A dataset, a stream or None. A stream must have prompts.

@@ -6,21 +6,19 @@ module overrides the hooks of TRL's and transformers' trainers. docs/explanation
 which passes are saved, and why the gradient is exact.
 """
 
-import contextlib
 import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from peft import get_peft_model
 from transformers import AutoConfig, AutoProcessor, PrinterCallback, set_seed
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage] # patched
+from trl import RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from rloo_kit.checkpoints.resume import Boundary
@@ -85,7 +83,8 @@ class LeaveOneOutTrainer(StepTrainer):
             ``get_rewards(prompts, completions)``, a sequence-classification model, the folder of
             such a model, or its name on the hub (``org/name``).
         args: A ``LeaveOneOutConfig`` or TRL's ``RLOOConfig``. All values of an ``RLOOConfig`` are
-            used, including its defaults, except defaults of settings that depend on the device.
+            used, even those that are TRL's defaults. There is one exception: a setting whose
+            default depends on the device gets the kit's default if its value is TRL's default.
         train_dataset: Rows with a column ``prompt``. Rewards receive the other columns by name.
         processing_class: The tokenizer. TRL pads prompts on the left even if the tokenizer is set
             to pad on the right.
@@ -136,10 +135,9 @@ class LeaveOneOutTrainer(StepTrainer):
         }
         _translate_parts(parts, others, environment_factory is not None)
         asked = _own_config(parts.pop("args"))
-        args = copy.copy(asked)  # the caller's stays as it is
-        policy: Any = parts["model"]
+        args = copy.copy(asked)  # the caller's object does not change
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
-        reference = _own_reference(others, policy, args)
+        reference = _own_reference(others, parts["model"], args)
         self.step_choice = self._choose_step(args, parts)
         if engine is None and not self.by_trl:
             check_engine(asked)
@@ -154,7 +152,9 @@ class LeaveOneOutTrainer(StepTrainer):
         drop_old_reference(policy)
         adapter = adapter_values(policy)
         callbacks = [Boundary(self), *(callbacks or []), *self._views(args, policy)]
-        with precision_as_asked(args), without_engine(policy), _own_beta(args, reference):
+        # with another beta than 0, TRL would load a reference by the policy's name
+        args.beta = asked.beta if reference is None else 0.0
+        with precision_as_asked(args), without_engine(policy):
             super().__init__(
                 reward_funcs=[
                     guarded(reward.func, args.reward_timeout_seconds, args.on_reward_error)
@@ -165,12 +165,11 @@ class LeaveOneOutTrainer(StepTrainer):
                 **parts,
                 **others,
             )
-        if self.accelerator.mixed_precision == "fp16" and not self.by_trl:
-            _scale_loss(self.accelerator)
+        args.beta = asked.beta
         restore_adapter(self.model, adapter)
         keep_trainable_layout(self.model)
         self._choose_reference(reference, starts_at_base(adapter))
-        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit has its own view
+        for callback in (DEFAULT_PROGRESS_CALLBACK, PrinterCallback):  # the kit shows progress
             self.remove_callback(callback)
         self._make_parts(rewards)
         if not self.by_trl:
@@ -188,17 +187,16 @@ class LeaveOneOutTrainer(StepTrainer):
         """Return the loop that runs the tools, or None if there are no tools.
 
         Raises:
-            ConfigError: A setting or an ``eval_dataset`` does not work with tools, or TRL's step
-                was chosen.
+            ConfigError: There are tools, but TRL's step was chosen, or a setting or an
+                ``eval_dataset`` does not work with tools. Or a setting has no effect without tools.
         """
-        if not tools and environments is None:
-            return make_tool_loop(tools, environments, None, args, sys.maxsize)
-        check_tools(self.step_choice)
-        if others.get("eval_dataset") is not None:
-            raise ConfigError(
-                "TRL's evaluation of an eval_dataset cannot run tools: remove eval_dataset, and "
-                "score held-out prompts with a run file (data.held_out)"
-            )
+        if tools or environments is not None:
+            check_tools(self.step_choice)
+            if others.get("eval_dataset") is not None:
+                raise ConfigError(
+                    "TRL's evaluation of an eval_dataset cannot run tools: remove eval_dataset, "
+                    "and score held-out prompts with a run file (data.held_out)"
+                )
         model = parts["model"]
         config = _model_config(model, args).get_text_config()
         limits = [args.vllm_max_model_length, getattr(config, "max_position_embeddings", None)]
@@ -232,7 +230,7 @@ class LeaveOneOutTrainer(StepTrainer):
             check_lengths(self.train_dataset, self.tokenizer, self.args, longest, remedy=remedy)
 
     def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
-        """Return the choice of the kit's step or TRL's, and adapt ``args`` to it.
+        """Choose the kit's training step or TRL's, adapt ``args`` to it, and return the choice.
 
         Raises:
             DataError: The training set is not a dataset, or has no column ``prompt``.
@@ -266,7 +264,7 @@ class LeaveOneOutTrainer(StepTrainer):
             at_base: True if the new adapter still equals the base model.
         """
         if not self.args.beta or at_base or reference is not None:
-            drop_old_reference(self.model)  # switching the adapter off gives the same, and cheaper
+            drop_old_reference(self.model)  # the base without adapter is the same, and cheaper
         complete_reference(self.model)
         if reference is not None:  # prepare it like a reference that TRL has loaded
             self.beta = self.args.beta
@@ -282,7 +280,7 @@ class LeaveOneOutTrainer(StepTrainer):
         path = str(getattr(getattr(model, "config", None), "name_or_path", ""))
         longest = 4 * args.max_completion_length
         names = {*DEFAULTS, "steps_per_generation", "max_steps", "num_train_epochs"}
-        run = RunConfig(  # as of a run file with the same settings
+        run = RunConfig(  # as from a run file with the same settings
             model=ModelSection(name=Path(path).name, max_seq_length=longest),
             trainer={name: getattr(args, name) for name in sorted(names)},
         )
@@ -339,9 +337,9 @@ class LeaveOneOutTrainer(StepTrainer):
     ) -> Any:
         """Train, or resume a training from a checkpoint.
 
-        A new training begins with a dry run if the settings ask for one and none was made before.
-        A resumed training has no dry run. At the end, also after an error, the trainer calls the
-        method ``close`` of every callback that has one.
+        A new training begins with a dry run if the settings ask for one and this trainer has not
+        made one before. A resumed training has no dry run. At the end, also after an error, the
+        trainer calls the method ``close`` of every callback that has one.
 
         Args:
             resume_from_checkpoint: A checkpoint, the folder of a run, or True for the newest
@@ -352,7 +350,7 @@ class LeaveOneOutTrainer(StepTrainer):
 
         Raises:
             CheckpointError: The checkpoint is missing, broken or from another run.
-            MemoryRanOutError: The dry run's step, the largest possible one, does not fit into
+            MemoryRanOutError: The largest possible step, which the dry run makes, does not fit into
                 memory.
             KeyboardInterrupt: A signal stopped the training. Its last step is saved, unless a
                 second signal followed.
@@ -364,7 +362,7 @@ class LeaveOneOutTrainer(StepTrainer):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if self.has_own_optimizer is None:
             self.has_own_optimizer = self.optimizer is not None
-        if not self.has_own_optimizer:  # each training makes one, with its own learning rate
+        if not self.has_own_optimizer:  # each training makes a new one, with its learning rate
             self.optimizer = None
         elif self.watch is not None:
             self.watch.config.trainer.pop("learning_rate", None)  # it has no effect
@@ -408,16 +406,17 @@ class LeaveOneOutTrainer(StepTrainer):
 def _load_weighted(
     specs: Any, pool: Environments | None, args: LeaveOneOutConfig, tokenizer: Tokenizer
 ) -> list[LoadedReward]:
-    """Load and return the rewards; if ``args.reward_weights`` is None, write their weights there.
+    """Return the loaded rewards, and set ``args.reward_weights`` to their weights if it is None.
 
-    The rewards of environments that have ``get_reward`` are added, with weight 1.
+    The rewards of environments that have a method ``get_reward`` are added, with weight 1.
 
     Raises:
         ConfigError: There is no reward, or weights are given both with the rewards and in ``args``.
     """
     listed = [*specs] if isinstance(specs, list | tuple) else [specs]
     if pool:
-        names = {one.name for one in listed if isinstance(one, LoadedReward)}  # a job has them
+        # the rewards of a run file are loaded, and include those of its environments
+        names = {one.name for one in listed if isinstance(one, LoadedReward)}
         listed += [one for one in pool.rewards if one.__name__ not in names]
         if args.reward_weights is not None:
             args.reward_weights = [*args.reward_weights, *[1.0] * len(pool.rewards)]
@@ -441,7 +440,7 @@ def _load_weighted(
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check that the training set fills a batch, or that the settings allow it to be a stream.
+    """Check that the training set can fill a batch or, for a stream, that the settings allow one.
 
     Raises:
         DataError: The training set has too few rows. Or it is a stream, but a setting needs random
@@ -458,7 +457,7 @@ def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
     if not len(dataset):
         raise DataError("train_dataset has no rows: give at least one prompt")
     num = args.generation_batch_size // args.num_generations
-    if len(dataset) < num:  # TRL drops what does not fill a batch
+    if len(dataset) < num:  # TRL drops prompts that do not fill a batch
         raise DataError(
             f"there are {len(dataset)} prompts to train on, and one batch needs {num}: give more "
             f"prompts, or lower trainer.per_device_train_batch_size or gradient_accumulation_steps"
@@ -484,10 +483,8 @@ def check_columns(name: str, dataset: Any) -> None:
         )
 
 
-def _translate_parts(
-    parts: dict[str, Any], others: dict[str, Any], has_environments: bool = False
-) -> None:
-    """Rename arguments that are given under older names, with a warning, and check them.
+def _translate_parts(parts: dict[str, Any], others: dict[str, Any], has_environments: bool) -> None:
+    """Rename arguments that are given under older names, with a warning, and check all arguments.
 
     Args:
         parts: Arguments under their current names; renamed arguments are added.
@@ -510,8 +507,11 @@ def _translate_parts(
         warnings.warn(f"{old} is now called {new}", FutureWarning, stacklevel=3)
         parts[new] = value
     known = {"ref_policy", *parts}
-    for base in RLOOTrainer.__mro__:  # the class of Unsloth names only some
-        known |= inspect.signature(base.__init__).parameters.keys()
+    for base in RLOOTrainer.__mro__:
+        names = inspect.signature(base.__init__).parameters.keys()
+        known |= names
+        if "kwargs" not in names:  # Unsloth's class passes other arguments on to TRL's
+            break
     for name in others.keys() - known:
         raise ConfigError(f"unknown argument {name!r}{suggest(name, known)}")
     needed = ["model"] if has_environments else ["model", "reward_funcs", "train_dataset"]
@@ -552,14 +552,12 @@ def _own_reference(
                 "ref_policy works only with beta above 0 and without sync_ref_model: leave it out"
             )
         trained = {id(parameter) for parameter in getattr(model, "parameters", tuple)()}
-        is_model = not trained.isdisjoint(map(id, ref_policy.parameters()))
-        if is_model:
-            text = "ref_policy is the policy itself, so the reference is the policy before training"
-        else:
+        if trained.isdisjoint(map(id, ref_policy.parameters())):
             text = "ref_policy needs memory of its own: leave it out if it equals the base model"
-        warnings.warn(text, FutureWarning, stacklevel=3)
-        if not is_model:
+            warnings.warn(text, FutureWarning, stacklevel=3)
             return ref_policy
+        text = "ref_policy is the policy itself, so the reference is the policy before training"
+        warnings.warn(text, FutureWarning, stacklevel=3)
     has_adapter = others.get("peft_config") or hasattr(model, "peft_config")
     is_whole = isinstance(model, torch.nn.Module) and not has_adapter
     if is_whole and args.beta and not getattr(model.config, "_name_or_path", ""):
@@ -569,20 +567,6 @@ def _own_reference(
             "set beta to 0"
         )
     return None
-
-
-@contextlib.contextmanager
-def _own_beta(args: LeaveOneOutConfig, reference: Any) -> Iterator[None]:
-    """Hide ``beta`` from TRL during a ``with`` block if the caller gave a reference model.
-
-    Otherwise TRL would load a reference of its own by the policy's name, and keep it in memory.
-    Callbacks that TRL calls during the block (``on_init_end``) see a ``beta`` of 0.
-    """
-    beta = args.beta
-    if reference is not None:
-        args.beta = 0.0
-    yield
-    args.beta = beta
 
 
 def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict[str, Any]) -> Any:
@@ -598,7 +582,7 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
     """
     model = parts["model"]
     is_name = isinstance(model, str)
-    if parts["processing_class"] is None:  # as TRL does, but in time for the rewards
+    if parts["processing_class"] is None:  # TRL would load it too late for the rewards
         loaded = None if is_name else notes_of(model).processor  # by `load_model`
         if has_images(parts["train_dataset"]) and not hasattr(loaded, "image_processor"):
             loaded = None  # the model was loaded without its processor
@@ -625,7 +609,7 @@ def _prepare_policy(parts: dict[str, Any], args: LeaveOneOutConfig, others: dict
 
 
 def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
-    """Return the arguments that say which files of the policy to load."""
+    """Return arguments of ``from_pretrained``: which revision to load, and if its code may run."""
     return {
         "revision": (cast(Any, args.model_init_kwargs) or {}).get("revision"),
         "trust_remote_code": args.trust_remote_code,
@@ -633,7 +617,7 @@ def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
 
 
 def _model_config(model: Any, args: LeaveOneOutConfig) -> Any:
-    """Return the config of the policy; if ``model`` is a name, as TRL will load it."""
+    """Return the config of the policy, which is loaded if ``model`` is a name."""
     if isinstance(model, str):
         return AutoConfig.from_pretrained(model, **_source(args))
     return model.config
@@ -647,9 +631,9 @@ def follow_model(
 ) -> None:
     """Make the settings, the model and the tokenizer consistent with each other.
 
-    This concerns padding and gradient checkpointing. If the setting ``gradient_checkpointing`` was
-    not given, it gets the value that was chosen in ``attach_lora``, if there is one. Otherwise, if
-    the setting is False, checkpointing is turned off in the model.
+    This concerns padding and gradient checkpointing. If the user did not give the setting
+    ``gradient_checkpointing``, it gets the value that was chosen in ``attach_lora``, if there is
+    one. In all other cases, if the setting is False, checkpointing is turned off in the model.
 
     Args:
         args: Settings of the training, changed in place.
@@ -675,15 +659,3 @@ def follow_model(
         # Unsloth's training follows this attribute and not the setting
         kind = "unsloth" if model.device.type != "cpu" else True
         model._unsloth_gradient_checkpointing = args.gradient_checkpointing and kind
-
-
-def _scale_loss(accelerator: Accelerator) -> None:
-    """Add a gradient scaler to an fp16 training, also on a CPU, where accelerate adds none.
-
-    The scale starts at 2^10 instead of torch's 2^16, because a step skipped after an overflow
-    wastes a whole sampled batch.
-    """
-    accelerator.native_amp = True
-    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**10)
-    # The scaler makes its scale at the first use, and needs it even in a step without any loss
-    accelerator.scaler.scale(torch.zeros((), device=accelerator.device))

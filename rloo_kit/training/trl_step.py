@@ -1,6 +1,6 @@
 """TRL's own training step, with the same log as the kit's step.
 
-TRL samples, scores and learns with its own code. Its batch is gathered from all processes into a
+TRL samples, scores and learns with its own code. Each batch is gathered from all processes into a
 ``Rollout``, so that the metrics and the records of completions are the same as with the kit's step.
 
 Shapes: B completions on this process, T tokens in the longest completion, F reward functions.
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
-from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth's is there
+from trl import RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]  # Unsloth replaces it
 from trl.data_utils import prepare_multimodal_messages
 
 from rloo_kit.machine.engines import shut_down_engine
@@ -33,7 +33,7 @@ from rloo_kit.training.step_choice import StepChoice
 from rloo_kit.training.step_log import StepLog
 from rloo_kit.types import Model, TokenIds, Tokenizer
 
-# TRL's methods that sample completions, compute rewards, and run the policy and the reference
+# Methods of TRL: one samples, one computes rewards, one runs the policy and the reference
 GENERATE = "_generate"
 REWARD = "_calculate_rewards"
 PASS = "_get_per_token_logps_and_entropies"
@@ -48,7 +48,7 @@ def _keep(found: list[Any], method: Callable[..., Any], *args: Any, **keywords: 
 
 
 def with_images(rows: list[Any]) -> list[Any]:
-    """Return the prompts of rows, with the rows' images put into the messages as TRL does."""
+    """Return the prompts of rows, with the images of each row in its messages, as in TRL."""
     prompts = []
     for row in rows:
         prompt = row["prompt"]
@@ -87,10 +87,9 @@ class TrlStep(RLOOTrainer):
         return self._logs
 
     def _generate(self, prompts: Any) -> Any:
-        """Sample with TRL, and keep the marks of thoughts in the completions' texts.
+        """Sample with TRL's method, and return its result with other texts of the completions.
 
-        Returns:
-            What TRL's method returns, with the texts decoded as in the kit's step.
+        The texts are decoded as in the kit's step, so that they keep the marks of thoughts.
         """
         prompt_ids, ids, _, *others = super()._generate(prompts)
         completions = as_completions(prompts, completion_texts(self.tokenizer, ids))
@@ -100,29 +99,27 @@ class TrlStep(RLOOTrainer):
         if not (self.step_choice.by_trl and self.model.training):
             return super()._generate_and_score_completions(inputs)
         follow_schedules(self.reward_weights, self.loaded_rewards, self.step_log)
-        with self._kept(GENERATE, REWARD, PASS) as returned:
+        with self._kept() as returned:
             output = super()._generate_and_score_completions(inputs)
         if returned[GENERATE] and returned[REWARD]:  # a subclass may not call these methods
             self._log_batch(with_images(inputs), returned)
         return output
 
     @contextlib.contextmanager
-    def _kept(self, *names: str) -> Iterator[dict[str, list[Any]]]:
-        """Record the results and durations of some methods during a ``with`` block.
-
-        Args:
-            *names: Names of the methods. If a subclass overrides one, its version is recorded.
+    def _kept(self) -> Iterator[dict[str, list[Any]]]:
+        """Record the results of TRL's three methods, or of a subclass's, during a ``with`` block.
 
         Yields:
-            For each name, a list to which each call adds its result and its seconds.
+            A dict with a list for each method's name. Each call of the method appends its result
+            and its duration in seconds to the list.
         """
-        returned = {name: [] for name in names}
+        returned = {name: [] for name in (GENERATE, REWARD, PASS)}
         for name, found in returned.items():
             setattr(self, name, functools.partial(_keep, found, getattr(self, name)))
         try:
             yield returned
         finally:
-            for name in names:
+            for name in returned:
                 delattr(self, name)
 
     def _log_batch(self, prompts: list[Any], returned: dict[str, list[Any]]) -> None:
@@ -161,13 +158,12 @@ class TrlStep(RLOOTrainer):
         self.step_log.note("speed/generation_tokens_per_second", num_tokens / seconds)
 
     def release_tables_and_engine(self) -> None:
-        """Free TRL's tables of completions, with their images, and its vLLM engine in this process.
+        """Free TRL's tables of completions, which have images, and its vLLM engine in this process.
 
-        If several processes train, their engines are not shut down, because the shutdown of an
-        engine ends torch's process group.
+        If several processes train, their engines stay, because the shutdown of an engine ends
+        torch's process group.
         """
         self.tables.clear()
-        self.step_log.tables.clear()
         llm = getattr(getattr(self, "vllm_generation", None), "llm", None)
         if llm is not None and self.args.world_size == 1:
             shut_down_engine(llm, on_gpu=True)
@@ -205,7 +201,7 @@ class TrlStep(RLOOTrainer):
             self.num_generations_eval = generations
             self.model.train(was_training)
             self._metrics["eval"].clear()
-        # a column has one list for each process, which sampled every `world`-th row
+        # each column has one list per process, and a process sampled every `world`-th row
         columns = (cast(Any, gather_object)([[*chain(*one)]]) for one in zip(*parts, strict=True))
         prompt_ids, ids, completions = (
             [*chain(*zip(*column, strict=True))][: len(rows)] for column in columns
@@ -226,8 +222,8 @@ def route_trl_lm_head() -> bool:
     """Replace TRL's fused LM head with one in plain torch if Triton or a CUDA GPU is missing.
 
     Returns:
-        True if the head was replaced now; False if TRL's head works, or was replaced before by this
-        function or by Unsloth.
+        True if the head was replaced now. False if TRL's head works, or if this function or Unsloth
+        replaced it before.
     """
     import trl.trainer.utils
 

@@ -60,7 +60,7 @@ def trainer(made):
 
 
 def weights(trainer):
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    return {name: p.detach().clone() for name, p in trainer.trained_parameters().items()}
 
 
 # --- nothing changes -----------------------------------------------------------------------------

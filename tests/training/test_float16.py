@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import rloo_kit as rk
+from rloo_kit.training import supervised
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "float16.py"
 
@@ -29,6 +32,19 @@ def test_steps_in_float16(tmp_path):
     assert overflowing["scale"] == 2.0**58
     assert overflowing["norms"] == [None, None]  # NaN in the log
     assert (nothing_to_learn["skipped"], nothing_to_learn["moved"]) == (0, False)
+
+
+@dataclass(init=False)
+class Given(SimpleNamespace):
+    """Arguments of a trainer, as they were given."""
+
+
+@pytest.mark.parametrize(("usual", "asked"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_supervised_training_uses_the_precision_asked_for(monkeypatch, usual, asked):
+    hardware = SimpleNamespace(device="cuda", mixed_precision=usual)
+    monkeypatch.setattr(supervised, "setup", lambda: SimpleNamespace(hardware=hardware))
+    made = supervised.make_arguments(Given, "a model", {}, {asked: True})
+    assert {"bf16": made.bf16, "fp16": made.fp16} == {usual: False, asked: True}
 
 
 def test_an_unknown_precision_is_named():

@@ -100,29 +100,21 @@ def test_metrics_are_finite_and_in_the_trls_and_older_names(trainer_for):
     assert 0.5 < row["passes/real_tokens"] <= 1.0
 
 
-def test_a_setting_and_rewards_that_a_callback_changes_act_from_the_next_step(trainer_for):
+def test_what_a_callback_changes_acts_from_the_next_step_or_is_refused(trainer_for):
     class Change(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             args.reward_clip_range = (0.0, 0.0)
             trainer.reward_funcs[0] = lambda completions, **_: [5.0] * len(completions)
+            if state.global_step == 2:
+                args.beta = 0.05
 
-    trainer = trainer_for(first_group_only, max_steps=2, beta=0.0)
+    trainer = trainer_for(first_group_only, max_steps=3, beta=0.0)
     trainer.add_callback(Change())
-    trainer.train()
+    with pytest.raises(rk.ConfigError, match="beta was 0"):
+        trainer.train()
     first, second = logs(trainer)
     assert (first["score/raw"], second["score/raw"]) == (0.375, 5.0)
     assert (first["score/shaped"], second["score/shaped"]) == (0.375, 0.0)
-
-
-def test_a_beta_that_a_callback_raises_from_0_is_refused(trainer_for):
-    class Raise(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            args.beta = 0.05
-
-    trainer = trainer_for(first_group_only, max_steps=2, beta=0.0)
-    trainer.add_callback(Raise())
-    with pytest.raises(rk.ConfigError, match="beta was 0"):
-        trainer.train()
 
 
 def test_further_prompts_do_not_come_in_the_runs_own_order():
@@ -160,51 +152,41 @@ def test_async_rewards_run_while_the_reference_pass_computes(trainer_for, monkey
 
 @pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_with_signal(trainer_for):
-    recorded = []
-
-    class Keep(TrainerCallback):
-        def on_completions(self, *_, rollout, **__):
-            recorded.append(rollout)
-
     trainer = trainer_for(ones, dynamic_sampling=True, dynamic_sampling_rounds=20, beta=0.0)
-    trainer.add_callback(Keep())
     trainer.train()
-    (rollout,) = recorded
-    assert (rollout.score_advantages.view(-1, 4) != 0).any(dim=1).all()
+    advantages = torch.tensor(list(trainer._logs["advantages"])).view(-1, 4)
+    assert len(advantages) == 4
+    assert (advantages != 0).any(dim=1).all()
     (row,) = logs(trainer)
     assert row["signal/groups_drawn_again"] > 0
     assert row["signal/trained_groups_without"] == 0
 
 
-def test_unscorable_rows_are_in_the_completion_table(trainer_for, capsys):
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_the_completion_table_has_each_rollout_with_unscorable_rows_and_extra_columns(
+    trainer_for, capsys, rollouts
+):
     def some(completions, log_extra, **_):
         log_extra("length", [len(text) for text in texts(completions)])
         return [None, *ones(completions)[1:]]
 
-    trainer = trainer_for(some, log_completions=True, num_completions_to_print=2)
+    size = 16 // rollouts
+    trainer = trainer_for(
+        some, log_completions=True, num_completions_to_print=2, steps_per_generation=1,
+        gradient_accumulation_steps=rollouts, per_device_train_batch_size=size,
+    )  # fmt: skip
     trainer.train()
     table = trainer._logs
-    assert [*map(math.isnan, table["rewards"]["some"])] == [True] + [False] * 15
+    unscored = [row % size == 0 for row in range(len(table["completion"]))]
+    assert [*map(math.isnan, table["rewards"]["some"])] == unscored
     assert [*map(len, texts(table["completion"]))] == list(table["extra"]["length"])
     assert "some" in capsys.readouterr().out
-
-
-def test_each_rollout_of_a_step_keeps_its_extra_columns(trainer_for):
-    def some(completions, log_extra, **_):
-        log_extra("length", [len(text) for text in texts(completions)])
-        return ones(completions)
-
-    accumulated = {"steps_per_generation": 1, "gradient_accumulation_steps": 2}
-    few = {"per_device_train_batch_size": 8}
-    trainer = trainer_for(some, log_completions=True, **few, **accumulated)
-    trainer.train()
-    table = trainer._logs
-    assert [*map(len, texts(table["completion"]))] == list(table["extra"]["length"])
 
 
 @pytest.mark.long
 def test_a_stream_of_prompts_trains_unless_rows_are_picked(trainer_for):
     stream = rk.load_prompts("arithmetic", num_prompts=32).to_iterable_dataset()
-    with pytest.raises(rk.DataError, match="dynamic_sampling needs random access"):
-        trainer_for(ones, prompts=stream, dynamic_sampling=True)
+    for name in ("dynamic_sampling", "partial_rollouts"):
+        with pytest.raises(rk.DataError, match=f"a stream, and {name} needs random access"):
+            trainer_for(ones, prompts=stream, **{name: True})
     trainer_for(ones, prompts=stream, token_level_kl=True).train()

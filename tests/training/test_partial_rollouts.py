@@ -10,7 +10,7 @@ import transformers
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.state import read_tree, write_tree
-from rloo_kit.errors import ConfigError, DataError, MemoryRanOutError
+from rloo_kit.errors import ConfigError, MemoryRanOutError
 from rloo_kit.rloo.rollout import Completions
 from rloo_kit.sampling.decoding import Pieces, complete, grow
 from rloo_kit.sampling.engine import Begun, Generations, ThoughtLimit
@@ -243,7 +243,7 @@ def test_lengths_have_the_distribution_of_whole_sampling():
 # --- a training -----------------------------------------------------------------------------------
 
 
-def new_trainer(folder, model=None, prompts=None, **settings):
+def new_trainer(folder, model=None, **settings):
     transformers.set_seed(4)
     loaded, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256, load_in_4bit=False)
     fixed = {
@@ -254,7 +254,7 @@ def new_trainer(folder, model=None, prompts=None, **settings):
         model=model or rk.attach_lora(loaded),
         reward_funcs=lambda completion_ids, **_: [sum(ids) % 5 / 4 for ids in completion_ids],
         args=rk.LeaveOneOutConfig(str(folder), **fixed | settings),
-        train_dataset=prompts or rk.load_prompts("arithmetic", num_prompts=16),
+        train_dataset=rk.load_prompts("arithmetic", num_prompts=16),
         processing_class=tokenizer,
     )
 
@@ -306,12 +306,6 @@ def test_a_model_that_cannot_end_early_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="this model's own sampling cannot stop before"):
         new_trainer(tmp_path, transformers.MambaForCausalLM(config), beta=0.0)
-
-
-def test_a_stream_is_refused(tmp_path):
-    stream = rk.load_prompts("arithmetic", num_prompts=8).to_iterable_dataset()
-    with pytest.raises(DataError, match="a stream, and partial_rollouts needs random access"):
-        new_trainer(tmp_path, prompts=stream)
 
 
 def test_a_hook_that_chooses_prompts_is_refused(tmp_path):

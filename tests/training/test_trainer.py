@@ -26,6 +26,7 @@ from rloo_kit.training.step_choice import StepChoice
 
 HERE = Path(__file__).parents[1]
 TEXTS = Dataset.from_dict({"text": ["a"]})
+ONE_PROMPT = Dataset.from_dict({"prompt": ["a"]})
 
 
 def odd_characters(completions, **_):
@@ -78,25 +79,22 @@ def test_a_second_training_has_the_settings_of_now(new_trainer, config, resume):
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {5e-4}
 
 
-def test_an_optimizer_of_the_caller_stays(policy, new_trainer, config):
+def test_an_optimizer_of_the_caller_stays(policy, new_trainer):
     own = torch.optim.SGD([p for p in policy[0].parameters() if p.requires_grad], lr=0.5)
-    trainer = new_trainer(config(), optimizers=(own, None))
+    trainer = new_trainer(optimizers=(own, None))
     trainer.train()
     assert trainer.optimizer.optimizer is own
 
 
-@pytest.mark.parametrize("has_images", [False, True])
 def test_rewards_read_the_template_of_the_tokenizer_that_the_trainer_takes(
-    policy, new_trainer, config, has_images
+    policy, new_trainer, config
 ):
-    if has_images:  # a processor; only TRL's step trains with one
-        processor = SimpleNamespace(tokenizer=policy[1])
-        (reward,) = trainer._load_weighted("accuracy", None, config(), processor)
-        assert reward.func.reward.thought_opened is True
-        return
     made = new_trainer(processing_class=None, reward_funcs="accuracy")
     assert made.processing_class is policy[1]
     assert made.reward_funcs[0].reward.thought_opened is True
+    processor = SimpleNamespace(tokenizer=policy[1])  # only TRL's step trains with one
+    (reward,) = trainer._load_weighted("accuracy", None, config(), processor)
+    assert reward.func.reward.thought_opened is True
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -110,12 +108,6 @@ def test_under_unsloth_each_process_loads_the_model_on_its_own_card(monkeypatch,
     assert ("device_map" in load.call_args.kwargs) == (processes > 1)
 
 
-def test_arguments_in_trls_order_are_refused(policy, config):
-    rows = rk.load_prompts("arithmetic", num_prompts=16)
-    with pytest.raises(ConfigError, match="processing_class, where TRL has eval_dataset"):
-        rk.LeaveOneOutTrainer(policy[0], "length", config(), rows, rows)
-
-
 @pytest.mark.long
 def test_a_second_trainer_starts_from_the_very_adapter(policy, new_trainer):
     trained = {n: p for n, p in policy[0].named_parameters() if p.requires_grad}
@@ -127,16 +119,17 @@ def test_a_second_trainer_starts_from_the_very_adapter(policy, new_trainer):
     assert all(torch.equal(p, after[name]) for name, p in before.items())
 
 
-def test_missing_parts_are_named():
-    with pytest.raises(rk.ConfigError, match="`train_dataset` is required: give it to"):
-        rk.LeaveOneOutTrainer(args=None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"reward_fn": [len]}, "unknown argument 'reward_fn'; did you mean 'reward_funcs'?"),
+        ({"compute_metrics": len}, "unknown argument 'compute_metrics'"),  # only of transformers'
+        ({"args": TrainingArguments("a")}, "args is of type TrainingArguments, must be a Leave"),
+        ({"processing_class": TEXTS}, "the fifth argument is processing_class, where TRL has eval"),
         ({"reward_funcs": []}, "there is no reward: give at least one in reward_funcs"),
+        ({"reward_processing_classes": []}, "reward_processing_classes has 0 entries, but reward"),
+        ({"train_dataset": None}, "`train_dataset` is required: give it to LeaveOneOutTrainer"),
+        ({"train_dataset": ONE_PROMPT}, "there are 1 prompts to train on, and one batch needs 2:"),
         ({"train_dataset": [{"prompt": "a"}]}, "train_dataset is a list, must be a datasets.Data"),
         ({"eval_dataset": TEXTS}, "eval_dataset has no column 'prompt'"),
         ({"eval_dataset": {"all": TEXTS}}, "eval_dataset has no column 'prompt'"),
@@ -332,11 +325,6 @@ def test_a_thinking_budget_needs_marks_of_a_thought(policy):
         thought_limit(tokenizer, 12)
 
 
-def test_fewer_prompts_than_a_batch_takes_are_refused(new_trainer, config):
-    with pytest.raises(rk.DataError, match="16 prompts to train on, and one batch needs 20: give"):
-        new_trainer(config(per_device_train_batch_size=80))
-
-
 @pytest.mark.parametrize("asked", [True, False])
 def test_unsloth_is_told_of_gradient_checkpointing(policy, new_trainer, config, asked):
     model = policy[0]
@@ -383,24 +371,17 @@ def test_prompts_that_the_model_cannot_take_whole_are_refused(
     assert f"load the model with max_seq_length {least} (" in str(one.value)
 
 
-def test_prompts_that_the_engine_cannot_take_whole_are_refused(new_trainer, config):
-    args = config(vllm_max_model_length=40)
-    new_trainer(args)  # the model itself samples
-    with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
-        new_trainer(args, engine=SimpleNamespace())
-
-
-def test_the_tools_in_a_prompt_count_towards_what_the_engine_takes(new_trainer, config):
+def test_prompts_that_the_engine_cannot_take_whole_with_tools_are_refused(new_trainer, config):
     model, tokenizer = rk.load_model("tiny-caller", max_seq_length=512)
     tokenizer.chat_template = "{{ tools }}" + tokenizer.chat_template
     rows = rk.load_prompts("arithmetic", num_prompts=16)
     longest = max(len(prompt_ids(tokenizer, prompt)) for prompt in rows["prompt"])
     how = {"model": rk.attach_lora(model), "processing_class": tokenizer}
-    how["engine"] = SimpleNamespace()
     args = config(vllm_max_model_length=longest + 24, step="kit")
-    new_trainer(args, **how)
+    new_trainer(args, engine=SimpleNamespace(), **how)
+    new_trainer(args, tools=[add], **how)  # the model itself samples
     with pytest.raises(rk.DataError, match=r"raise trainer\.vllm_max_model_length to"):
-        new_trainer(args, tools=[add], **how)
+        new_trainer(args, tools=[add], engine=SimpleNamespace(), **how)
 
 
 def test_a_correction_of_the_models_own_samples_is_warned_of(new_trainer, config):

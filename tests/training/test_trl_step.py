@@ -121,14 +121,13 @@ def test_release_frees_the_tables_and_the_engine_of_trl(new_trainer, config, mon
     trainer.train()
     trainer.vllm_generation = types.SimpleNamespace(llm="engine")
     assert trainer.tables["prompt"]
-    assert trainer.step_log.tables["prompt"]
     ended = []
     monkeypatch.setattr(
         "rloo_kit.training.trl_step.shut_down_engine", lambda llm, on_gpu: ended.append(llm)
     )
     rk.release(trainer)
     assert ended == ["engine"]
-    assert trainer.tables == trainer.step_log.tables == {}
+    assert trainer.tables == {}
 
 
 def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, config, tmp_path):
