@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rloo_kit.errors import KitError
-from rloo_kit.machine.engines import shut_down_engine
+from rloo_kit.machine.engines import MIB, shut_down_engine
 from rloo_kit.machine.tensors import empty_model
-
-MIB = 1024**2
 
 
 @dataclass(frozen=True)
@@ -97,24 +95,22 @@ def measure() -> MemoryUse:
     import torch
 
     process = psutil.Process()
-    # torch counts 0 without a GPU
-    allocated = torch.cuda.memory_allocated()
-    reserved = torch.cuda.memory_reserved()
+    reserved = torch.cuda.memory_reserved()  # without a GPU, torch's counters are 0
     children = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):  # the child has just ended
             children.append(f"{child.pid} {child.name()}")
     resident = process.memory_info().rss
     other = used_on_gpu() - reserved
-    return MemoryUse(resident, allocated, reserved, other, tuple(children))
+    return MemoryUse(resident, torch.cuda.memory_allocated(), reserved, other, tuple(children))
 
 
 def used_on_gpu() -> int:
     """Return how many bytes of the GPU are in use, as the driver counts them; 0 without a GPU.
 
     The number does not include memory that a sleeping vLLM engine has unmapped, although torch's
-    own counters include it. torch keeps freed memory reserved, so the number at the
-    end of a phase shows the peak of that phase.
+    own counters include it. torch keeps freed memory reserved, so the number at the end of a phase
+    shows the peak of that phase.
     """
     import torch
 

@@ -21,7 +21,7 @@ from rloo_kit.machine.tensors import empty_model, empty_tensors, live_tensors
 from rloo_kit.text.wording import first_line
 
 MIB = 1024**2
-WORTH_SAYING = 64 * MIB
+WORTH_SAYING = 64 * MIB  # a smaller loss of GPU memory is not reported
 RESTART = "restart the kernel, or train with rk.train(..., in_subprocess=True)"
 
 
@@ -169,7 +169,7 @@ def _sleep_allocator() -> Any:
 def _pools_of(allocator: Any) -> list[Any]:
     """Return the ``torch.cuda.MemPool`` objects of vLLM's sleep allocator."""
     held = allocator.allocator_and_pools.values()
-    # a tag has a list of pairs since vLLM 0.32, and one pair in earlier versions
+    # each value is a list of pairs since vLLM 0.32, and one pair in earlier versions
     pairs = [pair for one in held for pair in (one if isinstance(one, list) else [one])]
     return [pool for pool, *_ in pairs]
 
@@ -193,10 +193,10 @@ def _empty_pools(pools: list[Any]) -> None:
 def _unmap_pools() -> None:
     """Return all GPU memory of vLLM's sleep allocator to the driver.
 
-    vLLM would do this when it drops its pools, but then memory is lost. It has already freed the
-    unused blocks of a pool (``CuMemAllocator._trim``), which torch does not know. When torch frees
-    such a block again, vLLM's callback raises a KeyError, and the error makes every later call of
-    the callback fail: the blocks that follow are forgotten while their memory stays mapped.
+    Without this call vLLM would return the memory when it drops its pools, but lose some of it. It
+    has already freed the unused blocks of each pool (``CuMemAllocator._trim``) without telling
+    torch. When torch frees such a block again, vLLM's callback raises a KeyError, after which every
+    later call of the callback fails. The memory of all later blocks then stays mapped.
     """
     allocator = _sleep_allocator()
     if allocator is not None:

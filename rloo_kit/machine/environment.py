@@ -44,9 +44,10 @@ VLLM = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM binds the trainer's threads to cores
     "UNSLOTH_VLLM_STANDBY": "1",  # Unsloth's shared engine can sleep
-    # and uses the share of the card that the kit computes, instead of 0.71 to 0.88 of it
+    # Unsloth gives its engine the share of the GPU's memory that the kit computes. Without this it
+    # would use a share of 0.71 to 0.88
     "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
-    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # that share includes the CUDA graphs
+    "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # vLLM's share includes its CUDA graphs
 }
 BACKENDS = ("auto", "unsloth", "transformers")
 PATCHED_BY_UNSLOTH = ("trl", "transformers", "peft")
@@ -136,7 +137,6 @@ def check_import_order() -> None:
     """
     if "unsloth" in sys.modules:
         return
-    # A bare `import trl` is allowed, because it does not load what Unsloth patches
     loaded = {module.partition(".")[0] for module in sys.modules.keys() - SHELL}
     early = [name for name in PATCHED_BY_UNSLOTH if name in loaded]
     if early:
@@ -201,19 +201,20 @@ def set_variables() -> None:
     if installed_version("vllm") is not None:
         defaults |= VLLM
     elif "microsoft" not in platform.release().lower():
-        # It reduces fragmentation, but fails under WSL, and with the sleep mode of older vLLM
+        # Expandable segments reduce fragmentation, but they fail under WSL, and with the sleep mode
+        # of older vLLM
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if (limit := _cpu_limit()) is not None and limit < (os.cpu_count() or 1):
         # torch would start a thread for each core of the host, and the container's limit would then
         # stop all of them for most of the time
         defaults["OMP_NUM_THREADS"] = str(limit)
     if "OMP_WAIT_POLICY" not in os.environ:
-        # torch's threads wait for each other in a busy loop of 300,000 rounds by default. If other
-        # programs run, this makes steps three to nine times slower (see libgomp's manual)
+        # By default torch's threads wait for each other in a busy loop of 300,000 rounds (see
+        # libgomp's manual). If other programs run, steps become three to nine times slower
         defaults["GOMP_SPINCOUNT"] = "1000"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    # Without ipywidgets, tqdm warns in a notebook that it uses text, which TQDM_NOTEBOOK requests
+    # In a notebook without ipywidgets, tqdm warns that its bars are text, as TQDM_NOTEBOOK requests
     warnings.filterwarnings("ignore", message="IProgress not found")
 
 
@@ -230,15 +231,15 @@ def _set_variables_of(hardware: Hardware) -> None:
     """Set environment variables that depend on the hardware, unless they are already set."""
     os.environ.setdefault("ACCELERATE_MIXED_PRECISION", hardware.mixed_precision)
     if hardware.mixed_precision == "fp16":
-        # vLLM's sampler fails below compute capability 8.0 if FlashInfer is turned on. Unsloth does
-        # so if it finds nvcc (see VLLM). On newer cards this variable would also hide FlashInfer
-        # from the rest of vLLM, and pin FLASH_ATTN
+        # vLLM's sampler fails below compute capability 8.0 if FlashInfer is on, and Unsloth turns
+        # it on if it finds nvcc (see VLLM). The variable is not set for newer cards, on which it
+        # would hide FlashInfer from all of vLLM and force FLASH_ATTN
         os.environ.setdefault("UNSLOTH_VLLM_NO_FLASHINFER", "1")
 
 
 def cache_folder() -> Path:
     """Return the kit's cache folder for this user, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    # without a home folder it is ./~/.cache, as that of huggingface_hub; Path.home() would raise
+    # Without a home folder this is ./~/.cache, as in huggingface_hub; Path.home() would fail
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "rloo-kit"
 
@@ -253,7 +254,7 @@ def _hide_broken_packages() -> None:
         except Exception:  # such as an operator that this build of torch does not have
             for loaded in [m for m in sys.modules if m.partition(".")[0] == name]:
                 del sys.modules[loaded]
-            sys.modules[name] = None  # type: ignore[assignment]  # import machinery: "not there"
+            sys.modules[name] = None  # type: ignore[assignment]  # import finds no module
 
 
 def _hide_foreign_kernels() -> None:

@@ -17,8 +17,8 @@ from rloo_kit.text.wording import first_line, format_value
 GIB = 1024**3
 # Share of a card's memory that the driver does not use: torch reports 23.65 of 24 GiB, 11.76 of 12
 USABLE = 0.98
-# Maximum number of logits that exist at a time, 64 MiB in float32. The backward pass needs a few
-# tensors of this size
+# Maximum number of logits that are in memory at a time, 64 MiB in float32. The backward pass needs
+# a few tensors of this size
 CHUNK_LOGITS = 2**24
 SHARED_MEMORY = Path("/dev/shm")  # folder on Linux whose files are in memory
 CGROUP = Path("/sys/fs/cgroup")  # folder on Linux with the limits of a container
@@ -96,7 +96,7 @@ def find_card(text: str) -> Hardware:
         ConfigError: ``text`` is neither a size of memory from 1 to 1024 GiB nor a name in
             ``CARDS``.
     """
-    spaced = re.sub(r"\b-", " ", text.lower())  # a size may not be below 0
+    spaced = re.sub(r"\b-", " ", text.lower())  # keeps a minus sign, so that -3 is refused
     whole = " ".join(re.sub(r"(\d)(ti|super)\b", r"\1 \2", spaced).split())
     name = _without_brand(whole)
     gib = CARDS.get(name, 0)
@@ -170,9 +170,9 @@ def _main_memory() -> tuple[int, int]:
 
 
 def check_card() -> str | None:
-    """Return why the GPU of this machine cannot train, and the remedy; imports torch.
+    """Return why the GPU of this machine cannot train, and what to do about it; imports torch.
 
-    None means that it can be used, or that the machine has no GPU.
+    None means that the GPU can be used, or that the machine has none.
     """
     import torch
 
@@ -191,7 +191,8 @@ def check_card() -> str | None:
             f"(T4, RTX 20) to {max(built)[0]}.x: CUDA_VISIBLE_DEVICES chooses another card"
         )
     missing = None
-    cache = _triton_cache()
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton/cache"))  # of kernels
     if sys.platform == "linux":  # on Windows, Triton includes both
         if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
             missing = "C compiler: install gcc"
@@ -202,14 +203,8 @@ def check_card() -> str | None:
     return f"Triton compiles for the card and finds no {missing}" if missing else None
 
 
-def _triton_cache() -> Path:
-    """Return the folder in which Triton stores compiled kernels; it may not exist yet."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
-
-
 def _why_hidden(cuda: str | None) -> str | None:
-    """Return why torch does not see the card that nvidia-smi lists; None if it lists none.
+    """Return why torch does not see a card that nvidia-smi lists; None if nvidia-smi lists none.
 
     Args:
         cuda: CUDA version that torch was built for; None if it was built without CUDA.

@@ -1,6 +1,6 @@
 """Compute log-probabilities of given tokens in plain torch, without storing all logits at once.
 
-TRL's fused LM head is a Triton kernel, which needs a GPU. Without a GPU, ``route_trl_lm_head`` in
+TRL's fused LM head is a Triton kernel. If Triton or a CUDA GPU is missing, ``route_trl_lm_head`` in
 ``training.trl_step`` replaces it with the code of this module. Logits are computed for a few tokens
 at a time, in the forward and in the backward pass. The peak memory therefore does not grow with the
 number of tokens times the size of the vocabulary. Unsloth's own LM head is not replaced.
@@ -63,7 +63,7 @@ class PlainTorchLogProb:
             )
 
         def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            """Return log-probabilities, entropies and what is likeliest, for a chunk of tokens."""
+            """Return the values of ``apply`` for a chunk of tokens; the third only if requested."""
             offset = None if bias is None else bias.to(part.dtype)
             # (chunk, H) x (V, H) -> (chunk, V)
             logits = linear(part, weight.to(part.dtype), offset).float() * logit_scale
@@ -79,13 +79,10 @@ class PlainTorchLogProb:
             return log_probs, entropies, *tops
 
         chunk = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // len(weight)))
-        found = []
         # split() instead of slices, because the gradient of a slice is as large as the whole tensor
-        for pair in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            if torch.is_grad_enabled():  # the backward pass computes the logits of the chunk again
-                found.append(checkpoint(score, *pair, use_reentrant=False))
-            else:
-                found.append(score(*pair))
+        pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        # the backward pass computes the logits of each chunk again
+        found = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
         log_probs, entropy, *top = map(torch.cat, zip(*found, strict=True))
         is_top = top[0] if top else None
         return log_probs, entropy if "entropy" in outputs else None, None, None, is_top

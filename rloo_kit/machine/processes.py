@@ -22,13 +22,13 @@ def is_first() -> bool:
 
 
 def use_own_card() -> None:
-    """Make the GPU of this process the current one, if a launcher started it.
+    """Make the GPU of this process the current one if a launcher started the process.
 
-    accelerate does so too, but later. Until then every process would use the first GPU.
+    accelerate does the same, but later. Until then every process would use the first GPU.
     """
     import torch
 
-    card = int(os.environ.get("LOCAL_RANK", "-1"))  # accelerate reads -1 as no launcher, too
+    card = int(os.environ.get("LOCAL_RANK", "-1"))  # for accelerate too, -1 means no launcher
     if card >= 0 and torch.cuda.is_available():
         torch.cuda.set_device(card % torch.cuda.device_count())
 

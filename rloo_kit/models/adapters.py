@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 TO_GIVE = "give a model's folder, a .gguf file or a hub name"
-# Model files that the kit's example run files name -> how to get them
+# Model files that example run files of the kit use -> how to get them
 FETCHED = {"SmolLM2-135M-Instruct.Q4_1.gguf": "fetch it with python scripts/fetch_smollm2.py"}
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -117,6 +117,7 @@ def is_hub_4bit(name: str) -> bool:
 
 
 def _is_on_hub(name: str) -> bool:
+    """Return True if a model's name can only be a hub name (owner/name), not a path."""
     return "/" in name and not is_path(name) and not os.path.exists(name)
 
 
@@ -159,8 +160,10 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     }
     has = config | found
     for name, value in given.items():
-        asked = _sorted_names(value) if name == "target_modules" and value else value
-        if value is not None and asked != has.get(name):
+        both = [value, has.get(name)]
+        if name in ("target_modules", "exclude_modules"):  # PEFT stores these lists in any order
+            both = [_sorted_names(one or ()) for one in both]
+        if value is not None and both[0] != both[1]:
             raise ConfigError(
                 f"{section}{name} is {format_value(value)}, but the adapter in {where} has "
                 f"{format_value(has.get(name))}: leave {section}{name} out, because the settings "
@@ -170,11 +173,16 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
 
 
 def _sorted_names(modules: str | Iterable[str]) -> list[str]:
-    """Return the names of layers in order; a pattern for names is returned as the only item."""
+    """Return the names of layers, sorted; for a pattern, return a list of the pattern alone."""
     return [modules] if isinstance(modules, str) else sorted(map(str, modules))
 
 
 def _config_of(adapter: Path) -> dict[str, Any]:
+    """Return PEFT's config from an adapter's folder.
+
+    Raises:
+        ModelError: The config cannot be read, or its ``target_modules`` is not valid.
+    """
     try:
         config = json.loads((adapter / CONFIG).read_bytes())
         layers = {**config}.get("target_modules")
@@ -208,7 +216,7 @@ def without_engine(model: Model) -> Iterator[None]:
     of TRL would make it sample with the engine, and TRL's code for vLLM would set environment
     variables of torch.distributed and put the engine to sleep.
     """
-    modules = model.modules() if hasattr(model, "modules") else ()  # it may be a name
+    modules = model.modules() if hasattr(model, "modules") else ()  # the model may be a name
     held = [(vars(m), vars(m).pop("vllm_engine")) for m in modules if "vllm_engine" in vars(m)]
     try:
         yield
@@ -250,7 +258,7 @@ def write_adapter(model: Model, name: str, folder: Path, dtype: Any = None) -> N
 
 
 def trained_parameters(model: Model) -> "dict[str, torch.nn.Parameter]":
-    """Return the trained parameters of a model, by name."""
+    """Return the parameters of a model that require a gradient, by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
@@ -277,7 +285,7 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
     for name, parameter in model.named_parameters():
         is_lora = parameter.requires_grad and "lora_" in name
-        if name in adapter or is_lora:  # `adapter` lacks one that TRL created from `peft_config`
+        if name in adapter or is_lora:  # an adapter that TRL has just created is not in `adapter`
             values: Any = adapter.get(name, parameter.data)
             parameter.data = values.to(parameter.device, torch.float32 if is_lora else None)
 
@@ -289,8 +297,6 @@ def complete_reference(model: Model) -> None:
     (``trainable_token_indices``) and LoRA matrices of an embedding, because their names end with
     ``.default``. If the model has no adapter ``ref``, nothing is done.
     """
-    if "ref" not in getattr(model, "peft_config", ()):
-        return
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name.endswith(".ref"):
@@ -300,7 +306,7 @@ def complete_reference(model: Model) -> None:
 def starts_at_base(adapter: "dict[str, torch.Tensor]") -> bool:
     """Return True if an adapter has no effect yet, so that the policy equals its base model.
 
-    This is so if it has only LoRA matrices, and all its B matrices are 0.
+    That is the case if it consists of LoRA matrices only, and all of its B matrices are 0.
 
     Args:
         adapter: The result of ``adapter_values``.

@@ -22,8 +22,8 @@ BATCHED_TOKENS = 4096
 SMALLEST_CACHE = 64 * MIB
 # Memory of vLLM that the formulas here do not contain: its process group, small buffers
 UNMEASURED = 128 * MIB
-# With less memory not even a tiny model starts, because loaded kernels count and every CUDA graph
-# needs a block of at least 2 MiB. Observed on an H100.
+# With less memory not even a tiny model starts, because loaded kernels use memory too, and every
+# CUDA graph needs a block of at least 2 MiB. Observed on an H100.
 SMALLEST_TOTAL = GIB
 # While an engine starts, 1/SPARE of the GPU's memory stays free
 SPARE = 20
@@ -110,8 +110,8 @@ def engine_size(  # noqa: PLR0913
         trained=trained,
         working=working,
         graphs=graphs,
-        # Measured on an H100 (0.1 to 0.6 GiB in 16 bit, 2.3 GiB for 4B in 4 bit): what the
-        # profiling run leaves in torch's cache, and a second copy of the packed weights
+        # What the profiling run leaves in torch's cache, and a second copy of the packed weights.
+        # Measured on an H100: 0.1 to 0.6 GiB in 16 bit, 2.3 GiB for a model of 4B in 4 bit
         starting=packed + working + graphs + UNMEASURED,
         full_cache=sequence * rows,
         smallest_cache=max(SMALLEST_CACHE, sequence),
@@ -151,7 +151,7 @@ def engine_memory(
         )
     if cache < size.smallest_cache:
         taken = f"{free / GIB:.1f} GiB free"
-        remedy = "lower model.max_seq_length (or trainer.vllm_max_model_length of a loaded model)"
+        remedy = "lower model.max_seq_length, or trainer.vllm_max_model_length if it is set"
         if share is not None:
             taken = f"{share:g} of the card"
             remedy = "raise trainer.vllm_gpu_memory_utilization"

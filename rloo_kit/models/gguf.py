@@ -1,7 +1,7 @@
 """Conversion of GGUF files into ordinary Hugging Face folders, whose models can be trained.
 
-transformers reads the file and dequantizes its weights to bf16, 2 bytes per parameter. The
-converted folder is cached.
+transformers reads the file and dequantises its weights to bf16, 2 bytes per parameter. The
+converted folder is kept in the kit's cache.
 """
 
 import contextlib
@@ -57,7 +57,9 @@ def convert(path: Path, cache_dir: Path | None = None) -> Path:
     auto_model: Any = AutoModelForCausalLM  # its type stub lacks output_loading_info
     with _reading(path):
         model, info = auto_model.from_pretrained(
-            **_source(path),
+            str(path.parent),
+            gguf_file=path.name,
+            trust_remote_code=False,  # do not run code that lies in the same folder
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
@@ -102,18 +104,18 @@ def read_tokenizer(path: Path) -> Any:
 def _tokenizer_of(path: Path) -> Any:
     """Return the tokenizer of a GGUF file, with control and user-defined tokens registered.
 
-    These are tokens such as Qwen3's ``</think>``. The converters of transformers 5.17 register
-    three of them for Qwen and none for Gemma. The tokenizer would split the others into pieces. For
-    Llama the converters take the file's BOS token as EOS token, so that completions would never
-    end. So the tokens that the file declares are set here.
+    Qwen3's ``</think>`` is such a token. The converters of transformers 5.17 register three of
+    them for Qwen and none for Gemma, so the tokenizer would split the others into pieces. For
+    Llama they use the file's BOS token as EOS token, so completions would never end. This function
+    therefore sets the special tokens that the file declares.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations import ggml
     from transformers.integrations.gguf import GGUF_TOKENIZER_ARCHS, get_gguf_tokenizer
 
-    # transformers' fast reader knows one architecture, but can read all that have a converter. The
-    # slow reader takes 4 s for 49,000 tokens, and AutoTokenizer runs it twice
+    # transformers allows its fast reader for one architecture, but it can read all that have a
+    # converter. The slow reader takes 4 s for 49,000 tokens, and AutoTokenizer runs it twice
     readable = {
         name.removesuffix("_text").replace("_", separator): name
         for name in ggml.GGUF_TO_FAST_CONVERTERS
@@ -166,14 +168,6 @@ def _reading(path: Path) -> Iterator[None]:
         ) from exc
 
 
-def _source(path: Path) -> dict[str, Any]:
-    return {
-        "pretrained_model_name_or_path": str(path.parent),
-        "gguf_file": path.name,
-        "trust_remote_code": False,  # do not run code that lies in the same folder
-    }
-
-
 def _goal(path: Path, cache_dir: Path | None = None) -> Path:
     """Return the folder for the converted file, which may not exist yet."""
     stat = path.stat()
@@ -189,12 +183,11 @@ def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
     found = dict.fromkeys((end_of_turn_id(tokenizer), *given))
     ends = [end for end in found if end is not None]
     if ends:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+        tokenizer.eos_token_id = ends[0]
     pads = (config.pad_token_id, *map(tokenizer.get_vocab().get, PAD_TOKENS))
     usable = [pad for pad in pads if pad is not None and pad not in ends]
     config.pad_token_id = next(iter(usable + ends), None)
-    if config.pad_token_id is not None:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    tokenizer.pad_token_id = config.pad_token_id
     config.eos_token_id = ends[0] if ends else None
     settings = model.generation_config
     settings.eos_token_id = ends or None

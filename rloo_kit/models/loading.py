@@ -1,4 +1,4 @@
-"""Loading of models, and creating, loading and saving of LoRA adapters.
+"""Loading of models; creation, loading and saving of LoRA adapters.
 
 This is the only module that creates models.
 """
@@ -46,10 +46,10 @@ from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
 
-# Files of a hub model that are not downloaded
+# Files of a hub model that are not downloaded: its weights in other formats than safetensors
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-# Errors of a cache in which nothing can be stored; others are of the network or of its settings
+# Errors that mean that nothing can be stored in the hub's cache; other errors concern the network
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NOT_STORED = (
     "cannot be stored in the hub's cache ({}): free some space there, or set HF_HOME to a folder "
@@ -118,7 +118,7 @@ def load_model(
     with _as_model_errors(str(name)):
         if adapter:
             max_lora_rank = max(lora_settings(adapter, {})["r"], max_lora_rank)
-            kwargs = _arguments_of(adapter, source, load_in_4bit) | kwargs
+            kwargs = _arguments_of(adapter, source, load_in_4bit, images) | kwargs
         model_class, environment = _choose_class(environment, source, images, trust_remote_code)
     why_not_shared = _why_not_shared(environment, fast_inference, images)
     if kwargs.get("load_in_8bit"):
@@ -175,19 +175,21 @@ def load_model(
     return _with_adapter(model, adapter) if adapter else model, processor
 
 
-def _arguments_of(adapter: Path, source: str, load_in_4bit: bool) -> dict[str, Any]:
+def _arguments_of(adapter: Path, source: str, load_in_4bit: bool, images: bool) -> dict[str, Any]:
     """Return arguments to load the base of an adapter as it was loaded to train the adapter.
 
     Args:
         adapter: The adapter's folder.
         source: The hub name or folder of the base.
         load_in_4bit: True to load it in 4 bit.
+        images: True to load its processor. It comes from the base if the adapter's folder has only
+            a tokenizer, because the adapter was trained on text.
     """
     found: dict[str, Any] = {}
-    if (adapter / TOKENIZER).is_file():
+    if any(adapter.glob("*processor_config.json" if images else TOKENIZER)):
         found["tokenizer_name"] = str(adapter)  # with its chat template
-    # Unsloth must not replace the base by its own copy, unless 16 bit is asked for and the base has
-    # 4-bit weights
+    # Unsloth must load exactly this base, not its own copy of it. The exception is a 4-bit base
+    # that is wanted in 16 bit: Unsloth then loads the 16-bit original
     if load_in_4bit or not is_quantised(source):
         found["use_exact_model_name"] = True
     return found
@@ -322,13 +324,13 @@ def attach_lora(
         return model
     # the defaults are the same as those of `lora:` in a run file
     settings = LoraSection().as_dict() | given
-    settings["target_modules"] = _there(model, settings["target_modules"])
+    settings["target_modules"] = _existing_layers(model, settings["target_modules"])
     try:
         return _new_adapter(model, settings, use_gradient_checkpointing, seed)
-    except (TypeError, ValueError, LookupError, AttributeError) as exc:  # PEFT's, by setting
+    except (TypeError, ValueError, LookupError, AttributeError) as exc:  # differs by setting
         raise ConfigError(
             f"PEFT refuses the LoRA settings ({type(exc).__name__}: {first_line(exc)}): correct "
-            "the one that it means"
+            "the setting that it names"
         ) from exc
 
 
@@ -356,14 +358,14 @@ def check_lora_config(settings: dict[str, Any], section: str = "") -> None:
         raise ConfigError(f"PEFT refuses the LoRA settings: {first_line(exc)}") from exc
 
 
-def _there(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
-    """Return those of ``target_modules`` that the model has; a pattern is returned unchanged.
+def _existing_layers(model: Model, target_modules: Iterable[str] | str) -> list[str] | str:
+    """Return the names in ``target_modules`` that the model has; return a pattern unchanged.
 
-    For names, only the language model of a vision model counts. For a pattern, all layers count.
+    In a vision model, names are looked up in its language model only, and a pattern in all layers.
 
     Raises:
-        ConfigError: No layer of the model has one of the names or matches the pattern, or it lacks
-            a name that is not one of the defaults.
+        ConfigError: The model has none of the names, or lacks a name that is not one of the
+            defaults, or the pattern matches none of its layers.
     """
     if target_modules == "all-linear":  # PEFT finds these itself
         return "all-linear"
@@ -507,7 +509,7 @@ def save_adapter(
 
     Args:
         model: The PEFT model.
-        tokenizer: The tokenizer, which is written to the same folder.
+        tokenizer: The tokenizer or processor, which is written to the same folder.
         folder: A new folder, or one that has an adapter, which is replaced.
         state: The model's tensors by name, needed if the weights are divided among processes. None
             uses the tensors of ``model``.
@@ -544,7 +546,7 @@ def _replace_adapter(folder: Path, partial: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     config_in = PeftConfig.from_pretrained
     if (folder / WEIGHTS).is_file() and config_in(str(folder)) == config_in(str(partial)):
-        for file in sorted(partial.iterdir()):  # of the adapter's files only the weights differ
+        for file in sorted(partial.iterdir()):  # only the weights have changed
             file.replace(folder / file.name)
         partial.rmdir()
         return
@@ -640,7 +642,7 @@ def _ask_hub(name: str, revision: str | None) -> str:
             "or give a local folder"
         )
         reason = next((text for kind, text in reasons.items() if isinstance(exc, kind)), other)
-        if number := getattr(exc, "errno", None):  # of the system, not an answer of the hub
+        if number := getattr(exc, "errno", None):  # from the operating system, not the hub
             reason = other
         if number in UNWRITABLE or any(text in str(exc) for text in FULL):
             reason = NOT_STORED.format(first_line(exc))
@@ -656,7 +658,7 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
         given: Names of the arguments with which the block calls ``from_pretrained``.
 
     Raises:
-        ConfigError: ``from_pretrained`` does not have one of these arguments.
+        ConfigError: ``from_pretrained`` does not have one of these arguments, or the kit sets it.
         ModelError: The block raised another error that is not one of the kit's.
     """
     try:
@@ -664,12 +666,12 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
     except KitError:
         raise
     except Exception as exc:  # the classes differ by library and version
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
+        unknown = re.search(r"(?:unexpected|values for) keyword argument '(\w+)'", str(exc))
         if unknown is not None and unknown[1] in given:
             hint = did_you_mean(unknown[1], inspect.signature(load_model).parameters)
             raise ConfigError(
-                f"from_pretrained has no argument {unknown[1]!r}: correct its name or remove it, "
-                f"in a run file from `unsloth`{hint}"
+                f"{unknown[1]!r} is not an argument of from_pretrained, or the kit sets it itself: "
+                f"correct its name or remove it, in a run file from `unsloth`{hint}"
             ) from exc
         if "trust_remote_code" in str(exc):
             reason = (
@@ -745,6 +747,7 @@ def _choose_class(
 
 
 def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any, Any]:
+    """Load a model and its tokenizer or processor with Unsloth; see ``load_model``."""
     from unsloth import FastLanguageModel, FastVisionModel
 
     loader = FastVisionModel if images else FastLanguageModel
@@ -755,9 +758,9 @@ def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any
 def _is_here(source: str, load_in_4bit: bool) -> bool:
     """Return True if the weights of a model are on this machine and must be loaded from here.
 
-    Unsloth replaces many hub names by its own copies, also the name of a folder in the working
-    folder such as ``Qwen/Qwen3-4B``. In offline mode it would not find a copy that was never
-    downloaded; a copy that was downloaded is used, as an adapter may have been trained on it.
+    Unsloth replaces many hub names by the names of its own copies, even if the name is a folder
+    here, such as ``Qwen/Qwen3-4B``. In offline mode it cannot load a copy that was never
+    downloaded. A downloaded copy is used, because an adapter may have been trained on it.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -784,11 +787,13 @@ def _load_transformers(
     dtype: Any,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
+    """Load a model and its tokenizer or processor with transformers; see ``load_model``."""
     from transformers import AutoProcessor, AutoTokenizer, BitsAndBytesConfig
 
     packed = is_quantised(source)
+    quantised = {}
     if load_in_4bit and not packed:
-        kwargs["quantization_config"] = BitsAndBytesConfig(
+        quantised["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
@@ -797,8 +802,10 @@ def _load_transformers(
         )
     tokenizer_name = kwargs.pop("tokenizer_name", source)
     kwargs.pop("use_exact_model_name", None)  # of Unsloth; transformers replaces no names
-    model = model_class.from_pretrained(source, dtype=dtype, device_map=_place(), **kwargs)
-    if packed:  # the file has bf16 for its 4-bit layers, which old cards only emulate
+    model = model_class.from_pretrained(
+        source, dtype=dtype, device_map=_place(), **quantised, **kwargs
+    )
+    if packed:  # the checkpoint requests bf16 for its 4-bit layers, which old GPUs only emulate
         for layer in model.modules():
             if hasattr(layer, "compute_type_is_set"):
                 layer.compute_dtype = model.dtype
@@ -873,7 +880,7 @@ def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> 
         ConfigError: ``chat_template`` cannot be read.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    _set_template(chat_template, tokenizer, processor)  # it may have another end of a turn
+    _set_template(chat_template, tokenizer, processor)  # may change the end of a turn
     keep_trainable_layout(model)
     set_padding(model, tokenizer)
     tokenizer.padding_side = "left"
@@ -881,6 +888,6 @@ def _prepare(model: Model, processor: Any, chat_template: str | Path | None) -> 
     settings.eos_token_id = end_token_ids(settings.eos_token_id, tokenizer)
     settings.pad_token_id = tokenizer.pad_token_id
     image_token = getattr(model.config, "image_token_id", None)
-    if image_token is not None:  # if it were sampled, the model would expect an image
+    if image_token is not None:  # after a sampled image token, the model would expect an image
         settings.suppress_tokens = [image_token]
     return tokenizer

@@ -42,7 +42,7 @@ QWEN3_VOCABULARY = 151_936
 HUB_SECONDS = 10.0
 
 # Estimated fraction of the linear layers' weights that Unsloth's "dynamic" 4-bit models keep in 16
-# bit. The real fraction differs between models. The estimate is used if the config is not available
+# bit. The real fraction differs from model to model. The estimate is used if the config is missing
 # or does not list the layers that stay in 16 bit
 DYNAMIC_SHARE = 0.1
 
@@ -95,11 +95,6 @@ class ModelShape:
         """The same shape with quantised experts, as Unsloth loads the model in 4 bit."""
         linears = (replace(one, quantised=one.quantised or one.is_expert) for one in self.linears)
         return replace(self, linears=tuple(linears))
-
-    @property
-    def query_size(self) -> int:
-        """Size of the queries of a token in one layer, over all heads."""
-        return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
@@ -269,8 +264,8 @@ def shape_of_config(
 def largest_size(config: "PreTrainedConfig", name: str) -> int:
     """Return the largest value that a config has for a size, or 0 if it has none.
 
-    Layers may have different values: of Gemma 4 each layer has a config, of Gemma 3n the value is a
-    list.
+    Layers may have different values. In Gemma 4 each layer has its own config; in Gemma 3n the
+    value is a list.
     """
     layers: Any = config.per_layer_config if config.is_heterogeneous else [config]
     values = [getattr(layer, name, None) or 0 for layer in layers]
@@ -285,8 +280,8 @@ def auto_class(config: "PreTrainedConfig", *, images: bool = False) -> Any:
     """
     import transformers
 
-    # Qwen3.5 also has a class without the vision part, whose layers have other names: adapters
-    # would not fit both, and Unsloth and vLLM use the names of the class with the vision part
+    # Qwen3.5 also has a class without the vision part, in which layers have other names. An adapter
+    # fits only one of the two, and Unsloth and vLLM use the class with the vision part
     if images or type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM

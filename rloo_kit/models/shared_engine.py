@@ -146,7 +146,8 @@ def _load_with_engine(
     import torch
     from accelerate.utils import patch_environment
 
-    has_groups = torch.distributed.is_initialized()  # of several processes, or another engine's
+    # True if several processes train, or another engine has started process groups
+    has_groups = torch.distributed.is_initialized()
     # An earlier engine of this process may have left memory that vLLM cannot free. For models with
     # a vision part `load_vllm` of unsloth_zoo turns the sleep mode off
     engine = replace(engine, sleeps=engine.sleeps and not shape.has_vision and may_sleep())
@@ -189,8 +190,8 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
 def _is_failed_download(exc: BaseException | None) -> bool:
     """Return True if an error means that the hub or the network failed.
 
-    A file that is missing on the hub is no failure: only vLLM may have asked for it. Unsloth raises
-    some errors again as a RuntimeError with the same text.
+    A file that is missing on the hub does not count, because perhaps only vLLM reads it. Unsloth
+    replaces some errors by a RuntimeError with the same text, so their contexts are searched too.
     """
     from httpx import TransportError
     from huggingface_hub import errors
@@ -211,7 +212,7 @@ def why_no_start(exc: Exception) -> str:
         exc: The error that vLLM or Unsloth raised.
     """
     text = str(exc)
-    for mark in ("Value error, ", "Original error: "):  # of pydantic and Unsloth, in a later line
+    for mark in ("Value error, ", "Original error: "):  # pydantic's and Unsloth's, in a later line
         text = text.partition(mark)[2] or text
     text = first_line(ValueError(text) if text else exc)
     low = text.lower()

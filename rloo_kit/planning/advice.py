@@ -137,12 +137,14 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
 
 
 def _halves(value: int, lowest: int) -> Iterator[int]:
+    """Yield half of a value, a quarter and so on, down to ``lowest``."""
     while value > lowest:
         value = max(lowest, value // 2)
         yield value
 
 
 def _shorter_completions(config: RunConfig, job: Job) -> Iterator[Option]:
+    """Yield changes that shorten completions by about a quarter each, down to 128 tokens."""
     length = job.completion
     while length > 128:
         length = max(128, length // 4 * 3 // 64 * 64)

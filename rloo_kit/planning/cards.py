@@ -41,9 +41,9 @@ def find_ways(job: Job, cards: int) -> dict[str, int]:
 
 
 def _server_bytes(job: Job, cards: int) -> int:
-    """Return the bytes that vLLM's server needs on each GPU.
+    """Return the bytes that vLLM's server needs on each of ``cards`` GPUs.
 
-    They are the CUDA context, and the GPU's share of the base model, of vLLM's buffers and of the
+    This is the CUDA context and the GPU's part of the base model, of vLLM's buffers and of the
     smallest possible KV cache.
     """
     size = planned_engine(job).size
@@ -51,7 +51,7 @@ def _server_bytes(job: Job, cards: int) -> int:
 
 
 def _verl_bytes(divided: Job) -> int:
-    """Return the peak of a GPU in bytes if vLLM's weights are on it only during sampling."""
+    """Return a GPU's peak memory in bytes if vLLM's weights are on it only during sampling."""
     memory = plan_memory(replace(divided, engine="server"))
     held = sum(memory.parts[name][SAMPLE] for name in ("weights", "LoRA adapter, float32"))
     held += _server_bytes(divided, divided.cards)

@@ -18,6 +18,7 @@ from rloo_kit.job import beside, read_prompts, template_settings
 from rloo_kit.machine.hardware import Hardware, installed_version, why_not_unsloth
 from rloo_kit.models.adapters import EMBEDDED, adapter_in, base_name, is_hub_4bit
 from rloo_kit.models.engine_memory import BATCHED_TOKENS
+from rloo_kit.models.loading import TOKENIZER, load_tokenizer
 from rloo_kit.models.shape import ModelShape, read_shape
 from rloo_kit.models.shared_engine import why_not_shared
 from rloo_kit.planning.memory import Job
@@ -28,7 +29,7 @@ _shape = cache(read_shape)
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan needs besides the settings: facts on model, prompts, machine and libraries."""
+    """Facts on model, prompts, machine and libraries that a plan needs besides the settings."""
 
     shape: ModelShape
     longest: int | None  # tokens of the longest prompt; None if it cannot be counted here
@@ -81,7 +82,7 @@ def make_job(config: RunConfig, facts: Facts) -> Job:
     if not trainer.get("gradient_checkpointing", facts.card.on_gpu):
         checkpointing = "none"
     engine = _engine(config, facts)
-    # in 16 bit Unsloth loads the original of a 4-bit copy on the hub
+    # If 16 bit is requested for a 4-bit copy on the hub, Unsloth loads the 16-bit original
     loads_original = facts.unsloth and is_hub_4bit(base_name(config.model.name))
     return Job(
         shape=shape,
@@ -125,13 +126,14 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
         yield from targets
     elif targets == "all-linear":
         yield from dense
-    else:  # a pattern for full names, which is searched for the last parts of the names
+    else:  # a pattern for full names: adapt the layers whose short names occur in its text
         yield from [name for name in dense if name in targets] or dense
     for one in facts.shape.linears:
         leaf = one.name.rpartition(".")[2]
         named = any(name.endswith(leaf) for name in parameters or ())
         # Unsloth also gives the experts of a targeted MLP an adapter
-        is_layer = isinstance(targets, str) or "down_proj" in dense  # others `attach_lora` drops
+        # `attach_lora` drops names in the list of targets that no dense layer has
+        is_layer = isinstance(targets, str) or "down_proj" in dense
         by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets and is_layer
         if one.is_expert and (named or by_unsloth):
             yield one.name
@@ -156,15 +158,18 @@ def assumptions(config: RunConfig, facts: Facts, job: Job) -> Iterator[str]:
 
 
 def _longest_prompt(config: RunConfig, name: str, base: Path) -> int | None:
-    folder = EMBEDDED.get(name, Path(name))
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    from transformers import AutoTokenizer
+    """Return the number of tokens of the run's longest prompt.
 
+    It is None if the model's tokenizer is not in a folder on this machine, or if the prompts cannot
+    be read.
+    """
+    if not (EMBEDDED.get(name, Path(name)) / TOKENIZER).is_file():
+        return None
     from rloo_kit.data.lengths import longest_prompt
 
+    template = config.model.chat_template
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(name, chat_template=template and beside(template, base))
         prompts, _ = read_prompts(config, base)
         longest = len(longest_prompt(prompts, tokenizer, template_settings(config)))
     except (KitError, OSError, ValueError):  # the run itself reports errors in the prompts
@@ -182,7 +187,7 @@ def _engine(config: RunConfig, facts: Facts) -> str:
         facts.shape, trust_remote_code=config.model.trust_remote_code
     )
     can_sample = facts.vllm and (is_shared or not facts.unsloth)
-    # If vLLM was requested by name, the plan assumes that it runs on the machine of the plan
+    # If vLLM was requested by name, the plan assumes that it can run
     why_not = "it cannot here" if asked == "auto" and not can_sample else None
     engine = choose(asked, on_gpu=facts.card.on_gpu, why_not=why_not).engine
     return "shared" if engine == "vllm" and is_shared else engine

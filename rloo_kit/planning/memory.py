@@ -45,15 +45,15 @@ FRAGMENTATION = 0.06
 HEAP = 0.25
 # Memory needed to quantise a model to 4 bit on a CPU, relative to the model's size in 16 bit
 LOADING = 1.4
+# Tile size of TRL 1.15's kernel on a GPU (kernels/chunked_logprob.py): number of tokens, and number
+# of logits for each token
 TRITON_TOKENS = 4096
 TRITON_LOGITS = 32768
-"""Tile size of TRL 1.15's kernel on a GPU: number of tokens, and of logits for each token
-(kernels/chunked_logprob.py)."""
 # Number of elements from which a paged optimizer keeps a state in main memory (bitsandbytes 0.50)
 PAGED_FROM = 100_000
+# Number of elements from which a state is kept in 8 bit, and elements in a quantisation block
 EIGHT_BIT_FROM = 4096
 EIGHT_BIT_BLOCK = 256
-"""Number of elements from which a state is kept in 8 bit, and elements in a quantisation block."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ def _total(parts: dict[str, Held], phase: str) -> int:
 
 
 def _weights(job: Job) -> dict[str, Held]:
+    """Return the parts of the memory that loading the base model needs."""
     shape = job.shape
     packing = mapped = 0
     if job.in_4bit and not shape.packed:
@@ -208,6 +209,7 @@ def adapter_sizes(job: Job) -> list[int]:
 
 
 def _adapted(job: Job) -> list[Linear]:
+    """Return the linear layers that get an adapter."""
     return [linear for linear in job.shape.linears if linear.name in job.targets]
 
 
@@ -237,6 +239,7 @@ def optimizer_bytes(name: str, sizes: Sequence[int], *, on_gpu: bool = True) -> 
 
 
 def _by_vllm(job: Job, engine: EngineMemory) -> dict[str, Held]:
+    """Return the parts of the memory that sampling with vLLM on this GPU needs."""
     awake = (START, SAMPLE) if job.sleeps else PHASES[1:]
     size = engine.size
     shared = job.engine == "shared"
@@ -283,6 +286,7 @@ def planned_engine(job: Job) -> EngineMemory:
 
 
 def _by_transformers(job: Job) -> dict[str, Held]:
+    """Return the parts of the memory that sampling with transformers needs."""
     shape = job.shape
     wide = job.value_bytes
     cache = 2 * shape.num_layers * shape.kv_size * wide * job.at_once * job.width
@@ -321,7 +325,7 @@ def layer_bytes(job: Job) -> int:
     adapters = sum(adapted) / shape.num_layers
     return int(
         shape.hidden_size * (8 + 5 * wide)
-        + shape.query_size * (normed + 3 * wide)
+        + shape.num_heads * shape.head_dim * (normed + 3 * wide)
         + shape.kv_size * (normed + 2 * wide)
         + shape.intermediate_size * 4 * wide
         + adapters * job.rank * wide
@@ -335,6 +339,13 @@ def _forward_bytes(job: Job) -> int:
 
 
 def _passes(job: Job, budget: int, trained: int) -> dict[str, Held]:
+    """Return the parts of the memory that passes of the model need, with and without gradient.
+
+    Args:
+        job: Facts of the run.
+        budget: Positions in a training pass.
+        trained: Bytes of the trained parameters in float32, on one GPU.
+    """
     width = job.width
     wide = job.value_bytes
     # A row longer than the budget gets its own pass

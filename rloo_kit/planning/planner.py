@@ -221,7 +221,7 @@ def room_here() -> int:
     if hardware.on_gpu:
         import torch
 
-        # Asking a GPU for its free memory creates a CUDA context, which is added here
+        # Asking a GPU for its free memory creates a CUDA context. Its size is added to what is free
         held = torch.cuda.memory_reserved() if hardware.device == "cuda" else 0
         return min(hardware.usable, hardware.free_memory + CONTEXT + held)
     import psutil

@@ -34,6 +34,14 @@ def disturb(model, generator, std):
             parameter.data += (std * noise).to(parameter.device, parameter.dtype)
 
 
+def prompts_of(kit, tokenizer, number=48):
+    """Return the token ids of arithmetic prompts."""
+    from rloo_kit.data.lengths import prompt_ids
+
+    rows = kit.load_prompts("arithmetic", num_prompts=number)
+    return [prompt_ids(tokenizer, row["prompt"]) for row in rows]
+
+
 def trained(model):
     """Return copies of the adapter's parameters, on the CPU."""
     return {

@@ -1,19 +1,14 @@
 """4-bit weights: loaded, sampled from, and trained on the gradients of the same weights exactly."""
 
 import pytest
-from policies import trained
+from policies import prompts_of, trained
 
 pytestmark = pytest.mark.gpu
 
 
 def rows_of(kit, tokenizer):
     """A few prompts with completions of unequal length."""
-    from rloo_kit.data.lengths import prompt_ids
-
-    prompts = [
-        prompt_ids(tokenizer, row["prompt"])
-        for row in kit.load_prompts("arithmetic", num_prompts=4)
-    ]
+    prompts = prompts_of(kit, tokenizer, 4)
     texts = ["4+5=9 5+7=12 6+6+1=13 </think> 1329", "9", "</think> 12", "1+1=2 2+2=4"]
     return [
         (prompt, tokenizer(text)["input_ids"]) for prompt, text in zip(prompts, texts, strict=True)

@@ -1,7 +1,7 @@
 """vLLM in this process on the card: it follows the adapter, sleeps, and the canary watches it."""
 
 import pytest
-from policies import disturb, make_policy, need
+from policies import disturb, make_policy, need, prompts_of
 
 pytestmark = pytest.mark.gpu
 # Nats between the two likeliest tokens; below it bf16 rounding may choose either
@@ -33,15 +33,6 @@ def sampler(request, kit, vllm, device):
         engine = VllmEngine(model, max_length=128, num_sequences=64, sleeps=True)
         yield kind, model, tokenizer, engine
         engine.close()
-
-
-def prompts_of(kit, tokenizer):
-    from rloo_kit.data.lengths import prompt_ids
-
-    return [
-        prompt_ids(tokenizer, row["prompt"])
-        for row in kit.load_prompts("arithmetic", num_prompts=48)
-    ]
 
 
 def greedy(engine, model, prompts):

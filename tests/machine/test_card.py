@@ -65,13 +65,12 @@ def why_not(monkeypatch, tmp_path):
     return check
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (12, 1)])
-def test_a_card_with_kernels_is_taken(capability, why_not):
-    assert why_not(capability=capability) is None
+CPU = {"card": None, "driver": None, "installed": []}
 
 
-def test_no_card_and_no_driver_is_a_cpu(why_not):
-    assert why_not(card=None, driver=None, installed=[]) is None
+@pytest.mark.parametrize("facts", [CPU, *({"capability": c} for c in [(7, 5), (8, 9), (12, 1)])])
+def test_a_cpu_and_a_card_with_kernels_are_taken(facts, why_not):
+    assert why_not(**facts) is None
 
 
 REFUSED = [
@@ -210,21 +209,15 @@ def test_name_and_memory_are_of_the_same_card(monkeypatch):
     assert detect_hardware().name == "card 1"
 
 
-def test_a_card_that_another_kernel_fills_is_one_sentence(monkeypatch):
-    def full():
-        raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be")
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [("out of memory", "end the other"), ("uncorrectable ECC error", "restart")],
+)
+def test_a_card_that_cannot_be_used_is_one_sentence(monkeypatch, error, remedy):
+    def fails():
+        raise torch.AcceleratorError(f"CUDA error: {error}\nCUDA kernel errors might be")
 
-    see_cards(monkeypatch, full)
-    with pytest.raises(
-        BackendError, match=r"^card 1 cannot be used now \(CUDA error: out of memory\): end the"
-    ):
-        detect_hardware()
-
-
-def test_other_programs_are_not_blamed_for_a_broken_card(monkeypatch):
-    def broken():
-        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
-
-    see_cards(monkeypatch, broken)
-    with pytest.raises(BackendError, match=r"ECC error encountered\): restart this machine"):
+    see_cards(monkeypatch, fails)
+    says = rf"^card 1 cannot be used now \(CUDA error: {error}\): {remedy}"
+    with pytest.raises(BackendError, match=says):
         detect_hardware()

@@ -55,17 +55,17 @@ def gradients(log_probs, inputs):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "bias", "temperature", "softcap"),
+    ("num_tokens", "bias", "options"),
     [
-        (1, False, 1.0, None),
-        (CHUNK_TOKENS, True, 0.7, None),
-        (2 * CHUNK_TOKENS + 37, True, 0.7, 3.0),
+        (1, False, {}),
+        (CHUNK_TOKENS, True, {"temperature": 0.7}),
+        (2 * CHUNK_TOKENS + 37, True, {"temperature": 0.7, "softcap": 3.0, "logit_scale": 0.25}),
     ],
 )
-def test_values_and_gradients_are_those_of_full_logits(num_tokens, bias, temperature, softcap):
+def test_values_and_gradients_are_those_of_full_logits(num_tokens, bias, options):
     *inputs, targets = make_case(num_tokens, bias=bias)
-    options = {"softcap": softcap, "temperature": temperature}
-    log_probs, entropy, *_ = apply(inputs, targets, **options)
+    log_probs, entropy, *rest = apply(inputs, targets, **options)
+    assert rest == [None, None, None]
     logits = full_logits(*inputs, **options)
     expected, expected_entropy = from_logits(logits, targets)
     assert_close(log_probs, expected)
@@ -108,16 +108,6 @@ def test_peak_memory_is_bounded_by_one_chunk():
 
 
 # --- what TRL calls -------------------------------------------------------------------------------
-
-
-def test_apply_scales_caps_and_divides_by_the_temperature():
-    *inputs, targets = make_case(40)
-    options = {"softcap": 3.0, "logit_scale": 0.25, "temperature": 0.7}
-    log_probs, entropy, *rest = apply(inputs, targets, **options)
-    expected, expected_entropy = from_logits(full_logits(*inputs, **options), targets)
-    assert_close(log_probs, expected)
-    assert_close(entropy, expected_entropy)
-    assert rest == [None, None, None]
 
 
 def test_apply_says_which_targets_are_likeliest():

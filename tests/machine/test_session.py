@@ -101,16 +101,12 @@ def test_what_cannot_be_released_does_not_keep_the_rest():
 # --- what is said of it --------------------------------------------------------------------------
 
 
-def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold():
+def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold_and_which_children_are_left():
     before = MemoryUse(0, gpu_reserved=9 * 1024 * MIB, gpu_other=MIB)
-    after = MemoryUse(0, gpu_allocated=8 * MIB, gpu_reserved=20 * MIB, gpu_other=MIB)
+    after = MemoryUse(0, 8 * MIB, 20 * MIB, MIB, ("7 vllm", "8 vllm"))
     text = str(Released(before, after))
     assert "released 9,196 MiB of GPU memory" in text
     assert "20 MiB left, of which tensors hold 8 MiB, and 1 MiB outside of torch" in text
-
-
-def test_children_that_are_left_are_named():
-    text = str(Released(MemoryUse(0), MemoryUse(0, children=("7 vllm", "8 vllm"))))
     assert "child processes left: 7 vllm, 8 vllm" in text
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import torch
 import yaml
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from short_training import short_trainer
 
 import rloo_kit as rk
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import LoraSection, ModelSection, RunConfig
 from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.job import read_config
-from rloo_kit.models.adapters import adapter_tensors, base_of
+from rloo_kit.models.adapters import adapter_tensors, base_of, lora_settings
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import read_shape
 from rloo_kit.planning.planner import make_plan
@@ -61,24 +61,6 @@ def scores(model, tokenizer):
         return model(**ids).logits.float()
 
 
-def lottery(completions, **_):
-    return [zlib.crc32(c[-1]["content"].encode()) % 100 / 100 for c in completions]
-
-
-def new_trainer(model, tokenizer, folder, **asked):
-    few = {"max_steps": 2, "max_completion_length": 8, "per_device_train_batch_size": 8}
-    few["temperature"] = 2.0
-    return rk.LeaveOneOutTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=lottery,
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        args=rk.LeaveOneOutConfig(
-            str(folder), **few, save_strategy="no", doctor=False, learning_rate=1e-2, **asked
-        ),
-    )
-
-
 # --- loading -------------------------------------------------------------------------------------
 
 
@@ -91,10 +73,6 @@ def test_it_is_loaded_on_its_base_and_trains(adapter):
     assert sum(p.requires_grad for p in model.parameters()) == len(kept)
     assert Path(model.peft_config["default"].base_model_name_or_path).name == "tiny-thinker"
     assert rk.attach_lora(model) is model
-    layout = "support_avx512bf16_for_cpu"  # whose backward is wrong
-    layers = [m for m in model.modules() if hasattr(m, layout)]
-    assert len(layers) == 28
-    assert not any(getattr(m, layout) for m in layers)
     assert tokenizer.padding_side == "left"
 
 
@@ -130,6 +108,13 @@ def test_other_lora_settings_are_refused(adapter, asked, message):
     with pytest.raises(rk.ConfigError, match=message):
         rk.attach_lora(model, **asked)
     rk.attach_lora(model, r=4, lora_alpha=8, target_modules=("v_proj", "q_proj"))
+
+
+def test_the_order_of_layers_in_the_adapters_config_does_not_matter(adapter, tmp_path):
+    folder = rewritten(adapter, tmp_path / "adapter", exclude_modules=["up_proj", "k_proj"])
+    assert lora_settings(folder, {"exclude_modules": ["k_proj", "up_proj"]})
+    with pytest.raises(rk.ConfigError, match="leave exclude_modules out"):
+        lora_settings(folder, {"exclude_modules": ["k_proj"]})
 
 
 def test_the_tokenizer_of_the_adapter_comes_with_it(adapter, tmp_path):
@@ -251,7 +236,7 @@ def test_the_reference_is_the_adapter_as_it_was(tmp_path, more):
     adapter = write_adapter(tmp_path / "adapter", settings)
     model, tokenizer = rk.load_model(adapter, max_seq_length=128)
     # k3 is never negative, so nothing cancels
-    trainer = new_trainer(model, tokenizer, tmp_path / "run", beta=0.5, kl_estimator="k3")
+    trainer = short_trainer(model, tokenizer, tmp_path / "run", beta=0.5, kl_estimator="k3")
     kept = load_file(adapter / "adapter_model.safetensors")
     trainer.train()
     first, second = (row["kl"] for row in trainer.state.log_history if "kl" in row)

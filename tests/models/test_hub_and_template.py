@@ -94,10 +94,10 @@ def test_the_base_of_an_adapter_is_not_replaced(tmp_path, monkeypatch, in_4bit, 
     """Except 4-bit weights, if 16 bit is asked."""
     packed = {"model_type": "qwen3", "quantization_config": {"load_in_4bit": True}}
     (tmp_path / "config.json").write_text(json.dumps(packed))
-    found = loading._arguments_of(tmp_path, str(tmp_path), in_4bit)
+    found = loading._arguments_of(tmp_path, str(tmp_path), in_4bit, False)
     assert found.get("use_exact_model_name") is exact
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    assert loading._arguments_of(tmp_path, str(tmp_path), in_4bit)["use_exact_model_name"]
+    assert loading._arguments_of(tmp_path, str(tmp_path), in_4bit, False)["use_exact_model_name"]
 
 
 @pytest.mark.long

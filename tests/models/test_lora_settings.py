@@ -1,13 +1,13 @@
 """Every field of LoraConfig acts, on dense models and on mixtures of experts, or is refused."""
 
 import dataclasses
-import zlib
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
+from short_training import short_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 import rloo_kit as rk
@@ -50,10 +50,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def lottery(completion_ids, **_):
-    return [zlib.crc32(str(ids).encode()) % 100 / 100 for ids in completion_ids]
-
-
 def trained(folder, source, settings):
     """Attach an adapter, train two steps, save it; return the model and the names that moved."""
     model, tokenizer = rk.load_model(
@@ -61,18 +57,8 @@ def trained(folder, source, settings):
     )
     model = rk.attach_lora(model, r=4, **settings)
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    trainer = rk.LeaveOneOutTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=lottery,
-        train_dataset=rk.load_prompts("arithmetic", num_prompts=8),
-        args=rk.LeaveOneOutConfig(
-            str(folder / "run"), max_steps=2, max_completion_length=8, bf16=False,
-            per_device_train_batch_size=8, save_strategy="no", doctor=False, learning_rate=1e-2,
-            temperature=2.0, generation="transformers",
-        ),
-    )  # fmt: skip
-    trainer.train()
+    in_float32 = {"bf16": False, "generation": "transformers"}
+    short_trainer(model, tokenizer, folder / "run", **in_float32).train()
     rk.save_adapter(model, tokenizer, folder / "adapter")
     return model, [name for name, p in model.named_parameters() if not p.equal(before.get(name, p))]
 
@@ -125,7 +111,7 @@ def test_every_field_of_the_installed_lora_config_is_known():
         ({"bias": "lora_only"}, "bias is for biases of the base, but"),
         ({"layers_pattern": "layers"}, "PEFT refuses the LoRA settings"),
         ({"rank_pattern": {"q_proj": "x"}}, r"PEFT refuses the LoRA settings \(TypeError: "),
-        ({"layers_to_transform": 99}, r"PEFT refuses .*: Target modules .* correct the one"),
+        ({"layers_to_transform": 99}, r"PEFT refuses .*: Target modules .* correct the setting"),
         ({"target_modules": r".*\.nothing"}, "matches no layer of this model"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import shutil
 import ssl
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -10,12 +11,11 @@ import pytest
 import torch
 from huggingface_hub import errors
 from rloo_kit.rewards import end_of_thinking_id
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo_kit as rk
 from rloo_kit.errors import ConfigError
-from rloo_kit.evaluation.trained import find_trained
 from rloo_kit.models import loading
 from rloo_kit.models.loading import load_tokenizer
 from rloo_kit.models.shape import TINY_THINKER
@@ -41,32 +41,6 @@ def test_the_weights_are_nf4(loaded):
     assert len(layers) == 4 * 7
     assert {m.weight.quant_state.quant_type for m in layers} == {"nf4"}
     assert not any(m.support_avx512bf16_for_cpu for m in layers)
-
-
-def test_a_folder_of_other_files_is_not_replaced(tmp_path):
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=256)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(rk.ModelError, match="give a new folder"):
-        rk.save_adapter(rk.attach_lora(model), tokenizer, tmp_path)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_an_adapter_is_written_to_the_home_folder_or_the_error_is_one_sentence(
-    tmp_path, monkeypatch
-):
-    def full(*_, **__):
-        raise SafetensorError("No space left on device")
-
-    model, tokenizer = rk.load_model("tiny-thinker", max_seq_length=128)
-    policy = rk.attach_lora(model, r=2)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert rk.save_adapter(policy, tokenizer, "~/adapter") == tmp_path / "adapter"
-    assert find_trained("~/adapter").adapter == tmp_path / "adapter"
-    monkeypatch.setattr("peft.peft_model.safe_save_file", full)
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "new", tmp_path / "file"):
-        with pytest.raises(rk.ModelError, match="the adapter cannot be written to"):
-            rk.save_adapter(policy, tokenizer, folder)
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -243,9 +217,18 @@ def generate(model, **_): pass
     assert ran.exists()  # it would have been
 
 
-def test_an_unknown_argument_is_refused_and_not_the_model():
-    with pytest.raises(ConfigError, match=r"no argument 'max_sequence_length'.* 'max_seq_"):
-        rk.load_model("tiny-thinker", max_sequence_length=200)
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"max_sequence_length": 200}, "'max_sequence_length' is not an argument .* 'max_seq_"),
+        ({"device_map": "auto"}, "'device_map' .* or the kit sets it itself: .* remove it"),
+        ({"quantization_config": None}, "'quantization_config' .* or the kit sets it itself"),
+    ],
+)
+def test_an_argument_that_cannot_be_passed_on_is_named(argument, says):
+    loading_it = partial(loading._load_transformers, TINY_THINKER, AutoModelForCausalLM, False)
+    with pytest.raises(ConfigError, match=says), loading._as_model_errors("x", argument):
+        loading_it(max_seq_length=64, load_in_4bit=True, dtype=torch.bfloat16, **argument)
 
 
 def test_8_bit_is_refused_before_the_weights_are_read():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import rloo_kit as rk
+from rloo_kit.evaluation.trained import find_trained
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -100,6 +101,21 @@ def test_an_adapter_of_another_rank_is_replaced_whole(models, tmp_path):
     assert save(models[8], folder, 2.0)[0] == 0
     assert found(folder) == 2.0
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_path_in_the_home_folder_is_expanded(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rk.save_adapter(*models[4], "~/adapter") == tmp_path / "adapter"
+    assert find_trained("~/adapter").adapter == tmp_path / "adapter"
+
+
+def test_other_files_are_not_replaced(models, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    for place, says in ((tmp_path, "give a new folder"), (file, "cannot be written to")):
+        with pytest.raises(rk.ModelError, match=says):
+            rk.save_adapter(*models[4], place)
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /dev/full")

@@ -55,8 +55,9 @@ def test_images_load_the_processor_and_text_the_tokenizer(folder):
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
-def test_an_adapter_of_a_vision_model_is_trained_further(folder, tmp_path):
-    model, processor = load(folder, images=True)
+@pytest.mark.parametrize("images", [True, False])
+def test_an_adapter_of_a_vision_model_is_trained_further_with_images(folder, tmp_path, images):
+    model, processor = load(folder, images=images)
     policy = rk.attach_lora(model, r=2, target_modules=["q_proj"])
     again, processor = load(rk.save_adapter(policy, processor, tmp_path), images=True)
     assert processor.image_processor is not None

@@ -145,7 +145,12 @@ def test_public_name_plans_a_run_file_on_this_machine():
     assert isinstance(made, Plan)
     assert made.job.rows == 128
     assert made.job.prompt < 60  # read from the prompts themselves
-    assert made.peak_bytes == made.memory.peak_bytes
+
+
+def test_prompts_are_counted_with_the_chat_template_of_the_run(tmp_path):
+    file = tmp_path / "long.jinja"
+    file.write_text("{{ 'x' * 100 }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert plan_of("quickstart", None, f"model.chat_template={file}").job.prompt > 100
 
 
 # --- the command ---------------------------------------------------------------------------------
