@@ -33,25 +33,25 @@ OBEYED_BY = {
     "vllm_tensor_parallel_size": "",
     "vllm_structured_outputs_regex": "",
 }
-# Parameters that `generation_kwargs` may have with vLLM. They need no tokenizer, and they do not
-# change what the kit sets: number and length of completions, stop tokens, and log-probabilities
+# Parameters that `generation_kwargs` may have with vLLM. They need no tokenizer, and do not affect
+# what the kit itself sets: number and length of completions, stop tokens, and log-probabilities
 TOKEN_SAMPLING = {
     "allowed_token_ids", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens",
     "presence_penalty", "repetition_penalty", "top_k", "top_p",
 }  # fmt: skip
-# Parameters of transformers' `generate` that TRL and the kit set
+# Parameters of transformers' `generate` that only TRL and the kit may set
 FIXED = {
     "disable_compile", "eos_token_id", "num_return_sequences", "pad_token_id",
     "return_dict_in_generate",
 }  # fmt: skip
-# Parameters that have a trainer setting of their own, because other parts of the kit read them too
+# Parameter -> the trainer setting to use instead, because other parts of the kit read it too
 OWN_SETTINGS = {
     "temperature": "temperature",
     "max_new_tokens": "max_completion_length",
     "max_length": "max_completion_length",
 }
-# Parameters that depend on all tokens of a completion so far. With a thinking budget, vLLM samples
-# a completion in two parts, and so would count the tokens of each part alone
+# Parameters that count the tokens of a completion. With a thinking budget, vLLM samples each
+# completion in two parts, and would count the tokens of each part separately
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 
@@ -189,14 +189,14 @@ def _check_generate(others: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame_generation_kwargs(others: Any) -> Iterator[None]:
-    """Return a context that turns a TypeError or ValueError in its block into a ConfigError.
+    """Context manager that turns a TypeError or ValueError in its block into a ConfigError.
 
-    ``generate`` of transformers raises these errors for arguments that it does not accept. The
-    ConfigError names ``generation_kwargs`` and their values.
+    ``generate`` of transformers raises these errors if it does not accept an argument. The message
+    of the ConfigError shows the ``generation_kwargs``.
 
     Args:
-        others: The ``generation_kwargs``, a dict. If there are none, an error passes through
-            unchanged.
+        others: The ``generation_kwargs``, a dict. If they are None or empty, an error passes
+            through unchanged.
 
     Raises:
         ConfigError: A TypeError or ValueError was raised, and ``generation_kwargs`` were given.

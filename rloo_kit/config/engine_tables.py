@@ -1,7 +1,7 @@
-"""Names that a run file must not have in its sections ``trainer:``, ``unsloth:`` and ``vllm:``.
+"""Keys that the sections ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file must not have.
 
-They have another place in the run file, or the kit sets them itself. A name that Unsloth or vLLM
-does not know is reported by that library when it loads; this module does not import them.
+Either another key of the run file sets the same value, or the kit sets the value itself. This
+module does not import Unsloth or vLLM. They report keys that they do not know when they load.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ SHARED_ENGINE_NAMES = frozenset(
         "max_logprobs", "max_num_batched_tokens",
     }
 )  # fmt: skip
-# Names whose value another key of the run file sets: section -> name -> that key
+# Section -> key that it must not have -> what to use instead
 SET_ELSEWHERE: dict[str, dict[str, str]] = {
     "trainer": {
         "output_dir": "output_dir",
@@ -60,7 +60,7 @@ SET_ELSEWHERE: dict[str, dict[str, str]] = {
         "trust_remote_code": "model.trust_remote_code",
     },
 }
-# Names that the kit always sets itself
+# Section -> keys that the kit always sets itself
 FIXED = {
     "unsloth": {
         "config", "enable_lora", "full_finetuning", "gguf_file", "images", "is_vision_model",
@@ -77,8 +77,8 @@ TABLES = tuple(SET_ELSEWHERE)
 def check_table(table: str, names: Iterable[object]) -> list[str]:
     """Return an error message for each key that is not allowed in a section of a run file.
 
-    These are the keys that rloo-kit sets itself, and those whose value another key of the run file
-    sets. Unknown keys are not reported here. ``translate_trainer_arguments`` reports those in the
+    A key is not allowed if rloo-kit sets its value itself, or if another key of the run file sets
+    it. Unknown keys are not reported here. ``translate_trainer_arguments`` reports those in the
     section ``trainer``, and Unsloth or vLLM reports those in its own section when it loads.
 
     Args:
@@ -88,7 +88,7 @@ def check_table(table: str, names: Iterable[object]) -> list[str]:
     errors = []
     for key in map(str, names):
         if place := SET_ELSEWHERE[table].get(key):
-            errors.append(f"{table}.{key} is {place} in a run file: write it there")
+            errors.append(f"{table}.{key} cannot be set in a run file: use {place} instead")
         elif key in FIXED.get(table, ()):
             errors.append(f"{table}.{key} is set by rloo-kit itself: leave it out")
     return errors

@@ -9,7 +9,7 @@ from rloo_kit.config.other_names import MOVED
 from rloo_kit.config.run_file import PROJECTIONS, make_run_config, read_value
 from rloo_kit.errors import ConfigError
 
-# Defaults of the older trainer that differ from those here. It did not clip gradients
+# Defaults of the older trainer, if they differ from the kit's. It did not clip gradients
 DEFAULTS = {
     "learning_rate": 5e-5,
     "max_grad_norm": 0.0,
@@ -30,9 +30,9 @@ PLACES = {
 
 
 def legacy_run_file(words: Sequence[str]) -> str:
-    """Convert a command line of TRL's older RLOO scripts to a run file; return its YAML text.
+    """Convert a command line of TRL's older RLOO scripts to a run file, and return its YAML text.
 
-    The function also checks the settings of the run file.
+    The settings of the run file are checked.
 
     Args:
         words: The words of the command line. The launcher and the script's name are ignored.
@@ -62,14 +62,14 @@ def legacy_run_file(words: Sequence[str]) -> str:
 
 
 def _flags(words: Sequence[str]) -> dict[str, Any]:
-    """Return a dict from flag to value, as ``HfArgumentParser`` reads a command line.
+    """Parse a command line as ``HfArgumentParser`` does; return a dict from flag to value.
 
-    A flag without a value is True. A flag with several values has a list.
+    The value is True if the flag has no value, and a list if it has several.
     """
-    scripts = [place for place, word in enumerate(words) if word.endswith(".py")]
+    start = next((place for place, word in enumerate(words) if word.endswith(".py")), 0)
     found = {}
     values = []  # values of the latest flag; words before the first flag are dropped
-    for word in words[scripts[0] if scripts else 0 :]:
+    for word in words[start:]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             values = [read_value(value)] if equals else []

@@ -1,4 +1,4 @@
-"""Check the less usual fields of ``lora:`` in a run file.
+"""Check the less common fields of ``lora:`` in a run file.
 
 Every field of ``LoraConfig`` in the installed PEFT is allowed, unless sampling, the reference model
 or an export cannot support it. PEFT is not imported.
@@ -12,7 +12,7 @@ from rloo_kit.config.sources import fields_of
 from rloo_kit.text.wording import format_value
 
 _OTHER_BASE = "but sampler, reference and export do not support it: leave it out"
-_NO_START = "for an initialisation that changes the base weights, which must stay: leave it out"
+_NO_START = "for an initialisation that would change the base weights: leave it out"
 _NO_ENGINE = "for a kind of training or an engine that rloo-kit does not use: leave it out"
 # Field that the kit cannot support -> the end of the message that refuses it
 REFUSED: dict[str, str] = {
@@ -24,7 +24,7 @@ REFUSED: dict[str, str] = {
         _NO_ENGINE,
     ),
 }
-# Initialisations of an adapter that leave the base unchanged
+# Values of `init_lora_weights` that leave the base weights unchanged
 STARTS = (True, False, "gaussian", "orthogonal")
 # Fields of adapters that vLLM cannot load
 NOT_BY_VLLM = (
@@ -61,8 +61,8 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
                 re.compile(text)
             except (re.error, OverflowError, RecursionError) as exc:
                 errors.append(
-                    f"{section}{name} is {format_value(text)}, which is no regular expression "
-                    f"({exc}): write one such as .*_proj, or a name"
+                    f"{section}{name} is {format_value(text)}, which is not a valid regular "
+                    f"expression ({exc}): write one such as .*_proj, or a name"
                 )
     if settings.get("bias", "none") != "none":  # PEFT accepts it for one adapter, TRL adds `ref`
         errors.append(f"{section}bias is for biases of the base, {_OTHER_BASE}")
@@ -72,7 +72,7 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
 def why_not_vllm_takes(settings: Mapping[str, Any]) -> str | None:
     """Return why vLLM cannot load an adapter with these fields of ``LoraConfig``.
 
-    None means that vLLM can load it.
+    Return None if vLLM can load it.
     """
     name = next((name for name in NOT_BY_VLLM if settings.get(name)), None)
     if name is None and settings.get("bias", "none") != "none":

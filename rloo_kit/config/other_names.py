@@ -14,7 +14,7 @@ def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: text for text, names in groups.items() for name in names.split()}
 
 
-# Name -> the name of the same trainer setting here
+# Name -> name of the same trainer setting in the kit
 RENAMED = {
     "cliprange": "epsilon",
     "exp_name": "run_name",
@@ -29,7 +29,8 @@ RENAMED = {
     "total_episodes": "max_steps",
     "warmup_ratio": "warmup_steps",
 }
-# Name -> where its value belongs: the key of the run file, and the function or argument in Python
+# Name of a setting that does not belong to the trainer here -> its key in a run file, and the
+# function or argument that accepts its value in Python
 MOVED = {
     "dataset_name": ("data.prompts", "the trainer's train_dataset"),
     "dataset_train_split": ("data.split", "rk.load_prompts"),
@@ -69,18 +70,18 @@ REFUSED = _by_name(
         "leave it out, because batches consist of whole groups": "group_by_length",
     }
 )
-# Remedy for fields of TRL's GRPOConfig that are in none of the tables
+# Remedy for a field of TRL's GRPOConfig that is not in these tables
 OF_GRPO = "leave it out, only TRL's GRPO has it"
 OTHER_NAMES = {*RENAMED, *MOVED, *NEEDLESS, *REFUSED}
-# Flags that the scripts parse themselves, and that TRL's parser therefore does not know
+# Flags that TRL's scripts define themselves, so that TRL's argument parser does not know them
 OF_SCRIPTS = {*MOVED, "config_file", "dataset_num_proc", "dataset_test_split", "exp_name"}
 
 
 def why_not_needed(name: str, value: object) -> str | None:
     """Return the reason why a setting of another trainer has no effect and can be ignored.
 
-    A setting that the trainer would refuse can be ignored too, if its value asks for what the kit
-    does anyway: False, None, ``none`` or ``eos``.
+    A setting in ``MOVED`` or ``REFUSED`` can be ignored too, if its value (False, None, ``none`` or
+    ``eos``) asks for what the kit does anyway.
 
     Args:
         name: Name of the setting in the other trainer.

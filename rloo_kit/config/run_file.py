@@ -29,7 +29,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True)
 class ModelSection:
-    """``model:``, the model to train."""
+    """Section ``model:``, the model to train."""
 
     name: str = setting(
         "tiny-thinker",
@@ -60,7 +60,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """``lora:``, the adapter to train; further fields of ``LoraConfig`` are accepted too."""
+    """Section ``lora:``, the adapter to train; it accepts further fields of ``LoraConfig`` too."""
 
     r: int = setting(16, "Rank of the adapter.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
@@ -74,7 +74,7 @@ class LoraSection:
     """Other fields of ``LoraConfig``. In a run file they are direct keys of ``lora:``."""
     given: ClassVar[Set[str]]
     """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
-    the settings that the user did not give are those of the adapter."""
+    all other settings are those of that adapter."""
 
     def __new__(cls, **given: Any) -> "LoraSection":
         """Create a section that remembers in ``given`` which settings were passed."""
@@ -90,19 +90,19 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class ThinkingSection:
-    """``thinking:``, the texts around a thought, for a model whose family the kit does not know."""
+    """Section ``thinking:``, the texts around a thought, for a model family unknown to the kit."""
 
     start: str | None = setting(
-        None, "Text that begins a thought, such as `<think>`; null: found in the tokenizer."
+        None, "Text that begins a thought, such as `<think>`; null: detected from the tokenizer."
     )
     end: str | None = setting(
-        None, "Text that ends a thought, such as `</think>`; null: found in the tokenizer."
+        None, "Text that ends a thought, such as `</think>`; null: detected from the tokenizer."
     )
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """``data:``, the prompts."""
+    """Section ``data:``, the prompts."""
 
     prompts: str = setting(
         "arithmetic",
@@ -229,7 +229,7 @@ class RunConfig:
     )
     # NumPy accepts no larger seed
     seed: int = setting(
-        42, "Seed of all random numbers of the run.", minimum=0, maximum=(1 << 32) - 1
+        42, "Seed of all random number generators.", minimum=0, maximum=(1 << 32) - 1
     )
 
     def as_dict(self) -> dict[str, Any]:
@@ -237,8 +237,8 @@ class RunConfig:
         return dataclasses.asdict(self) | {"lora": self.lora.as_dict()}
 
 
-# Task -> its default reward, used if the run file has no `rewards:`
 _NUMBER = {"name": "accuracy", "match": "number"}
+# Task -> its default reward, used if the run file has no `rewards:`
 TASK_REWARDS: dict[str, Any] = {
     "countdown": "countdown",
     "gsm8k": _NUMBER,
@@ -254,11 +254,11 @@ SECTIONS: dict[str, type] = {
 }
 WITH_KEYS = (*SECTIONS, *TABLES)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# In an editable install the folder is next to the package
+# In an editable install, the folder of the examples is next to the package
 if not EXAMPLES.is_dir():
     EXAMPLES = EXAMPLES.parents[1] / "examples"
 EXAMPLE_NAMES = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
-# Errors that PyYAML raises. The last ones are raised for text such as 2026-13-01, an invalid date
+# Errors that PyYAML raises; some of them only for text such as 2026-13-01, an invalid date
 NOT_YAML = (yaml.YAMLError, RecursionError, LookupError, TypeError, ValueError)
 
 
@@ -347,11 +347,11 @@ def find_run_file(path: str | Path) -> Path:
 def read_overrides(
     overrides: Sequence[str], content: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Parse ``--set`` options; return a dict of sections.
+    """Parse ``--set`` options, and return them as a dict in the form of a run file.
 
     Args:
         overrides: Settings in the form ``section.key=value``, or ``key=value`` at the top level.
-        content: Content of a run file, whose settings are returned too.
+        content: Content of a run file, to which the settings are added; it is not changed.
 
     Raises:
         ConfigError: A setting does not have this form, or ``section`` is not a section with keys.
@@ -403,10 +403,10 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
 
 
 def without_hidden_settings(config: RunConfig) -> RunConfig:
-    """Return the settings that were read from a run.yaml, without the masks of secrets.
+    """Return settings that were read from a run.yaml, without those that are masked secrets.
 
-    A run.yaml has a mask in place of each secret. A setting whose whole value is such a mask is
-    left out, and its secret is read from the environment or the file .env instead.
+    When a run.yaml is written, each secret is replaced by a mask such as ``[hidden]``. Such a
+    secret must then come from the environment or the file .env.
     """
     settings = config.as_dict()
     kept = without_hidden(settings)
@@ -424,8 +424,8 @@ def make_run_config(
     Args:
         content: The content of the file, as YAML returns it; anything but a dict is an error.
         overrides: Settings in the form ``section.key=value`` that replace those of the content.
-        recorded: Set it for the settings of a run that has begun, perhaps with an older version of
-            the kit. Neither batch sizes nor contradictions between settings are then checked.
+        recorded: True for the settings of a run that has begun, perhaps with an older version of
+            the kit. Batch sizes and contradictions between settings are then not checked.
 
     Raises:
         ConfigError: A setting is wrong. One message lists the first 12 errors and counts the

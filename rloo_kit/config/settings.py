@@ -21,9 +21,9 @@ class Rule:
     maximum: float | None = None
     below: float | None = None  # exclusive upper bound
     choices: tuple[Any, ...] = ()  # allowed values, or allowed items if the value is a list
-    table: str = ""  # `module:NAME` of a dict whose keys are the choices; imported for the check
+    table: str = ""  # `module:NAME` of a dict whose keys are the choices; the check imports it
     default: Any = None  # the kit's default for a setting of TRL; None: TRL's default is used
-    by_device: bool = False  # the default depends on machine and model; None lets the kit choose
+    by_device: bool = False  # the default depends on machine and model; None: the kit chooses
     kit_step: bool = False  # only the kit's training step uses it; TRL's step ignores it
     trl_step: bool = False  # only TRL's training step uses it; the kit's step ignores it
     instead: str = ""  # why a value outside of `choices` has no effect here, and what to write
@@ -53,9 +53,9 @@ def setting(
     )
 
 
-# Common to most settings of the kit: they decide what is learned, and only the kit's step uses them
+# For settings that affect what the model learns, and that only the kit's step uses
 _LEARNING: dict[str, Any] = {"resume": "must", "kit_step": True}
-# Findings of the doctor that can make a run worthless
+# Findings of the doctor that can make a run worthless, so that `stop_on` may end it
 STOP_ON = (
     "stale_sampler",
     "clip_noise",
@@ -336,7 +336,7 @@ TRL_RULES: dict[str, Rule] = {
     "neftune_noise_alpha": _MUST,
     "normalize_advantages": _MUST,
     "num_completions_to_print": Rule(default=0),
-    # leave-one-out compares a completion with its siblings
+    # leave-one-out compares a completion with the others of its group
     "num_generations": Rule(default=4, minimum=2, resume="must"),
     "num_iterations": Rule(default=1, minimum=1, maximum=1000, resume="must"),
     "num_train_epochs": _MAY,
@@ -383,11 +383,11 @@ RULES: dict[str, Rule] = {
     **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
     **TRL_RULES,
 }
-# Defaults that differ from TRL's, or repeat TRL's so that they are known without importing TRL
+# The kit's defaults for fields of TRL. Some are the same as TRL's, but known without importing TRL
 TRL_DEFAULTS: dict[str, Any] = {
     name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
 }
-# Values of trainer settings that a run file leaves out
+# Default of each setting of the kit, and of each field of TRL in TRL_DEFAULTS
 DEFAULTS: dict[str, Any] = {**{field.name: field.default for field in OWN_FIELDS}, **TRL_DEFAULTS}
 OF_KIT_STEP = [name for name, rule in RULES.items() if rule.kit_step]
 OF_TRL_STEP = [name for name, rule in RULES.items() if rule.trl_step]
@@ -395,10 +395,9 @@ BY_DEVICE = frozenset(name for name, rule in TRL_RULES.items() if rule.by_device
 
 
 def on_resume(rule: Resume) -> list[str]:
-    """Return the sorted names of the trainer settings with this resume rule.
+    """Return the sorted names of the trainer settings with a given resume rule.
 
     Args:
-        rule: ``must`` for settings that a resumed run may not change, ``may`` for those whose
-            change it reports, ``free`` for those that it may change without a notice.
+        rule: ``must``, ``may`` or ``free``; see ``Rule.resume``.
     """
     return sorted(name for name, one in RULES.items() if one.resume == rule)

@@ -1,6 +1,6 @@
-"""Find the settings of another library in its source code, without importing the library.
+"""Find the settings of another library in its source code.
 
-Importing TRL or PEFT takes seconds.
+The library is not imported, because importing TRL or PEFT takes seconds.
 """
 
 import ast
@@ -13,7 +13,7 @@ from rloo_kit.errors import ConfigError
 
 @cache
 def fields_of(package: str, file: str, name: str) -> dict[str, ast.AnnAssign]:
-    """Return a dict from each field name of a class to the statement that defines the field.
+    """Return a dict from field name to the AST node that defines the field in a class.
 
     Inherited fields are left out.
 

@@ -39,9 +39,9 @@ ONLY_WITH = {
     "rows_in_flight": "partial_rollouts",
     "token_level_kl": "beta",
 }
-# Setting -> the only value that it may have with `partial_rollouts`. Another value would change the
-# distribution that tokens are drawn from, but the loss compares the log-probabilities of tokens
-# from several steps; or it would use a sampler that cannot stop before all completions have ended
+# Setting -> the only value that it may have with `partial_rollouts`. Any other value would use a
+# sampler that cannot stop before all completions have ended, or would change the distribution that
+# tokens are sampled from, although the loss compares log-probabilities of tokens from several steps
 WITH_PARTIAL: dict[str, Any] = {
     "cache_implementation": None,
     "generation_kwargs": None,
@@ -52,7 +52,7 @@ WITH_PARTIAL: dict[str, Any] = {
     "use_transformers_continuous_batching": False,
     "use_transformers_paged": False,
 }
-# Annotation in TRL's source -> type that a value is checked against; TRL checks other annotations
+# Annotation in TRL's source -> type that a value must have; TRL checks values of all other types
 TYPE_NAMES = {
     "bool": bool,
     "dict": dict,
@@ -64,7 +64,7 @@ TYPE_NAMES = {
     "list[str]": list[str],
     "None": type(None),
     "str": str,
-    # a list in YAML
+    # YAML has lists, but no tuples
     "tuple[float, float]": Annotated[list[float], Field(min_length=2, max_length=2)],
 }
 # Settings for which `generate` of transformers refuses a whole number such as 2
@@ -72,8 +72,8 @@ FLOATS = ("repetition_penalty", "temperature")
 KIT_TYPES: dict[str, Any] = {
     **typing.get_type_hints(KitSettings),
     "chat_template_kwargs": Mapping | Json[dict] | None,  # TRL accepts JSON text too
-    "fsdp": Any,  # true, or older text
-    # TRL accepts None too, and uses its own default then
+    "fsdp": Any,  # true, or text as in older versions of transformers
+    # TRL also accepts None, and then uses its own default
     "max_completion_length": int,
     "num_generations": int,
 }
@@ -85,7 +85,7 @@ def known_trainer_fields() -> frozenset[str]:
 
 
 def _trl_fields() -> dict[str, ast.AnnAssign]:
-    """Return a dict from the name of each TRL field to the statement of its source that defines it.
+    """Return a dict from the name of each TRL field to the AST node that defines it.
 
     Private fields are left out.
     """
@@ -101,7 +101,7 @@ def _trl_fields() -> dict[str, ast.AnnAssign]:
 def _types() -> dict[str, Any]:
     """Return a dict from the name of each field of ``LeaveOneOutConfig`` to its type.
 
-    A part of a type of TRL that is not in ``TYPE_NAMES``, such as a class, becomes ``Any``.
+    A part of an annotation that is not in ``TYPE_NAMES``, such as a class of TRL, becomes ``Any``.
     """
     found = {}
     for name, node in _trl_fields().items():
@@ -135,8 +135,8 @@ def check_values(
 
     Args:
         values: Settings with the names of the installed TRL and of the kit.
-        all_types: Also check the types of TRL's fields that have neither a range nor choices. Set
-            it for run files. Python code may pass objects of other types, which TRL converts.
+        all_types: Also check the types of TRL's fields that have neither a range nor choices. True
+            for run files; Python code may pass objects of other types, which TRL converts.
         recorded: As in ``run_file.make_run_config``.
     """
     errors = []
@@ -202,8 +202,8 @@ def translate_trainer_arguments(
 ) -> dict[str, Any]:
     """Check trainer settings, and return them with the names of the installed TRL and of the kit.
 
-    The function translates names of another trainer and ignores those that are not needed. It
-    warns in both cases.
+    Names of another trainer are translated, or ignored if the setting is not needed here. Both
+    cases cause a warning.
 
     Args:
         arguments: Settings with the names of this trainer or of another one (``other_names.py``).
@@ -212,9 +212,9 @@ def translate_trainer_arguments(
 
     Raises:
         ConfigError: A name is unknown or given twice, a value is wrong, settings contradict each
-            other, or a batch would not consist of whole groups. One message has up to 12 errors.
-            Contradictions are looked for only if each value is right, and the batch is checked only
-            if there is no other error.
+            other, or a batch would not consist of whole groups. One message lists the first 12
+            errors. Contradictions are checked only if every value is valid, and the batch only if
+            there is no other error.
     """
     errors = []
     notes = []
@@ -240,13 +240,14 @@ def translate_trainer_arguments(
     for old in filter(RENAMED.get, arguments):
         new = RENAMED[old]
         notes.append(f"{old} is {new} here: {new}={values[new]!r} is used")
-    for note in notes:  # the warning names a file of the kit: Unsloth hides those of TRL's parser
+    for note in notes:
+        # stacklevel 2 is a file of the kit; Unsloth hides warnings that come from TRL's parser
         warnings.warn(note, FutureWarning, stacklevel=2)
     return values
 
 
 def _instead_of(name: str) -> str:
-    """Return the end of the error message for an unknown trainer setting: what to do instead."""
+    """Return the remedy for an unknown trainer setting, as the end of an error message."""
     if name in MOVED:
         key, in_python = MOVED[name]
         return f": give it as {key} in a run file, or in Python to {in_python}"
@@ -257,7 +258,7 @@ def _instead_of(name: str) -> str:
 
 
 def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Add a setting of another trainer to ``values``, with the name and the meaning it has here.
+    """Convert a setting of another trainer to the kit's name and meaning; add it to ``values``.
 
     Args:
         old: Name of the setting in the other trainer, a key of ``RENAMED``.
@@ -275,19 +276,19 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
         return [f"total_episodes is {format_value(value)}, must be a whole number of completions"]
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
-        # A mini-batch was one optimizer step, which had this many micro-batches
+        # There a mini-batch was one optimizer step, with this many micro-batches
         value *= accumulation
-    # a value of multi_objective_aggregation
+    # multi_objective_aggregation has the value sum_then_normalize
     values[new] = "sum" if value == "sum_then_normalize" else value
     return []
 
 
 def _steps_of(trainer: Mapping[str, Any]) -> int:
-    """Return the number of optimizer steps needed to train on a number of completions.
+    """Convert ``total_episodes``, a number of completions, to a number of optimizer steps.
 
     Args:
-        trainer: Checked trainer settings, in which ``max_steps`` holds the number of completions
-            of the whole training, on all processes.
+        trainer: Checked trainer settings. Their ``max_steps`` still has the value of
+            ``total_episodes``, the completions of the whole training on all processes.
     """
     values = {**DEFAULTS, **trainer}
     batch = batch_plan(trainer)
@@ -322,13 +323,13 @@ class BatchPlan:
     def is_on_policy(self) -> bool:
         """True if ``accumulation`` is a multiple of ``steps_per_generation``.
 
-        Each optimizer step then uses one or several whole batches. No optimizer step comes between
-        the sampling of a batch and the first training pass over it. This pass therefore computes
-        the log-probabilities of the policy that sampled the batch.
+        Each optimizer step then uses one or several whole batches, so the policy does not change
+        between the sampling of a batch and the end of the first training pass over it. This pass
+        therefore also computes the log-probabilities of the policy that sampled the batch.
 
-        If it is False, an optimizer step changes the policy in the middle of a training pass.
-        These log-probabilities must then be computed before that step, in a forward pass without
-        gradient.
+        If it is False, an optimizer step changes the policy in the middle of a training pass. The
+        log-probabilities of the sampling policy must then be computed before that step, in a
+        forward pass without gradient.
         """
         return self.accumulation % self.steps_per_generation == 0
 

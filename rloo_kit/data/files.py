@@ -1,8 +1,8 @@
 """Functions that read files, folders and hub datasets, rename columns and check the prompts.
 
-A text file (.jsonl, .csv) is read row by row. This way an error can name the line, and prompts may
+A text file (.jsonl, .csv) is read row by row, so that an error can name the line, and prompts can
 be text in one row and messages in another. A table (Parquet, hub dataset) is read as a Dataset, so
-that images stay encoded. Files are read without a copy in a cache.
+that images stay encoded. Files are not copied to the cache of the library datasets.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ FILE_TYPES = (".jsonl", ".csv", ".parquet")
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # files of a folder of `save_to_disk`
 # Number of rows that are converted to Python objects at once
 CHUNK = 10_000
-# (place, row): the file and line of a row, for error messages, and the row itself
+# (place, row): file and line of a row, for error messages, and the row itself
 PlacedRow = tuple[str, Row]
 
 
@@ -94,8 +94,8 @@ def read_source(  # noqa: PLR0913
 def looks_local(name: str) -> bool:
     """Return whether a name refers to a file rather than to a hub dataset.
 
-    This is decided by the name alone; the file need not exist. The name of a file begins with
-    ``.``, ``/`` or ``~``, ends like a data file, or has a dot and no slash.
+    Only the name is looked at; the file need not exist. The name of a file begins with ``.``, ``/``
+    or ``~``, ends like a data file, or has a dot and no slash.
     """
     is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
     return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
@@ -166,10 +166,10 @@ def _storing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        # pyarrow: mixed types, or values or names that it cannot hold
+        # pyarrow raises many types of errors, for mixed types or unsupported values or names
         raise DataError(
-            f"{what} cannot be stored ({first_line(exc)}): give it values of one type, text in "
-            "valid Unicode and numbers of at most 64 bits"
+            f"{what} cannot be stored ({first_line(exc)}): give it values of one type, which are "
+            "valid Unicode if they are text, and have at most 64 bits if they are numbers"
         ) from exc
 
 
@@ -255,7 +255,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as exc:
-                # A number of 5,000 digits; [[[[[...
+                # A number of 5,000 digits, or [[[[[..., raises an error without `msg`
                 reason = getattr(exc, "msg", first_line(exc))
                 raise DataError(f"{place}: not valid JSON ({reason}); fix or delete it") from exc
             if not isinstance(row, dict):
@@ -265,7 +265,7 @@ def _read_jsonl(path: Path) -> Iterator[PlacedRow]:
 
 def _read_csv(path: Path) -> Iterator[PlacedRow]:
     where = printable(str(path))
-    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is too few for some tests
+    csv.field_size_limit(2**31 - 1)  # test cases of code may exceed the default, 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as lines:
         header = lines.readline()
         lines.seek(0)
@@ -312,7 +312,7 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
             saved = datasets.DatasetDict({"train": saved})
         return saved[split].with_format(None)
     except Exception as exc:
-        # Hub, network, script and split errors have no common base
+        # Errors of the hub, the network, a script or a split have no common base class
         raise DataError(
             f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
             f"nor a folder or hub dataset that can be loaded now ({type(exc).__name__}: "
@@ -327,15 +327,15 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
 def _changed_rows(
     placed: Iterable[PlacedRow], key: str, change: Callable[[Any], Any], empty: list[str]
 ) -> Iterator[Row]:
-    """Check prompts, and yield their rows with the prompts that ``change`` makes of them.
+    """Check the prompt of each row, replace it by ``change(prompt)``, and yield the row.
 
-    An empty prompt becomes None, and its place is added to ``empty``.
+    An empty prompt is replaced by None, and the place of its row is added to ``empty``.
 
     Args:
         placed: The rows.
         key: Column of the prompts.
         change: As for ``read_source``.
-        empty: Places of the empty prompts, changed in place.
+        empty: List to which the places of empty prompts are added.
     """
     for place, row in placed:
         if key not in row:
@@ -382,11 +382,13 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
                 f"already has a column {format_value(new)}: leave this entry out to use that "
                 "column, or rename that column in columns too"
             )
-    renamed = dataset.rename_columns({old: new for new, old in columns.items()})
-    if "prompt" not in renamed.column_names:
+    names = {old: new for new, old in columns.items()}
+    renamed = dataset.rename_columns(names)
+    if len(names) < len(columns) or "prompt" not in renamed.column_names:
         raise DataError(
-            "columns leaves no column 'prompt': write {prompt: COLUMN} for the column that has the "
-            "prompts, and give that column no second name"
+            f"columns {format_value(dict(columns))} must name one column prompt, and must not name "
+            "a column twice: write {prompt: COLUMN} for the column that has the prompts, and copy "
+            "a column in the data if you need it under two names"
         )
     return renamed
 
@@ -416,7 +418,7 @@ def check_messages(messages: object, name: str, place: str) -> None:
     for message in messages:
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content", False)
-        # The content of a tool call is None
+        # A message with a tool call may have the content None
         fits = isinstance(content, str | list) or (content is None and len(fields) > 2)
         if not fits or not isinstance(fields.get("role"), str):
             raise DataError(

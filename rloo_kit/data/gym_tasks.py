@@ -94,9 +94,14 @@ def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, A
     for start in range(seed, seed + _CHUNK * (num + 1), _CHUNK):
         before = len(found)
         for entry in _entries(name, start, settings):
-            if is_kept_by_hash(entry["question"], HELD_OUT_ONE_IN) != (split == "held_out"):
+            question = entry["question"]
+            if is_kept_by_hash(question, HELD_OUT_ONE_IN) != (split == "held_out"):
                 continue
-            found.setdefault(entry["question"], _as_row(name, entry, settings))
+            content = json.dumps(_tagged({**entry, "settings": settings}))
+            row = {"prompt": question, "task": name, "entry": content}
+            if entry["answer"] is not None:
+                row["answer"] = str(entry["answer"])
+            found.setdefault(question, row)
             if len(found) == num:
                 return list(found.values())
         if len(found) == before:
@@ -110,20 +115,11 @@ def _make_rows(name: str, num: int, split: str, seed: int, settings: dict[str, A
     return list(found.values())
 
 
-def _as_row(name: str, entry: dict[str, Any], settings: dict[str, Any]) -> Row:
-    row = {
-        "prompt": entry["question"],
-        "task": name,
-        "entry": json.dumps(_tagged({**entry, "settings": settings})),
-    }
-    return row if entry["answer"] is None else {**row, "answer": str(entry["answer"])}
-
-
 # --- the package ---------------------------------------------------------------------------------
 
 
 def _entries(name: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield problems of a task. Each is made when it is asked for, since some take half a second.
+    """Yield problems of a task, each made only when needed, since some take half a second.
 
     Raises:
         DataError: The settings are wrong, or the task cannot make problems with them.
@@ -143,7 +139,7 @@ def _entries(name: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
                 )
                 entry = dataset[index]
         except Exception as exc:
-            # Each task checks in its own way, most by assert
+            # Each task checks its settings in its own way, most with assert
             raise DataError(
                 f"{format_name(name)} cannot make prompts with the settings "
                 f"{format_value(settings)} ({first_line(exc)}): change data.settings, the level "
@@ -160,7 +156,7 @@ def _factory(name: str) -> tuple[Any, str]:
     """
     try:
         with warnings.catch_warnings():
-            # One of its libraries has invalid escapes
+            # A library that reasoning-gym imports has invalid escape sequences
             warnings.simplefilter("ignore")
             from reasoning_gym import factory
     except ImportError as exc:
@@ -169,7 +165,7 @@ def _factory(name: str) -> tuple[Any, str]:
             "pip install reasoning-gym"
         ) from exc
     task = name.removeprefix(PREFIX)
-    # A mixture, whose entries name other tasks
+    # `composite` is a mixture, whose entries have the names of other tasks
     names = set(factory.DATASETS) - {"composite"}
     if task not in names:
         raise DataError(
@@ -182,7 +178,7 @@ def _factory(name: str) -> tuple[Any, str]:
 
 
 def _tagged(value: object) -> Any:
-    # Some verifiers compare tuples or use numbers as keys, which JSON lacks
+    # JSON has neither tuples nor numbers as keys, but some verifiers need them
     if isinstance(value, list):
         return [_tagged(item) for item in value]
     if isinstance(value, tuple):

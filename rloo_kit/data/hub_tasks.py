@@ -35,7 +35,7 @@ class HubTask:
     train: str | None  # split to train on; None: the dataset is only for evaluation
     held_out: str | None  # held-out split; None: the dataset has none
     needs: str  # names of the columns that it must have, for an error message
-    convert: Callable[[Row], Row]  # returns the columns `prompt`, `answer`, ... of a row
+    convert: Callable[[Row], Row]  # converts a row to one with the columns `prompt`, `answer`, ...
 
 
 def _gsm8k(row: Row) -> Row:
@@ -126,7 +126,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
     """
     short, _, path = name.partition(":")
     task = HUB_TASKS[short]
-    whole_file = path and not local_path(path).is_dir()
+    whole_file = path and not os.path.isdir(local_path(path))
     own = task.held_out if split == "held_out" else task.train or task.held_out
     if own is None or (whole_file and split == "held_out"):
         raise DataError(
@@ -140,7 +140,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
             converted = task.convert(row)
             if not (converted["prompt"] or "").strip():
                 raise ValueError("the question is empty")
-        except Exception as exc:  # rows of any other dataset fail in their own way
+        except Exception as exc:  # depends on what the row has instead
             raise DataError(
                 f"{place} is not a row of {short}, whose rows have {task.needs} "
                 f"({type(exc).__name__}: {first_line(exc)}): fix the row, or give the file without "
@@ -151,7 +151,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
 
 
 def _read_files(path: Path, task: HubTask, split: str) -> Iterator[PlacedRow]:
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return read_rows(path)
     folder = path / task.subset if task.subset and (path / task.subset).is_dir() else path
     files = [one for one in sorted(folder.rglob(f"{split}*")) if one.suffix in FILE_TYPES]
@@ -170,7 +170,7 @@ def _read_hub(short: str, task: HubTask, split: str) -> Iterator[PlacedRow]:
     try:
         rows = datasets.load_dataset(name, task.subset, split=split, revision=task.revision)
     except Exception as exc:
-        # Hub, network and split errors have no common base
+        # Errors of the hub, the network or the split have no common base class
         raise DataError(
             f"{short} cannot be loaded from the hub now ({type(exc).__name__}: {first_line(exc)}): "
             f"check the network, or give a copy of {name} as {short}:PATH"

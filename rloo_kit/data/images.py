@@ -1,8 +1,8 @@
 """Functions that find, check and store the images of prompts.
 
 Images are stored as ``datasets.Image``, which decodes an image only when a row is read. TRL reads
-them from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages to the
-training step, so the kit moves them from the messages into a column.
+images from a column ``image`` or ``images``. TRL 1.15 does not pass images inside messages to the
+training step, so the kit moves them from the messages to the column ``images``.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 # Columns from which TRL reads images
 IMAGE_COLUMNS = ("image", "images")
-# Keys of a part {"type": "image", ...} that may hold its image
+# Keys under which a message part {"type": "image", ...} may hold its image
 PART_KEYS = ("image", "path", "url")
-# Folder for thumbnails in a run folder, and the longer side of a thumbnail in pixels
+# Subfolder of a run folder for thumbnails, and the longer side of a thumbnail in pixels
 THUMBNAILS = "images"
 THUMBNAIL_SIZE = 128
 
@@ -97,8 +97,8 @@ def text_as_parts(messages: Any) -> Any:
 def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
     """Return the prompts with their images in a column of type ``datasets.Image`` or a list of it.
 
-    A column that has such a type already is not changed. Images from messages, and from columns of
-    another type, are opened once to check them, but not decoded.
+    A column that already has such a type is not changed. All other images are opened once to check
+    them, but not decoded.
 
     Args:
         dataset: Prompts whose images are paths, bytes, or dicts with the keys ``path`` and
@@ -144,7 +144,7 @@ def store_images(dataset: "Dataset", folder: Path, name: str) -> "Dataset":
 def _split_messages(dataset: "Dataset", name: str) -> "Dataset":
     """Move the images in messages to the column ``images``.
 
-    An image part stays in its message, without the image, to mark the image's position.
+    The image part stays in its message, but without the image, to mark the position of the image.
     """
     if not _has_image_part(dataset.features["prompt"]):
         return dataset

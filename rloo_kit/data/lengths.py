@@ -17,10 +17,11 @@ from rloo_kit.types import Prompt, Tokenizer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The normalisation of a tokenizer (NFKC) turns one byte into at most this many; ASCII is unchanged
+# A tokenizer may normalise text (NFKC), which turns one byte into at most this many. ASCII stays
 EXPANSION = 11
-# Number of candidates for the longest prompt that are tokenized
+# Number of prompts that are tokenized to find the longest
 COUNTED = 1000
+# Keys of a message whose number of tokens has an upper bound
 KEYS = {"role", "content"}
 # Keyword arguments for the chat template
 TemplateSettings: TypeAlias = dict[str, Any] | None
@@ -72,12 +73,11 @@ def longer_prompts(
     Row numbers start at 0. Tokens of images are not counted. ``settings`` are keyword arguments for
     the chat template.
     """
-    lengths = (
-        (row, len(prompt_ids(tokenizer, prompt, settings)))
+    return {
+        row: length
         for row, prompt, most in _bounded(dataset, tokenizer, settings)
-        if most > limit
-    )
-    return {row: length for row, length in lengths if length > limit}
+        if most > limit and (length := len(prompt_ids(tokenizer, prompt, settings))) > limit
+    }
 
 
 def longest_prompt(
@@ -139,13 +139,13 @@ def _bounded(
 ) -> Iterator[tuple[int, Any, float]]:
     """Yield (row number, prompt, upper bound on its number of tokens) for each prompt.
 
-    The bound is infinite for a prompt whose messages have parts, tool calls or other keys.
+    The bound is infinite if a message has content parts, tool calls or other keys than ``KEYS``.
     """
-    # Roles of the messages -> tokens of the first prompt with these roles
+    # Roles of the messages -> number of tokens of the first prompt with these roles
     template = {}
     for row, prompt in enumerate(iter_column(dataset, "prompt")):
         messages = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        # a table holds None for keys that a message lacks
+        # in a table, a key that a message does not have is None
         if any({key for key in one if one[key] is not None} != KEYS for one in messages):
             yield row, prompt, math.inf
             continue
@@ -157,7 +157,7 @@ def _bounded(
 
 def _most_tokens(text: Prompt) -> float:
     if not isinstance(text, str):
-        return math.inf  # parts, with or without images
+        return math.inf  # content parts, with or without images
     return len(text) if text.isascii() else EXPANSION * len(text.encode())
 
 
@@ -170,7 +170,7 @@ def check_lengths(
     before: int = 0,
     remedy: str = "load the model with max_seq_length {} (model.max_seq_length in a run file)",
 ) -> None:
-    """Check that each prompt and a completion of full length fit into the model's context length.
+    """Check that the context length suffices for each prompt and a completion of full length.
 
     Args:
         dataset: Rows with a column ``prompt``.

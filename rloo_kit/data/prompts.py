@@ -5,6 +5,7 @@ reward functions receive every other column as an argument of the same name.
 """
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 BUILTIN = tuple(TASKS)
 NUM_BUILTIN_PROMPTS = 1024
 MAX_HELD_OUT = 256
-# Limit for generated prompts, which are all kept in memory
+# Maximum number of generated prompts, which are all kept in memory
 MAX_MADE = 1_000_000
 
 
@@ -57,7 +58,7 @@ def load_prompts(  # noqa: PLR0913
             math dataset with ``chat=True``, which has a default message that asks for step-by-step
             reasoning and a boxed answer.
         chat: Turn a plain string into a user message, so that the chat template is applied.
-        seed: Seed that decides which problems of a task are made and in which order.
+        seed: Seed that determines which problems of a task are made, and in which order.
         columns: Columns to rename, as name in the kit -> name in the file or hub dataset, such as
             ``{"prompt": "question", "answer": "solution"}``. Other columns keep their names.
         level: Difficulty of a built-in or reasoning-gym task, counted from 1. A list mixes several
@@ -79,11 +80,12 @@ def load_prompts(  # noqa: PLR0913
         )
     name = str(name)
     path = local_path(name)
+    is_file = os.path.isfile(path)  # Path.is_file raises OSError if the name is too long
     is_made = name in BUILTIN or name.startswith(PREFIX)
     has_splits = is_made or hub_task(name) is not None
     useless = {
-        "split": split != "train" and path.is_file(),
-        "config": config and (has_splits or path.is_file()),
+        "split": split != "train" and is_file,
+        "config": config and (has_splits or is_file),
         "columns": columns and has_splits,
         "level": level is not None and not is_made,
         "settings": settings and not name.startswith(PREFIX),
@@ -109,9 +111,10 @@ def load_prompts(  # noqa: PLR0913
     if rows is not None:
         dataset = as_dataset({**row, "prompt": change(row["prompt"])} for row in rows)
     else:
-        place = (config, split)
         known = (*BUILTIN, *HUB_TASKS, f"{PREFIX}TASK")
-        dataset = read_source(name, place, num_prompts, columns or {}, known, change, skip_empty)
+        dataset = read_source(
+            name, (config, split), num_prompts, columns or {}, known, change, skip_empty
+        )
         dataset = store_images(dataset, path if path.is_dir() else path.parent, name)
     if not len(dataset):
         raise DataError(f"{format_value(name)} has no rows: put at least one prompt in it")

@@ -52,7 +52,7 @@ def make_rows(
 
 
 def _problems(name: str, level: int, split: str, seed: int) -> Iterator[Row]:
-    # The embedded model was trained on these prompts, so their seed must not change
+    # The embedded model was trained on the prompts of level 1, so their seed must not change
     first = name == "arithmetic" and level == 1
     rng = random.Random(f"{seed} {split}" if first else f"{seed} {split} {name} {level}")
     while True:
@@ -119,13 +119,13 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 def arithmetic_prompt(a: int, b: int) -> str:
-    """Return the question for the sum ``a + b``, as ``tiny-thinker`` saw it in training."""
+    """Return the question for the sum ``a + b``, in the words that ``tiny-thinker`` knows."""
     return f"What is {a} + {b}?"
 
 
 # --- countdown -----------------------------------------------------------------------------------
 
-# Level -> (how many numbers, the largest number, operators of the solution)
+# Level -> (number of numbers, largest number, operators of the solution)
 _COUNTDOWN = {1: (3, 10, "+-"), 2: (3, 20, "+-*"), 3: (4, 50, "+-*/"), 4: (5, 99, "+-*/")}
 _LARGE = (25, 50, 75, 100)
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -184,7 +184,7 @@ def _sums(rng: random.Random, level: int) -> tuple[Row, bool]:
     """Make a sum of two numbers, and return (columns, whether it is held out).
 
     Half of the sums are small, with one-digit numbers. The other half are large, with numbers of
-    ``level + 2`` digits. There are only few small sums, so they occur in both splits.
+    ``level + 2`` digits. There are so few different small sums that they occur in both splits.
     """
     size = rng.choice(("small", "large"))
     low, high = (1, 9) if size == "small" else (10 ** (level + 1), 10 ** (level + 2) - 1)

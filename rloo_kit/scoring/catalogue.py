@@ -18,7 +18,7 @@ from rloo_kit.types import Reward
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a reward, which the reward's table in a run file can set."""
+    """Parameter of a reward, which can be set in the reward's table in a run file."""
 
     name: str
     default: str  # default value as Python code; "" if the parameter is required
@@ -68,7 +68,7 @@ def entry_text(entry: Entry) -> str:
     if not entry.parameters:
         lines.append("  none")
     needed = "".join(f", {p.name}: ..." for p in entry.parameters if not p.default)
-    if entry.name == "format":  # it needs one of three parameters
+    if entry.name == "format":  # `format` has no required parameter, but needs one of three
         needed = ", tags: [think, answer]"
     table = f"{{name: {entry.name}, weight: 0.5{needed}}}"
     return "\n".join([*lines, "", "In a run file:", "  rewards:", f"    - {table}"])
@@ -77,8 +77,8 @@ def entry_text(entry: Entry) -> str:
 def _parameters(target: Reward) -> list[Parameter]:
     """Return the parameters of a built-in reward.
 
-    The reward is a class, or a factory function whose return annotation lists the classes of the
-    rewards that it makes.
+    The reward is a class, or a factory function whose return annotation is the union of the classes
+    that it may return.
     """
     is_class = inspect.isclass(target)
     kinds = [target] if is_class else typing.get_args(typing.get_type_hints(target)["return"])

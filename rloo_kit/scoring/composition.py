@@ -2,9 +2,9 @@
 
     reward_funcs=[gated(Accuracy(), by=ThinkingFormat()), routed(Math(), task="math")]
 
-Each function returns a reward that is used like any other. In a run file, ``only_if`` stands for
-``gated``, ``only_for`` for ``routed``, and ``scaled_by`` and ``clipped_to`` for ``rescaled``. A
-weight such as ``weight: {0: 1.0, 0.5: 0.0}`` makes a ``WeightSchedule``.
+Each function returns a reward that is used like any other. In a run file, the key ``only_if``
+applies ``gated``, ``only_for`` applies ``routed``, and ``scaled_by`` and ``clipped_to`` apply
+``rescaled``. A weight such as ``weight: {0: 1.0, 0.5: 0.0}`` is a ``WeightSchedule``.
 """
 
 import math
@@ -41,7 +41,7 @@ def gated(
     Args:
         reward: Reward that scores the completions that pass the gate.
         by: Reward that serves as the gate.
-        at_least: Minimum score from the gate with which a completion passes.
+        at_least: Minimum gate score of a completion that passes.
         otherwise: Score of the completions that do not pass.
     """
     return _Gated((checked(reward), checked(by)), float(at_least), float(otherwise))
@@ -50,7 +50,7 @@ def gated(
 def routed(reward: Callable[..., Any], **only_for: Any) -> "Composed":
     """Return a reward that scores only the rows with given values in given dataset columns.
 
-    All other rows get None, which means that the reward does not apply to them.
+    All other rows get the score None: the reward does not apply to them.
 
     Args:
         reward: Reward that scores the chosen rows.
@@ -108,7 +108,7 @@ class WeightSchedule:
 
     @classmethod
     def of(cls, points: Mapping[Any, Any]) -> "WeightSchedule":
-        """Return the schedule that a mapping from progress to weight describes.
+        """Return the schedule for a mapping from progress to weight.
 
         Raises:
             ValueError: The mapping is empty, a progress is not in [0, 1], or a weight is not a
@@ -142,12 +142,12 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class Composed:
-    """Reward that computes its scores from other rewards, its parts.
+    """Base class of rewards that compute their scores from other rewards, their parts.
 
-    It is async if one of its parts is async.
+    A composed reward is async if one of its parts is async.
     """
 
-    # The first part is the reward whose scores are used. The composed reward has its name.
+    # The composed reward uses the scores, and has the name, of the first part
     parts: tuple[CheckedReward, ...]
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
@@ -178,7 +178,7 @@ class Composed:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the parts cannot do without."""
+        """Names of the arguments that the parts require."""
         return tuple(name for part in self.parts for name in columns_read(part.reward))
 
     def check_columns(self, names: Iterable[str]) -> None:
@@ -200,8 +200,8 @@ class Composed:
         coroutine = self.scores(columns)
         if self.is_async:
             return coroutine
-        # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in the
-        # running loop of a notebook
+        # No part is async, so the coroutine ends at its first step. asyncio.run() would fail in a
+        # notebook, which already has a running loop
         try:
             coroutine.send(None)
         except StopIteration as done:
@@ -238,7 +238,7 @@ class _Routed(Composed):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the part and ``only_for`` cannot do without."""
+        """Names of the arguments that the part and ``only_for`` require."""
         return (*super().reads, *self.only_for)
 
     def check_columns(self, names: Iterable[str]) -> None:
@@ -291,8 +291,8 @@ async def _scores_of(
 ) -> list[Score]:
     """Call the reward for the given rows, and return the scores of all rows.
 
-    Rows that are not given get the score ``other``. Values that the reward logs with ``log_extra``
-    are filled up with None for these rows.
+    All other rows get the score ``other``, and None in the columns that the reward logs with
+    ``log_extra``.
     """
     count = len(columns["completions"])
 

@@ -25,9 +25,9 @@ T = TypeVar("T")
 MAX_SCORE = 3.4028234663852886e38
 
 
-# Names that a dataset's own columns cannot use, since rewards get other values under these names
+# Names that columns of a dataset must not have, because rewards get other values as these arguments
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
-# Arguments that a trainer passes to a reward, with the values they have without a trainer
+# Argument that a trainer passes to a reward -> its value if there is no trainer
 OUTSIDE_OF_TRAINING = {
     "trainer_state": None,  # TrainerState of transformers
     "log_extra": lambda column, values: None,  # adds a column to the table of completions
@@ -43,11 +43,11 @@ def reward_columns(
 ) -> dict[str, Any]:
     """Return the keyword arguments with which TRL calls a reward.
 
-    These are columns, each a list with one value per completion, and the trainer's arguments.
+    They are the columns, each a list with one value per completion, and the trainer's arguments.
 
     Args:
-        rows: Row of the dataset for each completion, with ``prompt``. If a row does not have a
-            column, its value there is None.
+        rows: Row of the dataset for each completion, with a ``prompt``. If a row does not have a
+            column of another row, the value is None.
         completions: The completions, as texts or conversations.
         completion_ids: Token ids of each completion; None if they are not known.
         **of_trainer: The trainer's values for ``trainer_state``, ``log_extra`` and ``log_metric``.
@@ -73,7 +73,7 @@ def _copied(value: Any) -> Any:
         return {key: _copied(item) for key, item in value.items()}
     if type(value) is not list:
         return value
-    if value and isinstance(value[0], int):  # token ids: one copy for all
+    if value and isinstance(value[0], int):  # token ids, which need no copy of their own
         return value.copy()
     return [_copied(item) for item in value]
 
@@ -86,8 +86,8 @@ class CheckedReward:
     name: str  # name of the reward's metric
     timeout: float | None = None  # seconds a call may take; None: no limit
     on_error: str = "stop"
-    """What happens if rows cannot be scored. ``stop`` raises an error. ``skip`` gives these rows
-    None, and counts them in the metric ``rewards/NAME/errors``."""
+    """Behaviour if rows cannot be scored. ``stop``: raise an error. ``skip``: give these rows None,
+    and count them in the metric ``rewards/NAME/errors``."""
 
     @property
     def __name__(self) -> str:
@@ -107,7 +107,7 @@ class CheckedReward:
         try:
             output = within(self.timeout, lambda: self.reward(**self._select(columns)))
         except (KitError, *_PASSED_ON):
-            # A KitError already names the remedy
+            # The message of a KitError already says what to do
             raise
         except BaseException as exc:
             # A sys.exit() in a reward must not end a run silently
@@ -157,9 +157,9 @@ class CheckedReward:
             name: _copied(value) for name, value in columns.items() if takes_any or name in accepted
         }
         if log := chosen.get("log_metric"):
-            # The reward does not know that its name has a number, as in accuracy_2
+            # A reward does not know the number in its name, as in accuracy_2
             kind, own = (f"rewards/{name}/" for name in (name_of(self.reward), self.name))
-            # Trackers and checkpoints keep the names
+            # The names end up in trackers and checkpoints, so secrets in them are masked
             chosen["log_metric"] = lambda name, value: log(
                 redact(str(name).replace(kind, own, 1)), float(value)
             )
@@ -208,7 +208,7 @@ class CheckedReward:
     def _scores(self, output: Any, columns: dict[str, Any]) -> list[Score]:
         completions = columns["completions"]
         got = ""
-        # A tensor or an array has tolist()
+        # Tensors and arrays have tolist()
         values = output.tolist() if hasattr(output, "tolist") else output
         if not isinstance(values, list | tuple):
             got = f"a {type(output).__name__}"
@@ -248,7 +248,7 @@ class AsyncCheckedReward(CheckedReward):
         except BaseException as exc:
             task = asyncio.current_task()
             if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
-                # Cancelled from outside
+                # The caller cancelled the task
                 raise
             is_overdue = isinstance(exc, TimeoutError) and limit.expired()
             return self._raised(OverdueError("it was waiting") if is_overdue else exc, columns)
@@ -349,7 +349,7 @@ def keywords_of(func: Reward) -> tuple[list[str], bool, list[str]]:
 
 
 def columns_read(func: Reward) -> set[str]:
-    """Return the names of the arguments that a reward cannot do without.
+    """Return the names of the arguments that a reward requires.
 
     They are its parameters without a default and, for a built-in reward, the names in ``reads``.
     """
@@ -400,7 +400,7 @@ def _place_of(exc: BaseException) -> str:
     """
     frames = traceback.extract_tb(exc.__traceback__)
     kit = Path(__file__).parents[1]
-    callers = (kit / "scoring", kit / "tools")  # the second one calls an environment's get_reward
+    callers = (kit / "scoring", kit / "tools")  # tools calls the get_reward of an environment
     frames = [one for one in frames if Path(one.filename).parent not in callers]
     own = [one for one in frames if one.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
@@ -412,8 +412,7 @@ def _place_of(exc: BaseException) -> str:
 class OverdueError(TimeoutError):
     """A call exceeded its time limit.
 
-    It is a class of its own, so that a TimeoutError which the call itself raises is not mistaken
-    for it.
+    It is a separate class, so that it cannot be confused with a TimeoutError that the call raises.
     """
 
 
@@ -424,7 +423,7 @@ class _Alarm(BaseException):
     """
 
 
-# Errors that are passed on, since the reward did not cause them. SystemExit is not among them.
+# Exceptions that are passed on, because the reward did not cause them
 _PASSED_ON = (KeyboardInterrupt, GeneratorExit, _Alarm)
 
 

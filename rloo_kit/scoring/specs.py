@@ -1,4 +1,4 @@
-"""Functions that load rewards from specs.
+"""Functions that load rewards from specs (descriptions of a reward).
 
 A spec is one of
 
@@ -57,25 +57,12 @@ class LoadedReward:
     func: Any  # a ``CheckedReward``, or a sequence-classification model that TRL calls itself
     name: str
     weight: Weight = 1.0
-    is_bound: bool = False  # it was loaded for a tokenizer, and must not be bound again
+    is_bound: bool = False  # it is bound to a tokenizer, and must not be bound again
 
     def weight_at(self, progress: float) -> float:
         """Return the weight at ``progress``, the finished share of the training (0 to 1)."""
         weight = self.weight
         return weight.at(progress) if isinstance(weight, WeightSchedule) else weight
-
-    def renamed(self, name: str) -> "LoadedReward":
-        """Return a copy of this reward whose metric has the given name."""
-        func = self.func
-        if isinstance(func, CheckedReward):
-            func = replace(func, name=name)
-        return replace(self, func=func, name=name)
-
-    def bound_to(self, tokenizer: Tokenizer | None) -> "LoadedReward":
-        """Return this reward bound to a tokenizer, or unchanged if it is bound already."""
-        if tokenizer is None or self.is_bound or not isinstance(self.func, CheckedReward):
-            return self
-        return replace(self, func=self.func.bind(tokenizer), is_bound=True)
 
 
 def with_weights(
@@ -83,14 +70,15 @@ def with_weights(
 ) -> list[LoadedReward]:
     """Return the rewards with their weights replaced by those of ``trainer.reward_weights``.
 
-    If ``weights`` is None or empty, the rewards are returned unchanged.
+    If there are fewer weights than rewards, the last rewards keep their own weights. This is the
+    case for the rewards of environments, which a run file does not list.
     """
-    if not weights:
-        return rewards
-    return [
+    weights = weights or ()
+    changed = [
         replace(reward, weight=float(weight))
         for reward, weight in zip(rewards, weights, strict=False)
     ]
+    return changed + rewards[len(weights) :]
 
 
 def load_rewards(
@@ -111,9 +99,9 @@ def load_rewards(
         tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: these
             rewards are bound later, by the trainer or ``evaluate``, to its own tokenizer.
         base_dir: Folder to which paths are relative; None: the working directory.
-        chat_template_kwargs: Keyword arguments for the policy's chat template. They can decide
+        chat_template_kwargs: Keyword arguments for the policy's chat template. They may determine
             whether the template opens a thought in the prompt.
-        say: Function that is called with a line of text before code of a file or package is run.
+        say: Function that prints a line before the code of a file or package is run.
 
     Raises:
         RewardLoadError: A reward cannot be found, imported, or created with its parameters.
@@ -134,7 +122,10 @@ def load_rewards(
             number += 1
             name = f"{reward.name}_{number}"
         if name != reward.name:
-            reward = reward.renamed(name)
+            func = reward.func
+            if isinstance(func, CheckedReward):
+                func = replace(func, name=name)
+            reward = replace(reward, func=func, name=name)
         loaded.append(reward)
     return loaded
 
@@ -159,7 +150,9 @@ def load_reward(
         is_old = hasattr(spec, "get_rewards")
         func = checked(loaded.get_rewards, type(spec).__name__) if is_old else checked(spec)
         loaded = LoadedReward(func, func.name)
-    return loaded.bound_to(tokenizer)
+    if tokenizer is None or loaded.is_bound or not isinstance(loaded.func, CheckedReward):
+        return loaded
+    return replace(loaded, func=loaded.func.bind(tokenizer), is_bound=True)
 
 
 def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedReward]:
@@ -197,7 +190,7 @@ def with_tokenizers(rewards: list[LoadedReward], given: object) -> list[LoadedRe
     return found
 
 
-# --- a spec in parts ---------------------------------------------------------------------------
+# --- parts of a spec ---------------------------------------------------------------------------
 
 
 def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> LoadedReward:
@@ -219,7 +212,7 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
         if target_name not in BUILTIN and _is_model(target_name, base):
             if "model" in parameters:
                 raise RewardLoadError(
-                    f"reward {format_value(target_name)} is a model by its name, and its table "
+                    f"reward {format_value(target_name)} is the name of a model, but its table "
                     "names another one; remove 'model', or write name: reward_model"
                 )
             parameters["model"] = target_name
@@ -230,7 +223,7 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
             raise RewardLoadError(_unknown(target_name))
         for key in ("model", "base", "tokenizer") if target is RewardModel else ():
             if isinstance(value := parameters.get(key), str):
-                path = _path(value, base)  # a folder, unless it is a hub name
+                path = _path(value, base)  # the value may also be a hub name
                 parameters[key] = str(path) if path.is_dir() else value
     reward = _with_parameters(target, parameters, target_name)
     reward = checked(_composed(reward, composing, target_name, base, say))
@@ -243,7 +236,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
     Args:
         reward: The reward.
-        keys: The keys among these four that the table of the reward has, with their values.
+        keys: Those of these four keys that the reward's table has, with their values.
         name: Name of the reward, for error messages.
         base: Folder to which paths are relative.
         say: See ``load_rewards``.
@@ -272,7 +265,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
 
 def _is_model(name: str, base: Path) -> bool:
-    """Return whether a name is the folder of a reward model, or may be the name of one on the hub.
+    """Return whether a name is the folder of a reward model, or may be its name on the hub.
 
     Raises:
         RewardLoadError: No file or folder can have this name.
@@ -286,13 +279,13 @@ def _is_model(name: str, base: Path) -> bool:
 def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
     """Return the object that ``file.py:name`` or ``package.module:name`` refers to.
 
-    Return None if the text has neither form. If the text is ``file.py`` without ``:name``, the file
-    is run, and then an error lists the names in the file.
+    Return None if the text has neither form. If the text is ``file.py`` without ``:name``, run the
+    file, and raise an error that lists its functions and classes.
 
     Args:
         name: The text.
         base: Folder to which a path is relative.
-        say: Function that is called with a line that names the code before it is run.
+        say: Function that prints a line with the name of the code before the code is run.
         what: Kind of the object, such as ``reward``, for error messages.
 
     Raises:
@@ -326,9 +319,9 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
 def _path(text: str, base: Path) -> Path:
     try:
         path = base / Path(text).expanduser()
-        path = path.parent.resolve() / path.name  # a link may lead to a name without .py
+        path = path.parent.resolve() / path.name  # the target of a link may have no suffix .py
         path.exists()
-    except (OSError, ValueError, RuntimeError):  # too long, or with bytes that no path has
+    except (OSError, ValueError, RuntimeError):  # a name that no path can have
         raise RewardLoadError(_unknown(text)) from None
     return path
 
@@ -366,22 +359,20 @@ def _checked_weight(value: Any, name: str) -> Weight:
     return weight
 
 
-# --- modules and what is in them ---------------------------------------------------------------
+# --- modules and their contents ---------------------------------------------------------------
 
 
 def _load_file(path: Path, what: str) -> ModuleType:
     """Run a Python file as a module and return the module.
 
     A file is run only once per process, unless its content changes. The module gets a unique name,
-    and ``sys.path`` is not changed, so that a file with the name of a package cannot replace the
-    package.
+    and ``sys.path`` is not changed, so a file cannot replace a package of the same name.
     """
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"_rloo_kit_reward_{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends with .py
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     # Register the module before it runs, since dataclasses and pickle look it up by name
     sys.modules[name] = module

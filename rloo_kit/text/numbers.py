@@ -1,6 +1,6 @@
 """Helpers that keep only finite numbers.
 
-A damaged file or a user's reward function may also yield NaN, infinity or values of other types.
+A damaged file or a user's reward function may contain or return NaN, infinity or other types.
 """
 
 from collections.abc import Iterable

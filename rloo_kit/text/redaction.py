@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
-# A text with fewer characters cannot be a secret
+# A text with fewer characters is never treated as a secret
 MIN_LENGTH = 8
 HIDDEN = re.compile(r"\[hidden(?:: [\w.-]{1,64})?\]")
 
@@ -33,11 +33,12 @@ ALWAYS_SECRET = re.compile(
 OFTEN_SECRET = "(?<![a-z])(auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token)"
 OFTEN_SECRET_SETTING = re.compile(f"{OFTEN_SECRET}$")
 OFTEN_SECRET_VARIABLE = re.compile(f"{OFTEN_SECRET}(?![a-z])")
-# Names whose value is a fact about a secret, an identifier, or a token of a vocabulary
+# Names of facts about a secret, such as its length or file
 NOT_THE_VALUE = re.compile(
     "(?<![a-z])(public(?![a-z])|(column|dir|endpoint|env|field|file|format|length|limit|name|path"
     "|size|sock|timeout|type|url)$)"
 )
+# Names of identifiers, and of tokens of a vocabulary
 NO_SECRET = re.compile(
     "(?<![a-z])(id$|(bos|cls|end|eos|image|mask|pad|per|sep|special|start|stop|think|unk)_(.*_)?token(?![a-z]))"
 )
@@ -52,10 +53,9 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _how_secret(name: str) -> str | None:
-    """Return ``always``, ``often`` or None: how surely a name marks its value as a secret.
+    """Return whether the value of a name is a secret: ``always``, ``often`` or None (never).
 
-    The value of an ``often`` name is a secret unless it is plain (see ``is_plain``). The value of
-    any other name (None) is not a secret.
+    The value of an ``often`` name is a secret unless it is plain (see ``is_plain``).
     """
     last = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rsplit(".", 1)[-1]).lower()
     words = "_".join(re.findall("[a-z]+", last))
@@ -79,7 +79,7 @@ def is_plain(value: str) -> bool:
         return True
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return not any(_passwords_in(text))
-    return bool(PLAIN.fullmatch(text))  # a key in base64 may begin with / too, and holds digits
+    return bool(PLAIN.fullmatch(text))  # no digits in a path: a base64 key may begin with / too
 
 
 # --- known values --------------------------------------------------------------------------------
@@ -89,9 +89,10 @@ _known: dict[str, str] = {}
 
 
 def remember_secret(value: str, name: str = "") -> None:
-    """Mask a text from now on wherever it occurs.
+    """Mask a secret from now on, wherever it occurs in a text.
 
-    A plain text (see ``is_plain``) is not masked, since this would hide ordinary words and numbers.
+    A plain value (see ``is_plain``) is not masked, since this would hide ordinary words and
+    numbers.
 
     Args:
         value: The secret.
@@ -108,14 +109,14 @@ def remember_secret(value: str, name: str = "") -> None:
 
 
 def remember_settings(settings: object, name: str = "") -> None:
-    """Search nested dicts and lists, and mask every secret in them from now on.
+    """Search nested dicts and lists for secrets, and mask each of them from now on.
 
-    A text is a secret if its key marks it as one (see ``is_secret_name``). The password of a URL is
+    A text is a secret if its key marks it as one (see ``is_secret_name``). The password in a URL is
     a secret under any key.
 
     Args:
         settings: Dict, list or tuple to search, or a single value.
-        name: Key of the settings, if they are themselves a value in a dict.
+        name: Key of ``settings``, if it is a value in a dict.
     """
     if isinstance(settings, Mapping):
         for key, value in settings.items():
@@ -165,7 +166,7 @@ _ASSIGNED = r"[\"'\\]{0,4}\s{0,3}[:=]\s{0,3}[\"'\\]{0,4}"
 # masked unless it is plain
 SHAPES = [re.compile(pattern, re.ASCII) for pattern in (
     r"(?P<secret>hf_[A-Za-z0-9]{20,})",
-    # not in "task-"
+    # not inside a word, such as "task-"
     r"(?:(?<![A-Za-z0-9-])|(?<=\\[nrt]))(?P<secret>sk-(?=[\w-]{0,64}[0-9])[\w-]{16,})",
     IN_AN_ADDRESS.pattern,
     rf"(?i)[?&](?:[\w.-]{{0,40}}(?:token|api[_-]?key|secret|password)|key)={_VALUE}",

@@ -35,7 +35,7 @@ FAMILIES = {
     ),
     "Granite 3.2": ("Here is my thought process:", "Here is my response:"),
 }
-# Text of a mark that models also spell in other ways -> regular expression for every spelling
+# Text of a mark that models spell in several ways -> regular expression for every spelling
 SPELLINGS = {
     FAMILIES["gpt-oss"][1]: r"(?:<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>",
     "Here is my thought process:": "Here(?:'s| is) my thought process:",
@@ -108,7 +108,7 @@ class ThoughtMarks:
         if not closed:
             return None
         end = closed[0][0]
-        # Where an opening mark at 0 ends, or 0: a chat template may open the thought in the prompt
+        # Skip an opening mark at the start; there is none if the prompt opened the thought
         begin = dict(self.start.places(ids[:end])).get(0, 0)
         return ids[begin:end]
 
@@ -146,7 +146,7 @@ class ThoughtMarks:
 
 @cache
 def _occurs(pattern: str, template: str) -> bool:
-    """Return whether a chat template contains a mark; this is asked for every completion."""
+    """Return whether a chat template contains a mark; cached, since every completion needs it."""
     return re.search(pattern, template) is not None
 
 

@@ -1,7 +1,7 @@
 """Functions that format values, errors, durations and suggestions for messages.
 
-A value may be huge, contain itself, or have characters that cannot be printed. Its formatted text
-is always short and on one line.
+A value may be huge, contain itself, or have unprintable characters. Its formatted text is always
+short and on one line.
 """
 
 import difflib
@@ -16,16 +16,16 @@ from typing import Any
 from rloo_kit.text.redaction import redact
 from rloo_kit.types import Completion
 
-# Most characters of a value that a message shows
+# Maximum number of characters of a value in a message
 LONGEST_VALUE = 100
-# Most characters of another library's error that a message shows
+# Maximum number of characters of another library's error in a message
 LONGEST_REASON = 300
-# Most errors that one message lists after the first
+# Maximum number of errors that one message lists after the first
 MORE_ERRORS = 11
 
 
 class _Short(reprlib.Repr):
-    """``repr`` that masks secrets, and shows little of huge values."""
+    """``reprlib.Repr`` that also masks secrets and shortens large integers."""
 
     def repr_str(self, x: str, level: int) -> str:
         """Return the short ``repr`` of a text, with its secrets masked.
@@ -54,8 +54,8 @@ def resume_command(run: str | PurePath) -> str:
 def shell_path(path: str | PurePath) -> str:
     """Return a path in a form that can be pasted into a shell.
 
-    The path has forward slashes on Windows too. A backslash would make ``shlex.quote`` add single
-    quotes, which cmd.exe takes for a part of the name.
+    The path has forward slashes on Windows too. With a backslash, ``shlex.quote`` would add single
+    quotes, which cmd.exe treats as part of the name.
     """
     return shlex.quote(PurePath(path).as_posix())
 
@@ -159,7 +159,7 @@ def content_text(content: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-# How TRL begins the result of a call that failed
+# Beginning of the tool result that TRL writes if a tool call failed
 TOOL_ERROR = "{'error':"
 
 

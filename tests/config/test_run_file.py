@@ -40,7 +40,9 @@ def error_of(content, *overrides):
 
 def test_an_empty_file_has_all_defaults(tmp_path):
     assert read_run_file(write(tmp_path, "")) == RunConfig()
-    assert read_run_file(write(tmp_path, "model:\nlora:\ndata:\ntrainer:\n")) == RunConfig()
+    byte_order_mark = "\ufeff"
+    text = f"{byte_order_mark}model:\nlora:\ndata:\ntrainer:\n"
+    assert read_run_file(write(tmp_path, text)) == RunConfig()
 
 
 def test_run_yaml_reads_back_as_the_same_run(tmp_path):
@@ -144,11 +146,11 @@ WRONG = {
     ),
     "lora: {use_rslor: true}": "unknown key lora.use_rslor; did you mean 'use_rslora'?",
     "lora: {init_lora_weights: pissa}": "lora.init_lora_weights is 'pissa', which changes",
-    "lora: {target_modules: '*_proj'}": "is '*_proj', which is no regular expression (nothing to",
-    "lora: {target_modules: 'a{99999999999}'}": "which is no regular expression (the repetition",
-    "lora: {rank_pattern: {'[a': 2}}": "lora.rank_pattern is '[a', which is no regular expression",
-    "lora: {alpha_pattern: {'*': 2}}": "lora.alpha_pattern is '*', which is no regular expression",
-    "lora: {exclude_modules: '[a'}": "lora.exclude_modules is '[a', which is no regular expression",
+    "lora: {target_modules: '*_proj'}": "'*_proj', which is not a valid regular expression (noth",
+    "lora: {target_modules: 'a{99999999999}'}": "not a valid regular expression (the repetition",
+    "lora: {rank_pattern: {'[a': 2}}": "lora.rank_pattern is '[a', which is not a valid regular",
+    "lora: {alpha_pattern: {'*': 2}}": "lora.alpha_pattern is '*', which is not a valid regular",
+    "lora: {exclude_modules: '[a'}": "lora.exclude_modules is '[a', which is not a valid regular",
     "lora: {layer_replication: [[0, 2]]}": "lora.layer_replication is for layers that are",
     "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for biases of the base, but",
     "lora: {others: {}}": "unknown key lora.others",
@@ -158,8 +160,6 @@ WRONG = {
     ),
     "thinking: {start: <a>}": "thinking: needs both start and end",
     "model: {max_seq_length: 512}": "trainer.max_completion_length 512 leaves no room",
-    "trainer: {output_dir: x}": "output_dir is output_dir in a run file: write it",
-    "trainer: {trust_remote_code: true}": "is model.trust_remote_code in a run file",
     "trainer: {reward_clip_range: [-1]}": "reward_clip_range is [-1], must have at least 2 items",
     "trainer: {reward_clip_range: [-1, 0, 1]}": "[-1, 0, 1], must have at most 2 items",
     "trainer: {bf16: maybe}": "trainer.bf16 is 'maybe', must be a valid boolean",
@@ -169,7 +169,6 @@ WRONG = {
     "{data: {held_out_every: 10}, trainer: {keep_best: 2, save_steps: 25}}": (
         "trainer.save_steps 25 and data.held_out_every 10 rarely meet"
     ),
-    "trainer: {eval_strategy: epoch}": "trainer.eval_strategy is data.held_out_every",
     "trainer: {eval_on_start: true}": "data.held_out is scored before training anyway: leave it",
 }
 
@@ -205,10 +204,11 @@ def test_all_errors_come_in_one_message():
         rewards: accuracy
         trainer: {seed: 1, beta: -1, num_generation: 4}
     """
-    message = error_of(yaml.safe_load(text), "nonsense")
+    message = error_of(yaml.safe_load(text), "nonsense", "data.splt=x")
     for part in (
         "--set 'nonsense'", "modle", "model.nmae", "model.max_seq_length", "lora: must have",
-        "rewards is 'accuracy'", "trainer.seed", "trainer.beta", "'num_generation'",
+        "key data.splt", "rewards is 'accuracy'", "trainer.seed", "trainer.beta",
+        "'num_generation'",
     ):  # fmt: skip
         assert part in message
 
@@ -257,11 +257,6 @@ def test_overrides_are_yaml_and_the_last_one_wins():
 )
 def test_a_malformed_override_is_shown(override):
     assert f"--set {override!r}" in error_of({"rewards": ["accuracy"]}, override)
-
-
-def test_an_override_is_checked_like_the_file():
-    found = error_of({}, "lora.rr=3", "lora.r=x")
-    assert re.search(r"unknown key lora\.rr; .*lora\.r is 'x'", found)
 
 
 def test_settings_without_a_section():

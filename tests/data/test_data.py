@@ -81,6 +81,7 @@ NO_EFFECT = {
     "gsm8k skip_empty: true": "skip_empty has no effect",
     "countdown level: 9": "countdown has the levels 1 to 5, not 9",
     "arithmetic num_prompts: 0": "num_prompts is 0, must be at least 1",
+    "arithmetic num_prompts: 1000000000": "lower data.num_prompts",
     "p.jsonl num_prompts: -1": "num_prompts is -1, must be at least 1",
     "reasoning_gym:chain_sum split: test": "has the splits train and held_out, not 'test'",
 }
@@ -109,6 +110,8 @@ READ = {
         [{"prompt": "1, 2\\t 3", "answer": "2,5"}]""",
     ("p.jsonl", '\ufeff{"prompt": "Why?"}'): '[{"prompt": "Why?"}]',
     ("p.csv", "\ufeffprompt\nWhy?\n"): '[{"prompt": "Why?"}]',
+    ("p.jsonl", '{"prompt": [{"role": "assistant", "content": null, "tool_calls": ["add"]}]}'): """
+        [{"prompt": [{"role": "assistant", "content": null, "tool_calls": ["add"]}]}]""",
 }
 
 
@@ -146,40 +149,41 @@ def test_num_prompts_keeps_the_first(tmp_path):
 
 BAD_LINES = {
     '{"prompt": "Why?"': "not valid JSON",
+    '{"prompt": ' + "[" * 5000: "not valid JSON",
     "[1]": "is a list, but must be a JSON object",
     '{"question": "Why?", "answer": 1}': (
         "has no `prompt`, only ['answer', 'question']: rename the column to prompt"
     ),
     '{"prompt": 3}': "prompt is 3, must be text or a list of chat messages",
     '{"prompt": [{"role": "user"}]}': "a message of prompt is {'role': 'user'}: it needs a `role`",
-    '{"prompt": [{"role": "user", "content": 3}]}': "and a `content`, which is text or a list",
-    '{"prompt": [{"role": 5, "content": "a"}]}': "it needs a `role`, which is text",
+    '{"prompt": [{"role": "user", "content": 3}]}': "a message of prompt is {'content': 3, ",
+    '{"prompt": [{"role": 5, "content": "a"}]}': (
+        "a message of prompt is {'content': 'a', 'role': 5}: it needs a `role`, which is text, and "
+        "a `content`, which is text or a list"
+    ),
     '{"prompt": [{"role": "user", "tool_calls": [], "name": "a"}]}': "a message of prompt is",
     '{"prompt": ["Why?"]}': "a message of prompt is 'Why?': it needs a `role`",
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20])
 def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, line):
-    path = write(tmp_path, "p.jsonl", GOOD + "\n" + line + "\n" + GOOD)
-    message = re.escape(BAD_LINES[line])
-    with pytest.raises(DataError, match=re.escape(f"{path}, line 3: ") + ".*" + message):
-        load_prompts(path)
+    path = write(tmp_path, "p.jsonl", f"{GOOD}\n{line}\n{GOOD}")
+    refused(path, f"{path}, line 3: {BAD_LINES[line]}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prompt,answer\nWhy?,1\nHow?\n", "line 3: .*must have 2 fields, as many as the header"),
-        ("prompt,answer\nWhy?,1\nHow?,1,2\n", "line 3: .*must have 2 fields, as many as the"),
-        ("question\nWhy?\n", r"line 2: .*only \['question'\]: rename the column to"),
+        ("prompt,answer\nWhy?,1\nHow?\n", "line 3: must have 2 fields, as many as the header"),
+        ("prompt,answer\nWhy?,1\nHow?,1,2\n", "line 3: must have 2 fields, as many as the"),
+        ("question\nWhy?\n", "line 2: has no `prompt`, only ['question']: rename the column to"),
         ('prompt\nWhy?\n"How\n', "line 3: not valid CSV"),
     ],
 )
 def test_a_bad_csv_line_is_named_with_its_number(tmp_path, text, message):
     path = write(tmp_path, "p.csv", text)
-    with pytest.raises(DataError, match=re.escape(f"{path}, ") + message):
-        load_prompts(path)
+    refused(path, f"{path}, {message}")
 
 
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
@@ -257,8 +261,7 @@ def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
 
 
 def test_rows_are_not_the_name_of_prompts():
-    with pytest.raises(DataError, match="not a list: make a dataset of rows with"):
-        load_prompts([{"prompt": "a"}])
+    refused([{"prompt": "a"}], "not a list: make a dataset of rows with")
 
 
 def test_folders_of_save_to_disk_are_read(tmp_path):
@@ -301,7 +304,8 @@ WRONG_COLUMNS = {
         "columns names 'text' as the source of 'answer', but there are only ['id', 'question', "
         "'solution']: name one of these"
     ),
-    "{prompt: question, answer: question}": "columns leaves no column 'prompt': write",
+    "{prompt: question, answer: question}": "must name one column prompt",
+    "{prompt: question, answer: solution, reference: solution}": "must not name a column twice",
     "{prompt: question, id: solution}": "but the data already has a column 'id'",
     "{answer: solution}": (
         "has no `prompt`, only ['id', 'question', 'solution']: rename the column to prompt, or "
@@ -463,8 +467,7 @@ def test_a_wrong_gym_task_level_or_setting_says_what_there_is(arguments):
 
 def test_a_gym_task_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(DataError, match="pip install reasoning-gym"):
-        load_prompts("reasoning_gym:chain_sum")
+    refused("reasoning_gym:chain_sum", "pip install reasoning-gym")
 
 
 # --- from a run file ------------------------------------------------------------------------------

@@ -207,8 +207,6 @@ def test_paths_start_at_the_run_file(copy, monkeypatch):
     assert whole(data=DataSection(prompts="gsm8k:gsm8k")).data.prompts == f"gsm8k:{copy}"
     monkeypatch.chdir(copy.parent)  # a folder of the task's name is not what is meant
     assert whole(data=DataSection(prompts="gsm8k")).data.prompts == "gsm8k"
-    rewards = whole(rewards=[{"name": "reward_model", "model": "gsm8k"}, "accuracy"]).rewards
-    assert rewards == [{"name": "reward_model", "model": str(copy)}, "accuracy"]
     tools = whole(tools=[{"name": "search", "file": "gsm8k"}, "calculator"]).tools
     assert tools == [{"name": "search", "file": str(copy)}, "calculator"]
 

@@ -21,10 +21,16 @@ def picture(tmp_path):
     return path
 
 
-def write(folder, *rows):
-    path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+@pytest.fixture
+def load(tmp_path, picture):
+    """Return a function that writes rows to a file, and loads the file as prompts."""
+
+    def load_rows(*rows, **how):
+        path = tmp_path / "p.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return load_prompts(path, **how)
+
+    return load_rows
 
 
 def is_red(image):
@@ -38,9 +44,8 @@ def of_user(*parts):
 TEXT = {"type": "text", "text": "what?"}
 
 
-def test_a_path_starts_from_the_file_and_is_decoded_when_read(tmp_path, picture, monkeypatch):
-    row = {"prompt": "what?", "image": "pictures/red.png", "answer": "red"}
-    dataset = load_prompts(write(tmp_path, row))
+def test_a_path_starts_from_the_file_and_is_decoded_when_read(load, picture):
+    dataset = load({"prompt": "what?", "image": "pictures/red.png", "answer": "red"})
     assert dataset.features["image"] == datasets.Image()
     assert dataset.data.column("image").to_pylist() == [{"bytes": None, "path": str(picture)}]
     assert is_red(dataset[0]["image"])
@@ -58,22 +63,21 @@ def test_csv_and_parquet_have_images_too(tmp_path, picture):
         assert is_red(load_prompts(tmp_path / "p.parquet")[0]["image"])
 
 
-def test_rows_with_none_or_several_share_a_column_of_lists(tmp_path, picture):
+def test_rows_with_none_or_several_share_a_column_of_lists(load):
     one = "pictures/red.png"
     rows = [{"prompt": "what?", "images": images} for images in ([one, one], [], [one])]
-    assert [len(row["images"]) for row in load_prompts(write(tmp_path, *rows))] == [2, 0, 1]
-    rows = [{"prompt": "what?", "image": image} for image in (one, None)]
-    first, second = load_prompts(write(tmp_path, *rows))
+    assert [len(row["images"]) for row in load(*rows)] == [2, 0, 1]
+    first, second = load(*({"prompt": "what?", "image": image} for image in (one, None)))
     assert is_red(first["images"][0])
     assert second["images"] == []
     assert "image" not in first
 
 
 @pytest.mark.parametrize("key", ["image", "path", "url"])
-def test_image_parts_become_a_column(tmp_path, picture, key):
+def test_image_parts_become_a_column(load, key):
     part = {"type": "image", key: "pictures/red.png"}
     prompt = [{"role": "system", "content": "Look."}, *of_user(part, TEXT)]
-    (loaded,) = load_prompts(write(tmp_path, {"prompt": prompt, "answer": "red"}))
+    (loaded,) = load({"prompt": prompt, "answer": "red"})
     assert is_red(loaded["images"][0])
     system, user = loaded["prompt"]
     assert system["content"][0]["text"] == "Look."
@@ -84,13 +88,12 @@ def test_image_parts_become_a_column(tmp_path, picture, key):
     assert "image" not in user["content"][0]  # TRL fills parts without the key alone
 
 
-def test_bare_parts_keep_the_column_they_stand_for(tmp_path, picture):
+def test_bare_parts_keep_the_column_they_stand_for(load):
     row = {"prompt": of_user({"type": "image"}, TEXT), "images": ["pictures/red.png"]}
-    dataset = load_prompts(write(tmp_path, row))
-    assert is_red(dataset[0]["images"][0])
+    assert is_red(load(row)[0]["images"][0])
     row["prompt"] = of_user({"type": "image", "image": "pictures/red.png"}, TEXT)
     with pytest.raises(DataError, match="in messages and in a column: keep one"):
-        load_prompts(write(tmp_path, row))
+        load(row)
 
 
 def test_image_parts_of_a_saved_dataset_become_a_column(tmp_path, picture):
@@ -118,16 +121,15 @@ def test_image_parts_of_a_saved_dataset_become_a_column(tmp_path, picture):
     ],
     ids=range(5),
 )
-def test_a_bad_image_is_refused_with_its_row(tmp_path, picture, image, says):
+def test_a_bad_image_is_refused_with_its_row(load, image, says):
     rows = [{"prompt": "what?", "image": one} for one in ("pictures/red.png", image)]
     with pytest.raises(DataError, match=says):
-        load_prompts(write(tmp_path, *rows))
+        load(*rows)
 
 
-def test_plain_text_prompts_take_no_images(tmp_path, picture):
-    path = write(tmp_path, {"prompt": "what?", "image": "pictures/red.png"})
+def test_plain_text_prompts_take_no_images(load):
     with pytest.raises(DataError, match=r"leave data\.chat true"):
-        load_prompts(path, chat=False)
+        load({"prompt": "what?", "image": "pictures/red.png"}, chat=False)
 
 
 # --- which data sets have some -------------------------------------------------------------------

@@ -170,16 +170,12 @@ def test_a_thought_comes_to_the_answer_that_follows_from_it(forgets):
     for _ in range(2000):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         thought, answer = worked_thought(a, b, lambda: forgets and rng.random() < 0.5)
-        digits, totals = [], []
-        for step in thought.split():
-            terms, total = step.split("=")
-            x, y, *carry = map(int, terms.split("+"))
-            assert x + y + sum(carry) == int(total), thought
-            assert carry in ([], [1]), thought
-            digits.append((x, y))
-            totals.append(int(total))
-        assert digits == [(a % 10, b % 10), (a // 10 % 10, b // 10 % 10), (a // 100, b // 100)]
-        units, tens, hundreds = totals
+        steps = [step.split("=") for step in thought.split()]
+        digits = zip(str(a)[::-1], str(b)[::-1], strict=True)
+        for (terms, total), (x, y) in zip(steps, digits, strict=True):
+            assert terms in (f"{x}+{y}", f"{x}+{y}+1"), thought
+            assert value_of(terms) == int(total), thought
+        units, tens, hundreds = (int(total) for _, total in steps)
         assert answer == hundreds * 100 + tens % 10 * 10 + units % 10
         wrong += answer != a + b
     assert 300 < wrong < 1700 if forgets else not wrong

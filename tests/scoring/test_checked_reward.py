@@ -193,7 +193,10 @@ def test_whatever_a_reward_raises_names_it(reward):
     assert f"raised {kind}: " in message
 
 
-@pytest.mark.parametrize("wrapped", [lambda reward: reward, later])
+IN_BOTH_FORMS = pytest.mark.parametrize("wrapped", [lambda reward: reward, later])
+
+
+@IN_BOTH_FORMS
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ModelError("as it was")])
 def test_interrupts_and_errors_of_the_kit_pass(error, wrapped):
     def fails(completions):
@@ -277,7 +280,7 @@ def test_skip_makes_a_failed_call_unscorable_and_counts_it(reward):
     assert metrics == {f"rewards/{reward.__name__}/errors": 2.0}
 
 
-@pytest.mark.parametrize("wrapped", [lambda reward: reward, later])
+@IN_BOTH_FORMS
 @pytest.mark.filterwarnings("error")
 def test_skip_counts_single_rows_without_a_number(wrapped):
     def odd(completions):
@@ -303,7 +306,7 @@ def test_missing_columns_are_named():
     assert checked(with_answer)(**COLUMNS, answer=["please", "x"]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("wrapped", [lambda reward: reward, later])
+@IN_BOTH_FORMS
 def test_what_a_reward_changes_stays_its_own(wrapped):
     def change(completions, completion_ids):
         completions[0][0]["content"] = "changed"

