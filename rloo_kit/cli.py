@@ -5,10 +5,11 @@ The exit codes are:
 - 0: the command succeeded;
 - 1: training cannot start on this machine (doctor), the run did not learn (doctor RUN), the rewards
   do not let the model learn (rewards check), the run does not fit into memory (plan), or an
-  unexpected error occurred (with a traceback);
-- 2: the input is wrong; one sentence says what to change;
-- 130: the command was ended by Ctrl-C;
-- 143: the command was ended by SIGTERM or SIGHUP (a closed terminal).
+  unexpected error occurred, whose traceback is printed;
+- 2: the input is wrong, or a run failed in a way that the kit knows; the error message says what to
+  change;
+- 130: Ctrl-C ended the command;
+- 143: SIGTERM or SIGHUP (a closed terminal) ended the command.
 """
 
 import argparse
@@ -23,18 +24,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import rloo_kit as rk
-from rloo_kit.checkpoints.stopping import (
-    Terminated,
-    exit_code,
-    silence,
-    terminate_as_interrupt,
-)
+from rloo_kit.checkpoints.stopping import exit_code, silence, terminate_as_interrupt
 from rloo_kit.errors import ConfigError, KitError, ProcessEndedError
 from rloo_kit.machine.processes import is_first
 from rloo_kit.text.redaction import redact, redacted_logs, redacting, remember_arguments
 from rloo_kit.text.wording import did_you_mean
 
-# Seconds that a launcher has to end the other processes after the first one failed
+# Seconds that the other processes wait for the launcher to end them, after an error in all of them
 LAUNCHER_SECONDS = 10
 
 
@@ -44,31 +40,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
 
     Args:
-        argv: The words after ``rloo-kit``; None for those of ``sys.argv``.
+        argv: The words after ``rloo-kit``; None to use those in ``sys.argv``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # print a ? for a character it cannot encode, and show each line at once, in a log file too
+        # a ? in place of a character that cannot be encoded; each line at once, in a log file too
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     with redacted_logs():
         return _run(words or ["--help"])
 
 
 def _run(words: list[str]) -> int:
-    """Parse the words, call the command, print its error if it has one; return the exit code."""
+    """Run the command that the words name, print its error if it fails; return the exit code."""
     options = vars(PARSER.parse_args(words))
     call = options.pop("call")
     try:
         with terminate_as_interrupt(), warnings.catch_warnings():
-            # catch_warnings restores the old function
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # until the end of catch_warnings
             return call(**options) or 0
     except BrokenPipeError:  # the reader of the output has ended, as in `rloo-kit ... | head`
         return 0
     except KitError as exc:
         if not (is_first() or isinstance(exc, ProcessEndedError)):
-            # if the first process fails too, the launcher ends this process before it prints
+            # if the first process fails too, only it prints: the launcher then ends this process
             time.sleep(LAUNCHER_SECONDS)
         _complain(f"rloo-kit: {redact(str(exc))}")
         return 2
@@ -83,7 +78,7 @@ def _run(words: list[str]) -> int:
         for output in (sys.stdout, sys.stderr):
             try:
                 output.flush()
-            except OSError:  # Python would fail to write the rest, and replace the exit code
+            except OSError:  # at exit, Python would try to write again, and change the exit code
                 silence(output.fileno())
 
 
@@ -96,7 +91,7 @@ def _complain(text: str) -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, *_: object
 ) -> None:
-    """Print a warning as a note, if it is of the kit or meant for users; ignore all others."""
+    """Print a warning of the kit or a warning meant for users as a note; ignore all others."""
     of_the_kit = issubclass(category, RuntimeWarning) and "rloo_kit" in filename
     if is_first() and (of_the_kit or issubclass(category, FutureWarning | UserWarning)):
         _complain(f"note: {redact(str(message))}")
@@ -122,13 +117,13 @@ PARSER = _Parser(
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {rk.__version__}")
-# First word of a command with a second word -> the parsers for the second word. The key "" has the
-# parsers for the first word
+# Parsers for the words of the commands. The key "" has the parsers for the first word, and the key
+# "rewards" the parsers for the word after `rewards`
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 
 def _group(name: str, text: str) -> None:
-    """Add the first word of commands that have two words, such as ``rewards`` of ``rewards list``.
+    """Add the first word of commands with two words, such as ``rewards`` in ``rewards list``.
 
     Args:
         name: The first word.
@@ -145,9 +140,9 @@ def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
     code, or None for 0.
 
     Args:
-        words: The one or two words of the command.
-        text: Its help text.
-        *arguments: Its arguments and options.
+        words: The command: one word, or two words whose first one ``_group`` has added.
+        text: Help text of the command.
+        *arguments: Arguments and options of the command.
     """
     group, _, name = words.rpartition(" ")
     command = VERBS[group].add_parser(name, help=text, description=text)
@@ -173,7 +168,7 @@ def _argument(name: str, text: str | None = None, **how: Any) -> Argument:
 
 
 def _set(text: str) -> Argument:
-    """Return the option ``--set KEY=VALUE``, whose values are collected in ``overrides``."""
+    """Return the option ``--set KEY=VALUE``; the command receives its values as ``overrides``."""
     return _argument(
         "--set",
         f"{text} (may be repeated)",
@@ -194,7 +189,7 @@ RESUME = _argument(
     "neither checkpoint nor adapter; if output_dir has no run, start a new run",
     action="store_true",
 )
-# Options of eval and judge
+# Options that the commands eval and judge share
 ASKED = (
     _argument(
         "--prompts",
@@ -231,9 +226,7 @@ def _quickstart(**options: Any) -> int:
 @_command("train", "train a model with the settings of a run file", RUN_FILE, RESUME, SET)
 def _train(source: str, **options: Any) -> int:
     result = rk.train(source, **options)
-    if result.interrupted:
-        return exit_code(Terminated() if result.terminated else KeyboardInterrupt())
-    return 0
+    return 143 if result.terminated else 130 if result.interrupted else 0
 
 
 @_command(

@@ -13,7 +13,7 @@ KitError
 ├── CheckpointError (RuntimeError)    a checkpoint that is damaged, or belongs to another run
 ├── DiskError (RuntimeError)          a disk that is full or cannot be written to
 ├── DivergedError (RuntimeError)      NaN or Inf in weights or gradients
-└── SetupError                        a problem of this machine or this process
+└── SetupError                        a problem with this machine or this process
     ├── ImportOrderError (ImportError)   trl, transformers or peft was imported before unsloth
     ├── BackendError (RuntimeError)      the requested backend cannot start
     ├── MemoryRanOutError (RuntimeError) even the smallest possible batch does not fit into memory
@@ -66,7 +66,7 @@ class DivergedError(KitError, RuntimeError):
 
 
 class SetupError(KitError):
-    """Base class of errors that come from this machine or this process."""
+    """Base class of errors whose cause is this machine or this process, not the user's input."""
 
 
 class ImportOrderError(SetupError, ImportError):

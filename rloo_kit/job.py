@@ -1,4 +1,4 @@
-"""Make everything that a run file asks for: prompts, tokenizer, rewards, policy and engine."""
+"""Read a run file, and make what it asks for: prompts, tokenizer, rewards, policy and engine."""
 
 import json
 import os
@@ -55,14 +55,14 @@ def read_config(
 ) -> tuple[RunConfig, Path]:
     """Return the settings of a run, and the folder that its relative paths start from.
 
-    ``.env`` is loaded into the environment first. The run.yaml in the folder of a run has no
-    secrets, so a run reads them from the environment.
+    The file ``.env`` is first loaded into the environment. A run needs it for its secrets, because
+    the run.yaml that it writes has none.
 
     Args:
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
             or a ``RunConfig``.
-        overrides: Settings in the form ``section.key=value``, as after ``--set``. A ``RunConfig``
-            takes none.
+        overrides: Settings in the form ``section.key=value``, as after ``--set``. Must be empty
+            for a ``RunConfig``.
         recorded: As in ``make_run_config``.
 
     Raises:
@@ -97,9 +97,9 @@ def read_config(
 
 
 def is_folder(source: str | Path) -> bool:
-    """Return True if the source of a run is a folder, and not the name of an example.
+    """Return True if ``source`` is the path of a folder and not the name of an example.
 
-    If both exist, the folder is meant only if it has a run.yaml.
+    If a folder has the name of an example, it is the source only if it has a run.yaml.
     """
     if not os.path.isdir(source):  # False, and not an error, for a text that cannot be a path
         return False
@@ -150,9 +150,11 @@ def beside(name: str, base: Path) -> str:
 
 
 def _path_in(name: str) -> tuple[str, str]:
-    """Split a value of ``data.prompts`` into a task with its colon, and a path or hub name.
+    """Split a value of ``data.prompts``, such as ``gsm8k:my/file.jsonl``.
 
-    Each of the two may be "". The second one is "" for a built-in task or a task of reasoning-gym.
+    Returns:
+        The task with its colon (``gsm8k:``), or "" if there is no task; and the path or hub name,
+        or "" for a built-in task, a task of reasoning-gym, or a task without a path.
     """
     task, colon, path = name.partition(":")
     if hub_task(name):
@@ -192,8 +194,8 @@ def with_whole_paths(config: RunConfig, base: Path, rewards_base: Path) -> RunCo
 def _whole(path: Path) -> str:
     """Return the absolute path of a file or folder, with symbolic links resolved.
 
-    If a file itself is a link, this link is kept, and only the path of its folder is resolved. The
-    Hugging Face cache has such links, to files in another folder that have no suffix.
+    If a file itself is a link, only the path of its folder is resolved. In the Hugging Face cache,
+    files are such links, and the files that they point to have no suffix.
     """
     return str(path.parent.resolve() / path.name if path.is_file() else path.resolve())
 
@@ -204,8 +206,8 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
     Args:
         reward: The value as in a run file.
         base: Folder that relative paths start from.
-        is_path: True if the value must be a path. Otherwise only text that looks like a path is
-            changed. In both cases a path that does not exist is not changed.
+        is_path: True if the value must be a path. If False, only text that looks like a path is
+            changed. A path that does not exist is never changed.
     """
     if isinstance(reward, dict):
         paths = {"model", "file"}
@@ -262,8 +264,8 @@ def read_prompts(config: RunConfig, base: Path) -> tuple[Any, Any]:
 def template_settings(config: RunConfig) -> dict[str, Any]:
     """Return the additional arguments for the chat template.
 
-    They are those of ``trainer.chat_template_kwargs``, with ``enable_thinking`` replaced by
-    ``data.enable_thinking`` if that is set.
+    They are ``trainer.chat_template_kwargs``. If ``data.enable_thinking`` is set, it replaces their
+    value of ``enable_thinking``.
     """
     given = config.trainer.get("chat_template_kwargs") or {}
     given = json.loads(given) if isinstance(given, str) else given
@@ -272,10 +274,10 @@ def template_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def system_message(data: DataSection) -> str | None:
-    """Return the system message for the prompts of a run; None or "" if there is none.
+    """Return the system message for the prompts of a run; None or "" means no system message.
 
-    Without ``data.system``, chat prompts of tasks from the hub (such as gsm8k) get the system
-    message of the kit.
+    It is ``data.system`` if that is set. Otherwise, chat prompts of tasks from the hub (such as
+    gsm8k) get the kit's system message, and other prompts get none.
     """
     of_task = data.system is None and data.chat and hub_task(data.prompts)
     return SYSTEM if of_task else data.system
@@ -289,11 +291,14 @@ def held_out_judges(
 ) -> list[LoadedReward]:
     """Return the rewards that score held-out prompts: ``data.held_out_rewards`` and the run's own.
 
-    If the held-out prompts have a column ``answer``, the default reward of their task comes first.
-    If the task defines no default reward, this is ``accuracy``. If the rewards include neither the
-    default reward nor ``math``, the default reward is added. If they include only ``math`` of these
-    two, nothing is added, because ``math`` recognises more correct answers, and ``math`` comes
-    first. If the task's default reward is another ``accuracy``, it replaces a plain one.
+    If the held-out prompts have a column ``answer``, one reward must judge the answers. This is the
+    default reward of the task, or ``accuracy`` if the task has none:
+
+    - If the rewards include the default reward or ``math``, nothing is added. ``math`` is enough,
+      because it recognises more correct answers. Otherwise the default reward is added.
+    - The default reward comes first in the result, then ``math``.
+    - If the default reward of the task is ``accuracy`` with other arguments, it replaces an
+      ``accuracy`` without arguments.
 
     Args:
         rewards: Rewards of the run.
@@ -314,7 +319,8 @@ def held_out_judges(
     if held_out is not None and "answer" in held_out.column_names:
         judge, plain = load([TASK_REWARDS.get(data.prompts.partition(":")[0], first), first])
         if judge.name == first and judge.func.reward != plain.func.reward and data.system is None:
-            # the task's prompts ask for the steps too, which a comparison of whole answers rejects
+            # prompts of this task ask for a solution in steps, and the plain reward would compare
+            # the whole solution with the answer
             found = [
                 replace(one, func=judge.func) if one.func.reward == plain.func.reward else one
                 for one in found
@@ -327,14 +333,14 @@ def held_out_judges(
 
 @dataclass(eq=False)
 class PreparedJob:
-    """The parts of a run: each one is made and checked when it is first used."""
+    """The parts of a run. Each part is made and checked when it is first used."""
 
-    config: RunConfig  # paths in it become absolute
+    config: RunConfig  # its paths are made absolute
     base: Path = Path()  # folder that relative paths of model and prompts start from
-    say: Say = print  # called with each line that is printed for the user
+    say: Say = print  # called with each line for the user
     recorded: bool = False  # as in ``make_run_config``
     checkpoint: Path | None = None  # folder of the checkpoint that the run resumes from
-    model_name: str = field(init=False)  # as the user wrote it
+    model_name: str = field(init=False)  # the name as the user wrote it
 
     def __post_init__(self) -> None:
         """Make the paths in the settings absolute."""
@@ -345,8 +351,8 @@ class PreparedJob:
     def rewards_base(self) -> Path:
         """Folder that relative paths of rewards, tools and environments start from.
 
-        For an example that comes with the kit, this is the working folder, so that it finds the
-        user's own rewards.
+        It is the folder of the run file. For an example that comes with the kit it is the working
+        folder, so that the run finds the user's own rewards.
         """
         return Path() if self.base == EXAMPLES else self.base
 
@@ -376,12 +382,12 @@ class PreparedJob:
             if dataset is not None:  # else no prompts are held out
                 for reward in rewards:
                     reward.func.check_columns([*dataset.column_names, *more])
-        for part in ("tools", "environment", "splits", "judges"):  # they make all other parts too
+        for part in ("tools", "environment", "splits", "judges"):  # these use the others
             getattr(self, part)
 
     @cached_property
     def environment(self) -> Environment:
-        """The backend and the hardware, as ``setup`` returns them."""
+        """The backend and the hardware of this process, as ``setup`` returns them."""
         return setup(self.config.model.backend)
 
     @cached_property
@@ -411,7 +417,7 @@ class PreparedJob:
 
     @cached_property
     def prompts(self) -> tuple[Any, Any]:
-        """All prompts to train on, and the held-out prompts or None; torch is not imported."""
+        """All training prompts, and the held-out prompts or None; torch is not imported."""
         return read_prompts(self.config, self.base)
 
     @cached_property
@@ -498,9 +504,9 @@ class PreparedJob:
         return [self.guarded(judge, self.args.on_reward_error) for judge in found]
 
     def guarded(self, reward: LoadedReward, on_error: str) -> LoadedReward:
-        """Return a reward whose calls have the run's time limit, and a rule for failures.
+        """Return a reward with the run's time limit for each call, and a rule for failures.
 
-        At the end of the innermost open ``session``, the reward is released.
+        The reward is released at the end of the innermost open ``session``.
 
         Args:
             reward: A loaded reward.
@@ -517,9 +523,9 @@ class PreparedJob:
 
         torch is not imported.
         """
-        config, base, say = self.config, self.rewards_base, self.say
-        tools = load_tools(config.tools, base, say)
-        return tools, load_environment(config.environment, base, say)
+        base = self.rewards_base
+        tools = load_tools(self.config.tools, base, self.say)
+        return tools, load_environment(self.config.environment, base, self.say)
 
     @cached_property
     def tool_loop(self) -> "ToolLoop | None":
@@ -584,16 +590,16 @@ class PreparedJob:
         if self.step.by_trl:
             return None, Choice("transformers")
         engine, choice = start_engine(self.policy[0], self.args)
-        if engine is None:  # the trainer starts none either
+        if engine is None:  # so that the trainer does not start one either
             self.args.generation = "transformers"
             self.args.use_vllm = False
         return engine, choice
 
 
 def _engine_arguments(args: "LeaveOneOutConfig") -> dict[str, Any]:
-    """Return arguments for ``load_model`` with which training and vLLM can share the base weights.
+    """Return arguments of ``load_model`` that let training and vLLM share the base weights.
 
-    The result is empty if the settings request vLLM's server or transformers.
+    The result is empty if the settings request vLLM's server or transformers as the engine.
     """
     if requested_engine(args) in ("server", "transformers"):
         return {}

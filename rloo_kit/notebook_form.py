@@ -38,24 +38,25 @@ from rloo_kit.output_folder import free_folder, latest_folder, write_atomically
 from rloo_kit.text.redaction import redact
 
 LOG_LINES = 200
-# Button -> arguments of the command rloo-kit
+# Name of a button -> arguments with which it starts rloo-kit
 COMMANDS = {
     "plan": ["plan"],
     "check": ["rewards", "check"],
     "train": ["train"],
     "resume": ["train", "--resume"],
 }
-# Exit codes of a command that was stopped; the negative ones if it was still starting
+# Exit codes of a command that a signal stopped. The negative ones mean that it was still starting
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
+# Parts of the page below the fields
 PARTS = ("status", "figure", "log", "report")
-# Style of a text. The page draws the whole text again after each new line, and a reversed column
-# begins at its end, so a long text is always scrolled to its end
+# CSS of a text. A text is drawn again after each new line. A reversed column is scrolled to its end
+# when it is drawn, so the last line is always visible
 STYLE = (
     "white-space: pre-wrap; line-height: 1.3; max-height: 24em; overflow: auto; display: flex; "
     "flex-direction: column-reverse"
 )
-# Program that runs rloo-kit. A kernel ignores SIGINT between cells, and a process that it starts
-# inherits that, so the program restores the default first
+# Program that runs rloo-kit. Between cells, a kernel ignores SIGINT, and processes that it starts
+# inherit this. The program therefore restores the default handler first
 RLOO_KIT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,12 +66,15 @@ sys.exit(main())
 
 
 def form(path: str | Path = "form.yaml") -> Any:
-    """Return a notebook form, with which the user edits a run file, plans a run, and trains.
+    """Return a notebook form for editing a run file, planning its run, and training.
 
     Args:
-        path: The run file. If it exists, its settings fill the form; otherwise those of the example
-            ``quickstart`` do. The form writes the file before each command; comments in it are
-            lost.
+        path: The run file. The form starts with its settings or, if it does not exist, with those
+            of the example ``quickstart``. Before each command the form writes the file, which
+            removes the comments in it.
+
+    Returns:
+        An ipywidgets ``VBox``, which a notebook displays.
 
     Raises:
         SetupError: ipywidgets is not installed.
@@ -142,7 +146,7 @@ class Form:
         """
         values = {name: field.value.strip() for name, field in self.fields.items()}
         content = dict(self._content)
-        # not as overrides, because YAML reads `my data #2.csv` and 2024 as something else
+        # not as overrides, which are parsed as YAML: `my data #2.csv` and 2024 would change
         for section, key, field in (("model", "name", "model"), ("data", "prompts", "prompts")):
             content[section] = {**(content.get(section) or {}), key: values[field] or None}
         settings = filter(str.strip, values["settings"].splitlines())
@@ -158,7 +162,7 @@ class Form:
         Args:
             name: Name of the button, a key of ``COMMANDS``.
         """
-        if self.buttons[name].disabled:  # a second click
+        if self.buttons[name].disabled:  # a second click, made before the page was updated
             return
         words = [*COMMANDS[name], str(self.path)]
         if name == "plan":
@@ -195,7 +199,7 @@ class Form:
             self.process.terminate()
 
     def _follow(self, process: subprocess.Popen[str], name: str, folder: Path) -> None:
-        """Show the output of a command until it ends, and the figure and report of its run.
+        """Show the output of a command until it ends, and the figure and the report of its run.
 
         Args:
             process: The process of the command.

@@ -15,7 +15,7 @@ from typing import Any
 from rloo_kit.errors import ConfigError, DiskError, KitError, ModelError
 from rloo_kit.text.wording import first_line
 
-# Texts of the system's errors of a full disk
+# Parts of the operating system's messages about a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 
 
@@ -81,9 +81,9 @@ def nearest_folder(folder: Path) -> Path:
 def latest_folder(wanted: str | Path) -> Path | None:
     """Return the run folder with the highest number among ``wanted``, ``wanted-2``, ...
 
-    Only folders with run.yaml or metrics.jsonl count; None if there is none. The result may belong
-    to another run whose ``output_dir`` was, for example, ``wanted-5``. Callers must compare its
-    run.yaml.
+    A folder counts as a run folder if it has run.yaml or metrics.jsonl. If there is no run folder,
+    return None. The result may belong to another run whose ``output_dir`` was, for example,
+    ``wanted-5``, so callers must compare its run.yaml with their settings.
     """
     wanted = Path(wanted).expanduser()
     pattern = re.compile(re.escape(wanted.name) + "(?:-([2-9]|[1-9][0-9]+))?")
@@ -113,7 +113,7 @@ def disk_errors(kind: type[KitError], what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        # a bare Exception of tokenizers; a RuntimeError of the file in which torch.save writes
+        # tokenizers raises a bare Exception, and torch.save a RuntimeError; only the text tells
         texts = ("(os error ", "inline_container")
         of_disk = isinstance(exc, OSError | SafetensorError | DiskError)
         if not (of_disk or any(text in str(exc) for text in texts)):
@@ -164,7 +164,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             "the folder writable"
         ) from exc
     finally:
-        with contextlib.suppress(OSError):  # the same error again
+        with contextlib.suppress(OSError):  # the first error is the one to report
             part.unlink(missing_ok=True)
 
 
@@ -175,8 +175,8 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
         DiskError: The file cannot be written. Its old content is unchanged.
     """
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
-    # A tokenizer may return a lone surrogate, which is not valid UTF-8; `json.loads` reads it
-    write_atomically(path, f"{text}\n".encode("utf-8", "surrogatepass"))
+    # a tokenizer may return a lone surrogate, which UTF-8 lacks: this writes its escape in JSON
+    write_atomically(path, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
@@ -206,7 +206,7 @@ def without_nan(value: object) -> Any:
 # --- locks and JSON -------------------------------------------------------------------------------
 
 
-# Folders that this process has locked
+# Absolute paths of the folders that this process has locked
 LOCKED: set[Path] = set()
 
 
@@ -218,7 +218,8 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
 
     Raises:
         ConfigError: Another run has locked the folder.
-        DiskError: The folder cannot be locked, such as on a network disk without locks.
+        DiskError: The folder cannot be locked, for example because it is on a network disk that
+            does not support file locks.
     """
     from filelock import FileLock, Timeout
 
@@ -241,8 +242,8 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         LOCKED.discard(resolved)
-        # The file is removed before the lock is released, so that no file means no lock. On Windows
-        # it cannot be removed now, and the library removes it
+        # Remove the file before the lock is released, because afterwards the file may belong to
+        # another process. Windows cannot remove a locked file; there filelock removes it
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         lock.release()

@@ -11,13 +11,13 @@ Message: TypeAlias = dict[str, Any]
 # One completion: a string, or a list of chat messages whose last one is the assistant's
 Completion: TypeAlias = str | list[Message]
 
-# Token ids of B texts: text -> ids
+# Token ids of B texts: one list of ids for each text
 TokenIds: TypeAlias = list[list[int]]
 
-# Token ids of B completions: completion -> turn -> ids
+# Token ids of B completions: for each completion its turns, and for each turn its ids
 Turns: TypeAlias = list[list[list[int]]]
 
-# The completions of a batch, or its prompts: a list of B values
+# B completions, or B prompts, which have the same type
 Completions: TypeAlias = list[Completion]
 
 # One prompt: a string, or a list of chat messages
@@ -26,8 +26,8 @@ Prompt: TypeAlias = str | list[Message]
 # One row of a dataset: `prompt`, and columns that the rewards read
 Row: TypeAlias = dict[str, Any]
 
-# Score of one completion by one reward. None if the reward does not apply to the completion, which
-# then does not affect the baseline
+# The score that a reward gives a completion. None means that the reward does not apply to it; the
+# completion is then left out of the baseline
 Score: TypeAlias = float | None
 
 # The scores of a batch: a list of B values
@@ -36,7 +36,8 @@ Scores: TypeAlias = list[Score]
 # A function that prints, logs or collects a line for the user
 Say: TypeAlias = Callable[[str], None]
 
-# A reward function as TRL calls it, with the columns of a batch as keywords; it returns B scores
+# A reward function. It is called as by TRL, with the columns of a batch as keyword arguments, and
+# returns B scores
 Reward: TypeAlias = Callable[..., Any]
 
 
@@ -46,14 +47,12 @@ class Tokenizer(Protocol):
     chat_template: Any  # a Jinja template, or None for a base model
     eos_token: Any
     eos_token_id: Any
-    bos_token: Any
     pad_token: Any
     pad_token_id: Any
     padding_side: str
     truncation_side: str
     model_max_length: int
     name_or_path: str
-    clean_up_tokenization_spaces: bool
     all_special_tokens: list[str]
     init_kwargs: dict[str, Any]
 

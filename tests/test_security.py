@@ -44,8 +44,6 @@ def test_a_tag_of_yaml_makes_no_object(tmp_path, ran):
 
 def test_trusted_code_is_off_by_default():
     assert rk.RunConfig().model.trust_remote_code is False
-    config = rk.read_run_file("quickstart", ["model.trust_remote_code=true"])
-    assert config.model.trust_remote_code is True
 
 
 # --- code that a run file names ------------------------------------------------------------------
@@ -53,25 +51,23 @@ def test_trusted_code_is_off_by_default():
 
 @pytest.fixture
 def rewards(tmp_path, ran, monkeypatch):
-    """A folder with reward files that leave ``ran`` behind, and the way to load from it."""
+    """A folder with a reward file that leaves ``ran`` behind."""
+    monkeypatch.chdir(tmp_path)
     code = f"open({str(ran)!r}, 'w').close()\ndef good(completions, **_): return [1.0] * 2\n"
-    for folder in (tmp_path, tmp_path / "run"):
-        folder.mkdir(exist_ok=True)
-        (folder / "mine.py").write_text(code)
-    monkeypatch.chdir(tmp_path / "run")
+    Path("mine.py").write_text(code)
     yield
     for name in [n for n in sys.modules if n.startswith("_rloo_kit_reward_mine")]:
         del sys.modules[name]
 
 
-def loaded_lines(spec, ran, base="."):
+def loaded_lines(spec, ran):
     said = []
 
     def say(line):
         assert not ran.exists(), "it ran before it was named"
         said.append(line)
 
-    load_rewards([spec], base_dir=base, say=say)
+    load_rewards([spec], base_dir=".", say=say)
     return said
 
 
@@ -122,10 +118,10 @@ def test_train_announces_trusted_code_first(rewards):
     assert len([line for line in said if "model.trust_remote_code" in line]) == 1
 
 
-def test_file_name_cannot_add_a_line(ran, rewards, tmp_path):
-    (tmp_path / "run" / "mine\nall is well.py").write_text("def good(completions): return []\n")
-    (line,) = loaded_lines("mine\nall is well.py:good", ran)
-    assert line == "running code of mine\\nall is well.py (good)"
+def test_file_name_cannot_add_a_line(ran, rewards):
+    Path("mine\nall is well.py").write_text("def good(completions): return []\n")
+    said = loaded_lines("mine\nall is well.py:good", ran)
+    assert said == ["running code of mine\\nall is well.py (good)"]
 
 
 # --- the folder of a run -------------------------------------------------------------------------
@@ -196,13 +192,15 @@ def test_every_from_pretrained_passes_trust_remote_code():
 # --- the audit -----------------------------------------------------------------------------------
 
 
-def package(name, **facts):
-    return {"name": name, "version": "1.0", **facts}
-
-
 def test_only_an_advisory_with_a_fix_fails_the_audit():
-    fixable = package("bad", vulns=[{"id": "CVE-1", "fix_versions": ["1.1"], "aliases": []}])
-    open_one = package("odd", vulns=[{"id": "CVE-2", "fix_versions": [], "aliases": []}])
+    fixable, open_one = (
+        {
+            "name": "odd",
+            "version": "1.0",
+            "vulns": [{"id": "CVE-1", "fix_versions": versions, "aliases": []}],
+        }
+        for versions in (["1.1"], [])
+    )
     lines, code = audit.verdict({"dependencies": [fixable, open_one]})
     assert code == 1
     assert "CVE-1, fixed in 1.1" in lines[0]

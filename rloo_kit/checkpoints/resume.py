@@ -10,13 +10,14 @@ files:
 - ``trainer_state.json`` of transformers.
 - ``manifest.json`` with the checksum of every file.
 
-After every optimizer step a snapshot of the state is kept in memory. It does not include the
-weights and the optimizer state, which match the snapshot until the next optimizer step changes
-them. If sampling, a reward, or a forward or backward pass fails before that, the checkpoint of the
-last finished step is written from the snapshot, and no step is lost.
+After every optimizer step, a snapshot of the state is kept in memory. It does not include the
+weights and the optimizer state, which do not change before the next optimizer step. If sampling, a
+reward, or a forward or backward pass fails before then, the checkpoint of the last finished step is
+written from the snapshot and the present weights, and no step is lost.
 
-With TRL's training step (``by_trl``), transformers writes and reads weights, optimizer and random
-states on every process in its own way. The kit only adds ``state.json`` and the manifest.
+With TRL's training step (``by_trl``), transformers itself writes and reads the weights, the
+optimizer state and the random states of every process. The kit adds ``state.json``,
+``state.safetensors`` and the manifest.
 """
 
 import contextlib
@@ -65,18 +66,18 @@ from rloo_kit.rloo.guards import check_finite
 from rloo_kit.text.numbers import finite_numbers, mean_or_none
 from rloo_kit.text.wording import resume_command
 
-# Settings that decide what is sampled and learned, so a resumed run must have the same values.
-# `rows_per_step` is the number of completions in an optimizer step. The two settings whose product
-# it is, `per_device_train_batch_size` and `gradient_accumulation_steps`, may change.
+# Settings that must not change when a run resumes, because they affect what is sampled and learned.
+# `rows_per_step` is the number of completions in an optimizer step: the product of the settings
+# `per_device_train_batch_size` and `gradient_accumulation_steps`, which may change separately
 MUST_STAY = sorted([*on_resume("must"), "rows_per_step"])
-# Settings whose new value is used from the next step on, and reported
+# Settings that may change. The new value is used from the next step on, and the change is reported
 MAY_CHANGE = on_resume("may")
 # Those of MAY_CHANGE that determine the learning rate of a step
 OF_SCHEDULE = (
     "learning_rate", "lr_scheduler_kwargs", "lr_scheduler_type", "max_steps", "num_train_epochs",
     "warmup_steps",
 )  # fmt: skip
-# Number of last steps whose mean reward is the score of a checkpoint without held-out scores
+# Without held-out scores, the score of a checkpoint is the mean reward of this many last steps
 SCORED_STEPS = 4
 
 
@@ -88,7 +89,7 @@ class ResumableTrainer(Trainer):
     ``state_dict`` and ``load_state_dict``.
     """
 
-    # transformers declares wider types for these, or none
+    # attributes for which transformers declares no type, or a type that is too wide
     args: Any
     optimizer: Any
     lr_scheduler: Any
@@ -96,7 +97,7 @@ class ResumableTrainer(Trainer):
     reward_func_names: Any
     stop_reason: str | None = None  # why the training ended before its last step
     resumed_from: Checkpoint | None = None
-    # state read from the checkpoint; None after the first step has begun
+    # state that was read from the checkpoint; None once the first step has begun
     state_read: dict[str, Any] | None = None
     # True if TRL's training step is used; transformers then saves weights and optimizer
     by_trl = False
@@ -140,20 +141,20 @@ class ResumableTrainer(Trainer):
         signals = stop_signals(print) if is_main else stop_signals()
         with lock if saves else contextlib.nullcontext(), signals as self._signals:
             self.state_read = checkpoint and read_tree(checkpoint.folder)
-            # Added last, after the callbacks whose state it restores
+            # Last, because it replaces the state that the other callbacks begin with
             self.add_callback(last := _Restore(self))
             try:
                 output = super().train(folder, trial, ignore_keys_for_eval)
             except Exception as exc:
                 self._save_last_step()
-                # Ctrl-C also ends child processes, so the error may only be a consequence of it
+                # Ctrl-C also ends child processes, so the error may be a consequence of the signal
                 if self._signals.received is not None and not is_cut_off(exc):
                     raise interrupt_for(self._signals.received) from exc
                 raise
             finally:
                 self.state_read = None
                 self.remove_callback(last)
-        # A signal may come after the last step, and to one process only: all of them stop
+        # A signal may arrive after the last step, and in one process only; then all of them raise
         if signal := next(filter(None, gather_object([self._signals.received])), None):
             raise interrupt_for(signal)
         return output
@@ -161,24 +162,24 @@ class ResumableTrainer(Trainer):
     # --- stopping --------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """End the training after the present step, and warn with the reason."""
+        """Let the training end after the present step, and issue a warning with the reason."""
         self.stop_reason = reason
         warnings.warn(f"training stops: {reason}", RuntimeWarning, stacklevel=3)
 
     def stop_if_asked(self) -> bool:
-        """End transformers' training loop if it must stop now.
+        """Let transformers' training loop end if it must stop now.
 
         It must stop after a signal, after ``max_hours``, or if a callback called ``stop``. If one
         process must stop, all of them stop after the same step.
 
         Returns:
-            True if it must stop and the last step still has to be saved.
+            True if the loop must stop and the last step still has to be saved.
         """
         args = self.args
         hours = (time.monotonic() - self._started) / 3600
         if args.max_hours is not None and hours >= args.max_hours and not self.stop_reason:
             self.stop(f"max_hours {args.max_hours:g} has passed: resume with --resume")
-        # What is gathered decides, because a signal may arrive after it, in this process alone
+        # Only the gathered values count, because a signal may arrive later in one process alone
         everyone = gather_object([(self._signals.received, self.stop_reason)])
         signal, self.stop_reason = (
             next(filter(None, of_all), None) for of_all in zip(*everyone, strict=True)
@@ -186,7 +187,7 @@ class ResumableTrainer(Trainer):
         if not (signal or self.stop_reason):
             return False
         if signal and self._signals.received is None:
-            # This process's own copy of the signal may still come, and is not a second one
+            # The same signal may still arrive in this process, and must not count as a second one
             self._signals.received_at = time.monotonic()
             self._signals.received = signal
         self.control.should_training_stop = True
@@ -197,11 +198,11 @@ class ResumableTrainer(Trainer):
     def take_snapshot(self) -> dict[str, Any]:
         """Store and return the state after the present step, without weights and optimizer.
 
-        Call it only if the weights are finite.
+        The caller must have checked that the weights are finite.
         """
         callbacks: dict[str, Any] = {}
         self.notify("on_state", held=callbacks)
-        # State of the training loop. A copy, because a later step may be in progress when the
+        # The state of transformers' loop. A copy, because a later step may be in progress when the
         # snapshot is written
         self._loop = copy.copy(self.state)
         self._loop.log_history = [*self.state.log_history]
@@ -221,10 +222,10 @@ class ResumableTrainer(Trainer):
     # --- writing ---------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **keywords: Any) -> None:
-        """Log and save as transformers does; also stop and save if ``stop_if_asked`` says so."""
+        """Log and save as transformers does; if ``stop_if_asked`` returns True, save too."""
         self.control.should_save |= self.stop_if_asked()
         super()._maybe_log_save_evaluate(*args, **keywords)
-        if self.stop_if_asked():  # a callback may stop the training because of the log
+        if self.stop_if_asked():  # again, because a callback may call `stop` when it gets the log
             self._save_checkpoint(self.model, None)
         self.take_snapshot()
 
@@ -263,7 +264,7 @@ class ResumableTrainer(Trainer):
             return
         try:
             self._write_checkpoint(self._snapshot)
-        except KitError as exc:  # only a warning, because the first error must be raised
+        except KitError as exc:  # only a warning, because the error of the training is raised
             warnings.warn(f"step {step} was not saved: {exc}", RuntimeWarning, stacklevel=2)
 
     def _write_checkpoint(self, snapshot: dict[str, Any]) -> None:
@@ -286,7 +287,7 @@ class ResumableTrainer(Trainer):
                     seal_checkpoint(folder, step, **about)
             else:
                 write_checkpoint(run, step, lambda folder: self._fill(folder, snapshot), **about)
-            # Checkpoints of later steps are from before the run was resumed at an earlier step
+            # Later checkpoints are left from before the run was resumed at an earlier step
             for later in list_steps(run):
                 if later > step:
                     shutil.rmtree(run / f"checkpoint-{later}", ignore_errors=True)
@@ -309,10 +310,10 @@ class ResumableTrainer(Trainer):
         self._loop.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     def _checkpoint_score(self, callbacks: dict[str, Any]) -> float | None:
-        """Return the score of a checkpoint, which ``keep_best`` compares.
+        """Return the score that ``keep_best`` compares, or None if the checkpoint has no score.
 
-        It is the score of the held-out prompts. If they are not scored during training, it is the
-        mean reward of the last steps. None means that there is no score.
+        It is the score of the held-out prompts after this step. If held-out prompts are not scored
+        during training, it is the mean reward of the last steps.
         """
         if "held_out" in callbacks:
             return callbacks["held_out"]
@@ -341,10 +342,10 @@ class ResumableTrainer(Trainer):
         return found
 
     def _check_optimizer(self, folder: Path) -> None:
-        """Check that a checkpoint of TRL's step has the states of optimizer and schedule.
+        """Check that a checkpoint has the states of optimizer and schedule if TRL's step is used.
 
         Raises:
-            CheckpointError: It has only the weights.
+            CheckpointError: The checkpoint has only the weights.
         """
         has_both = self.is_deepspeed_enabled or (folder / SCHEDULER_NAME).is_file()
         if self.by_trl and not has_both:
@@ -354,17 +355,17 @@ class ResumableTrainer(Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer and schedule, after storing the base learning rates of the settings."""
+        """Load optimizer and schedule, and keep the base learning rates of the present settings."""
         self._fresh_rates: Any = getattr(self.lr_scheduler, "base_lrs", None)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _get_train_sampler(  # pyright: ignore[reportIncompatibleMethodOverride]  # as TRL's
         self, dataset: Any = None
     ) -> Any:
-        """Return the sampler of prompts, after it has drawn the orders of the finished epochs.
+        """Return the sampler of prompts; if training resumes, draw the orders of finished epochs.
 
-        A resumed training then draws the same order of prompts as without the interruption.
-        transformers skips finished epochs without drawing their orders.
+        transformers skips finished epochs without drawing their orders. Here they are drawn, so
+        that the order of the present epoch is the same as without the interruption.
         """
         sampler: Any = super()._get_train_sampler(dataset)
         if self.state_read is not None and getattr(sampler, "shuffle", False):
@@ -378,17 +379,17 @@ class ResumableTrainer(Trainer):
         """Load the checkpoint's weights into the model."""
         if self.by_trl:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            # transformers loads only `ref` if the checkpoint has it. FSDP's own file has both
+            # if the checkpoint has `ref`, transformers loads only that; FSDP's file has both
             if Path(resume_from_checkpoint, "ref").is_dir() and not self.is_fsdp_enabled:
                 self._policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             return
         read_weights(self._policy, Path(resume_from_checkpoint))
 
     def restore_checkpoint(self) -> None:
-        """Load the state of the checkpoint, except for weights and random states.
+        """Load the state of the checkpoint, except weights and random states.
 
-        It is called before the first step, after ``on_train_begin`` of every other callback. If the
-        training does not resume, it does nothing.
+        It is called before the first step, after ``on_train_begin`` of all other callbacks. If
+        there is no checkpoint, it does nothing.
 
         Raises:
             CheckpointError: The optimizer state in the checkpoint does not fit the optimizer.
@@ -415,13 +416,13 @@ class ResumableTrainer(Trainer):
         for reward, kept in zip(self.reward_funcs, state["rewards"], strict=True):
             if kept is not None:
                 _inner(reward).load_state_dict(kept)
-        # last, because the recorder removes the end of the earlier run
+        # last, because the recorder then removes what the earlier run wrote about its end
         self.notify("on_resume", held=state["callbacks"])
 
     def _run_epoch(self, *args: Any, **keywords: Any) -> None:
-        """Run the steps of an epoch, unless all steps have been made already.
+        """Run the steps of an epoch, unless the training has made all of its steps already.
 
-        transformers would run one more step if a finished training resumes.
+        Without this method, transformers would make one more step when a finished training resumes.
         """
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **keywords)
@@ -431,7 +432,7 @@ class ResumableTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states of the checkpoint.
 
-        transformers calls this method right before the first step, after everything else.
+        transformers calls this method right before the first step, when all else is restored.
         """
         if self.by_trl:
             super()._load_rng_state(checkpoint)
@@ -442,10 +443,10 @@ class ResumableTrainer(Trainer):
     def _restore_schedule(self, kept: dict[str, Any] | None) -> None:
         """Restore the learning rate schedule; the optimizer must have been restored before.
 
-        If the settings of the schedule have changed since the checkpoint, a ``LambdaLR`` takes only
-        the step number from the checkpoint, and computes the learning rate from the new settings. A
-        warning says so if the learning rate changes. A schedule of any other class loads its whole
-        state.
+        If the settings of the schedule have changed since the checkpoint, only the step number of a
+        ``LambdaLR`` is restored, and its learning rate follows the new settings. A warning is
+        issued if this changes the learning rate. A schedule of any other class gets its whole state
+        from the checkpoint.
 
         Args:
             kept: State of the schedule in the checkpoint; None if transformers has already loaded
@@ -555,7 +556,7 @@ class ResumableTrainer(Trainer):
 
 @dataclass
 class Boundary(TrainerCallback):
-    """Callback that replaces the snapshot of a ``ResumableTrainer`` when the weights change."""
+    """Callback that takes a new snapshot of a ``ResumableTrainer`` after the weights changed."""
 
     trainer: ResumableTrainer
 
@@ -574,7 +575,7 @@ def _own_folder(run: Path, resumed: Checkpoint | None) -> Iterator[None]:
     """Lock the folder of a training, and move the checkpoints of another training out of it.
 
     Args:
-        run: The folder. ``runs.train`` may have locked it.
+        run: The folder. It is not locked again if ``runs.train`` has already locked it.
         resumed: As in ``_set_aside``.
 
     Raises:
@@ -589,13 +590,13 @@ def _own_folder(run: Path, resumed: Checkpoint | None) -> Iterator[None]:
 
 
 def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
-    """Move the checkpoints of another training in the same folder to a folder of their own.
+    """Move the checkpoints of another training from this folder to a folder of their own.
 
-    Otherwise this training would remove them, or a resume could mistake them for its own.
+    Otherwise this training would remove them, or a resume of it could use them by mistake.
 
     Args:
         run: The folder that this training writes to.
-        resumed: The checkpoint that it resumes from; None if it starts at step 0.
+        resumed: The checkpoint that this training resumes from; None if it starts at step 0.
     """
     steps = list_steps(run)
     # A checkpoint in the folder may be a link to another disk, and the link may be given instead
@@ -627,7 +628,7 @@ class _Restore(TrainerCallback):
         self.trainer.restore_checkpoint()
 
 
-# --- which run -----------------------------------------------------------------------------------
+# --- checks before a resume ----------------------------------------------------------------------
 
 
 def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
@@ -642,9 +643,9 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
             of processes, or a setting that must stay the same differs.
     """
     name = checkpoint.folder.name
-    # an older checkpoint does not have these two
+    # a checkpoint of an older version does not have these two facts
     then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
-    # a setting that is newer than the checkpoint had what is now its default
+    # a setting that is newer than the checkpoint acted then as its default does now
     old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
     new = now["settings"]
     changed = {
@@ -659,16 +660,14 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         )
     step = then["step"]
     for what, text in (
-        ("step", f"trainer.step {step}: set trainer.step to {step}, and the number of processes"),
-        ("processes", f"another number of processes ({then['processes']}): set it"),
-        ("model", "another model: set model.name, model.load_in_4bit and lora"),
-        ("prompts", "other prompts: set data, and the content of the file that it names,"),
-        ("rewards", "other rewards: set rewards"),
+        ("step", f"trainer.step {step}: set trainer.step={step} and the old number of processes"),
+        ("processes", f"another number of processes: start {then['processes']} of them"),
+        ("model", "another model: restore the old model.name, model.load_in_4bit and lora"),
+        ("prompts", "other prompts: restore the old data, and the content of its file"),
+        ("rewards", "other rewards: restore the old rewards"),
     ):
         if then.get(what) != now[what]:
-            raise CheckpointError(
-                f"{name} was written with {text} back to what it was, or begin a new run"
-            )
+            raise CheckpointError(f"{name} was written with {text}, or begin a new run")
     if changed:
         run = checkpoint.folder.parent
         own = f" (`{resume_command(run)}` does so if its run.yaml is unchanged)"
@@ -695,14 +694,14 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
 
 
 def _inner(reward: Any) -> Any:
-    """Return the user's reward if ``reward`` is the kit's wrapper around it, else ``reward``."""
+    """Return the user's reward if ``reward`` is the kit's wrapper around one, else ``reward``."""
     return getattr(reward, "reward", reward)
 
 
 def _state_of(reward: Any) -> Any:
     """Return the ``state_dict`` of a reward.
 
-    None means that the reward has no state to save: it has no ``load_state_dict``, or is a model.
+    Return None if the reward has no ``load_state_dict`` or is a model, so that nothing is saved.
     """
     inner = _inner(reward)
     if isinstance(inner, torch.nn.Module) or not hasattr(inner, "load_state_dict"):

@@ -24,9 +24,9 @@ from rloo_kit.types import Model
 
 TREE = "state.json"
 TENSORS = "state.safetensors"
-# About this many evenly spaced rows of a dataset go into its checksum
+# Approximate number of evenly spaced rows that the checksum of a dataset covers
 SAMPLED_ROWS = 512
-# This many values of each frozen weight go into the checksum
+# Number of values that the checksum of the weights covers in each frozen weight
 SAMPLED_VALUES = 64
 
 
@@ -120,7 +120,7 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        # only of the current GPU: a query would create a CUDA context on each other GPU
+        # only the current GPU, because a query would create a CUDA context on every other GPU
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
@@ -134,11 +134,11 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# --- which model, which prompts ------------------------------------------------------------------
+# --- checksums of model and prompts --------------------------------------------------------------
 
 
 def checksum_of_weights(model: Model) -> str:
-    """Return a checksum of the frozen weights: their names, shapes, dtypes and first values.
+    """Return a SHA-256 checksum of the frozen weights: names, shapes, dtypes and first values.
 
     Args:
         model: The policy. Its trained parameters (``requires_grad``) are left out.
@@ -155,7 +155,7 @@ def checksum_of_weights(model: Model) -> str:
 
 
 def checksum_of_rows(dataset: Any) -> str | None:
-    """Return a checksum of a dataset's length and some of its rows; None if it is a stream."""
+    """Return a SHA-256 checksum of a dataset's length and some of its rows; None for a stream."""
     if not hasattr(dataset, "__len__"):
         return None
     size = len(dataset)
@@ -166,7 +166,7 @@ def checksum_of_rows(dataset: Any) -> str | None:
 
 
 def _as_text(value: Any) -> str:
-    """Return a value of a type that JSON lacks as text, which depends only on its content."""
+    """Return a text for a value of a type that JSON lacks; equal values have equal texts."""
     if hasattr(value, "thumbnail"):  # a PIL image; its str() has an address in memory
         return f"{value.mode} {value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
     return str(value)

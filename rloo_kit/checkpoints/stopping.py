@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh connection; not on Windows
-ENDINGS = (signal.SIGTERM, *([HANGUP] if HANGUP else []))  # these end a run in the same way
+# The signal after a terminal or an ssh connection was closed; None on Windows
+HANGUP = getattr(signal, "SIGHUP", None)
+ENDINGS = (signal.SIGTERM, *([HANGUP] if HANGUP else []))  # signals for which Terminated is raised
 SIGNALS = (signal.SIGINT, *ENDINGS)
-# Signals that arrive within this many seconds count as one, because the command `timeout` sends
-# SIGTERM to a process and then again to its whole group.
+# A signal within this many seconds of the first one is not counted as a second signal, because the
+# command `timeout` sends SIGTERM to a process and then again to its whole group
 APART = 0.2
 
 
 class Terminated(KeyboardInterrupt):
-    """The KeyboardInterrupt for SIGTERM and SIGHUP; its text is the name of the signal.
+    """The error that is raised for SIGTERM and SIGHUP; its text is the name of the signal.
 
-    It is a subclass, so that code that cleans up after Ctrl-C also cleans up after SIGTERM.
+    It is a KeyboardInterrupt, so that code that cleans up after Ctrl-C also cleans up after it.
     """
 
 
@@ -41,7 +42,7 @@ def exit_code(raised: KeyboardInterrupt) -> int:
 
 
 def who_interrupted(raised: KeyboardInterrupt) -> str:
-    """Return who ended a program, for a message: the signal's name, or ``the user`` (Ctrl-C)."""
+    """Return what ended a program, for a message: the signal's name, or ``the user`` (Ctrl-C)."""
     return str(raised) if isinstance(raised, Terminated) else "the user"
 
 
@@ -53,7 +54,7 @@ def interrupt_for(received: int) -> KeyboardInterrupt:
 
 
 def silence(output: int) -> None:
-    """Redirect a file descriptor, so that all later output goes to the null device."""
+    """Redirect the file descriptor ``output`` to the null device, which drops all later output."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), output)
 
@@ -62,11 +63,11 @@ def silence(output: int) -> None:
 def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
     """Handle signals with ``handle`` while the body runs, and then restore the earlier handlers.
 
-    A signal that this process already ignores stays ignored. Outside the main thread no handler is
-    installed, because Python can install handlers only in the main thread.
+    A signal that this process already ignores stays ignored. In other threads than the main thread
+    nothing is handled, because Python can install handlers only in the main thread.
 
-    At SIGHUP, standard output and standard error are redirected to the null device if their
-    terminal is gone, because printing would fail.
+    If SIGHUP arrives because the terminal is gone, standard output and standard error are first
+    redirected to the null device, because printing would fail.
 
     Args:
         handle: Called with the number of the signal and the interrupted frame.
@@ -76,7 +77,7 @@ def handled(handle: Callable[[int, FrameType | None], Any], *numbers: int) -> It
     def call(number: int, frame: FrameType | None) -> None:
         for output in (1, 2) if number == HANGUP else ():
             with contextlib.suppress(OSError):  # it may be closed
-                # a terminal that is gone is still a device, but no terminal
+                # the file of a closed terminal is still a device, but isatty is False
                 if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):
                     silence(output)
         handle(number, frame)
@@ -148,8 +149,8 @@ def stop_signals(say: Callable[[str], object] = lambda _: None) -> Iterator[Stop
 def terminate_as_interrupt() -> Iterator[None]:
     """Raise Terminated in the body when SIGTERM or SIGHUP arrives, so that the body can clean up.
 
-    It is used when no optimizer step has to be finished: before and after training, and in all
-    other commands.
+    Use it while no optimizer step is in progress: before and after training, and in commands that
+    do not train.
 
     Raises:
         Terminated: SIGTERM or SIGHUP has arrived.

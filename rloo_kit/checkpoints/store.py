@@ -3,9 +3,9 @@
 A checkpoint is a folder ``checkpoint-N`` in the folder of a run. Its files are first written into
 the hidden folder ``.checkpoint-N.part``. Then a manifest with their checksums is added, everything
 is synced to the disk, and the folder is renamed. Therefore a folder ``checkpoint-N`` is always
-complete, and the checksums show if it was damaged later. A checkpoint that is removed is renamed to
-``.checkpoint-N.gone`` first. If a process is killed, the next write removes the hidden folders that
-it left.
+complete, and the checksums show whether it was damaged later. Before a checkpoint is removed, it is
+renamed to ``.checkpoint-N.gone``. If a process is killed, the next process that writes a checkpoint
+removes the hidden folders that are left.
 """
 
 import contextlib
@@ -77,9 +77,9 @@ def write_checkpoint(
     try:
         with checkpoint_errors(run, step):
             run.mkdir(parents=True, exist_ok=True)
-            # Hidden folders that were left by a killed process
+            # Hidden folders that a killed process left. On a network disk their removal may fail
             for left in run.glob(".checkpoint-*.*"):
-                shutil.rmtree(left, ignore_errors=True)  # a network disk keeps open files
+                shutil.rmtree(left, ignore_errors=True)
             part.mkdir()
             fill(part)
             seal_checkpoint(part, step, facts=facts, score=score)
@@ -160,7 +160,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to the disk, if the system can."""
+    """Sync the names of the files in a folder to the disk, if the system can do so."""
     # Windows cannot open folders, and some network disks cannot sync them
     with contextlib.suppress(OSError):
         place = os.open(folder, os.O_RDONLY)
@@ -171,7 +171,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a checkpoint. Even after a crash, ``checkpoint-N`` is complete or does not exist."""
+    """Remove a checkpoint. After a crash, ``checkpoint-N`` is either complete or does not exist."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
@@ -181,15 +181,16 @@ def _discard(folder: Path) -> None:
 def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = "") -> None:
     """Remove the checkpoints that are neither among the newest nor among the best.
 
-    The checkpoint that was written last always stays. Broken checkpoints are not counted and stay
-    too. If a checkpoint cannot be removed, a warning names it.
+    The checkpoint that was written last always stays. Broken checkpoints stay too, and are not
+    counted. If a checkpoint cannot be removed, a warning names it.
 
     Args:
         run: Folder of the run.
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
-            the later step counts as better. A score counts only if its kind (fact ``score_of``) is
-            unknown, or is the kind of the checkpoint that was written last.
+            the later step counts as better. Scores of different kinds cannot be compared, so a
+            score counts only if its kind (the fact ``score_of``) is the same as that of the
+            checkpoint that was written last, or is not known.
         spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}
@@ -218,7 +219,7 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of a run's checkpoint folders in ascending order, complete or not."""
+    """Return the steps of all checkpoint folders of a run in ascending order, even broken ones."""
     folders = [folder.name for folder in run.glob("checkpoint-*") if folder.is_dir()]
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, folders) if match)
 
@@ -251,7 +252,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except _BrokenError as exc:
         remedy = "; resume the run with --resume, which uses its newest valid checkpoint"
         if folder.is_dir() and not (folder / MANIFEST).exists():
-            remedy = ""  # the error names another one
+            remedy = ""  # the reason already says what to do
         raise CheckpointError(f"checkpoint {str(folder)!r} is broken: {exc}{remedy}") from exc
 
 
@@ -273,7 +274,7 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, after it was verified.
+    """Return the manifest of a checkpoint after verifying it.
 
     Raises:
         _BrokenError: The manifest is missing, damaged, or of another format; or a file that it
@@ -287,7 +288,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         elif not (folder / MANIFEST).exists():
             why = (
                 f"it has no {MANIFEST}: TRL's own trainer wrote it, or the run was killed while it "
-                "was written; to train its adapter further, begin a new run with model.name"
+                "was written; to train its adapter further, begin a new run with model.name set to "
+                "this folder"
             )
         raise _BrokenError(why)
     if manifest.get("format", FORMAT) != FORMAT:

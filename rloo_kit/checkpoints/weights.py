@@ -47,7 +47,8 @@ def read_weights(model: Model, folder: Path) -> None:
         return
     has_reference = (folder / "ref" / ADAPTER).exists()
     if "ref" in model.peft_config and not has_reference:
-        # TRL has just copied a trained adapter as reference, but the first start made no such copy
+        # TRL has copied the adapter of this start as reference, but in the run that wrote the
+        # checkpoint the reference is the base model
         model.delete_adapter("ref")
     if has_reference and "ref" not in model.peft_config:
         model.add_adapter("ref", model.peft_config["default"])
@@ -58,7 +59,7 @@ def read_weights(model: Model, folder: Path) -> None:
 
 
 def _copy_into(own: dict[str, Any], kept: dict[str, Any], name: str) -> None:
-    """Copy values into existing tensors, which keep their dtype and device.
+    """Copy values into the existing tensors of a model, which keep their dtype and device.
 
     Args:
         own: Tensors of the model, by name.

@@ -45,7 +45,7 @@ class Level:
     num_prompts: int
     solved: float  # mean score that the reward gives the completions, in [0, 1]
     signal: float  # share of the prompts whose completions have different scores
-    with_signal: list[Row]  # those prompts
+    with_signal: list[Row]  # the prompts whose completions have different scores
 
 
 def calibrate(  # noqa: PLR0913
@@ -61,18 +61,18 @@ def calibrate(  # noqa: PLR0913
     """Find the difficulty level to train on, and write a run file that uses it.
 
     The model completes prompts of every level, and the run's reward with the largest weight scores
-    the completions. Only levels with a mean score of 0.2 to 0.8 can be chosen. Among them the
-    function chooses the level with the largest share of prompts whose completions have different
-    scores.
+    the completions. A level can be chosen if its mean score is between 0.2 and 0.8. Among these
+    levels, the one with the largest share of prompts whose completions have different scores is
+    chosen.
 
     For a built-in or reasoning-gym task with levels, the new run file sets ``data.level``. Other
-    prompts are grouped by their column ``level``; without this column they form one level. The new
-    run file then reads its prompts from a .jsonl file that is written next to it. This file has the
-    prompts of the chosen level, except sampled prompts that are always or never solved, and after
+    prompts are grouped by their column ``level``; without this column they form one level. For
+    them, the new run file reads its prompts from a new .jsonl file next to it. This file has the
+    prompts of the chosen level, without sampled prompts that are always or never solved, and after
     them the held-out prompts.
 
-    In both cases, the sampled completions are written to a separate .jsonl file, which ``warm_up``
-    can use as examples.
+    In both cases, the sampled completions are written to another .jsonl file, which ``warm_up`` can
+    use as examples.
 
     Args:
         source: A run file or another source that ``train`` accepts; it is not changed.
@@ -82,8 +82,8 @@ def calibrate(  # noqa: PLR0913
         num_generations: Number of completions per prompt; None: as in the run file.
         output: Path of the new run file. None: the name of ``source`` with ``-calibrated`` added,
             in the folder of ``source`` if ``source`` is a file, otherwise in the working folder.
-        precision: Also measure whether the log-probabilities of sampler and learner differ less in
-            bf16 or in float16 (``precision.mismatch``), and set the better precision in the new run
+        precision: Also measure in which precision, bf16 or float16, the log-probabilities of
+            sampler and learner differ less (``precision.mismatch``), and set it in the new run
             file.
         say: Called with each line that is printed for the user.
 
@@ -104,7 +104,7 @@ def calibrate(  # noqa: PLR0913
     job = PreparedJob(_with_every_level(config, num_prompts), base, say)
     if precision and job.environment.hardware.mixed_precision == "fp16":
         raise ConfigError("this card has no bf16, so float16 is always used: leave --precision out")
-    for name in PRECISIONS if precision else ():  # before the minutes of sampling
+    for name in PRECISIONS if precision else ():  # checked now, because sampling takes minutes
         job_in(name, config, base)
     with session():
         levels, others, held_out, sampled = _tried(job, num_prompts, num_generations)
@@ -120,7 +120,7 @@ def calibrate(  # noqa: PLR0913
         held_out = [row for row in held_out if row.get("level") == chosen.level] or held_out
         kept = [row for row in others if row.get("level") == chosen.level]
         data = _write_prompts(prompts_file, chosen.with_signal + kept, held_out) | {
-            "system": system_message(config.data)  # its default belongs to the task's name
+            "system": system_message(config.data)  # its default depends on the name of the task
         }
         dropped = chosen.num_prompts - len(chosen.with_signal)
         what = f"the level's prompts without {dropped} that are always or never solved"
@@ -131,7 +131,7 @@ def calibrate(  # noqa: PLR0913
 
 
 def _write_run_file(file: Path, config: RunConfig, table: str) -> None:
-    """Write the settings that differ from the defaults to a run file, with a table as comment."""
+    """Write a run file: a table as comment, and the settings that differ from the defaults."""
     changed = _changed(config.as_dict(), RunConfig().as_dict())
     settings = yaml.safe_dump(redact_tree(changed), sort_keys=False)
     comment = f"made by rloo-kit calibrate\n{table}".replace("\n", "\n# ")
@@ -208,7 +208,7 @@ def _free_files(
 
 
 def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """Return those settings that differ from the defaults; rewards are always included."""
+    """Return the settings that differ from the defaults; rewards are always included."""
     parts = {n: _changed(v, default[n]) if n in SECTIONS else v for n, v in settings.items()}
     return {n: v for n, v in parts.items() if n == "rewards" or v not in ({}, default.get(n))}
 
@@ -216,9 +216,9 @@ def _changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 def _with_every_level(config: RunConfig, num_prompts: int) -> RunConfig:
     """Return settings that load ``num_prompts`` prompts of every level of a task.
 
-    Only built-in tasks and tasks of reasoning-gym can have levels. No prompts are held out. If
-    ``data.level`` is a list, only the levels in it are loaded. If the prompts have no levels, the
-    settings are returned unchanged.
+    No prompts are held out. If ``data.level`` is a list, only the levels in it are loaded. If the
+    prompts are not a task with levels (built-in or of reasoning-gym), the settings are returned
+    unchanged.
     """
     data = config.data
     last = count_levels(data.prompts)
@@ -278,12 +278,12 @@ def _tried(
 def _drawn(prompts: Any, num: int, seed: int) -> list[int]:
     """Return the row numbers of ``num`` random prompts of each level of a ``datasets.Dataset``.
 
-    If a level has fewer prompts, all of them are returned.
+    For a level with fewer prompts, all of its row numbers are returned.
     """
     levels = prompts["level"] if "level" in prompts.column_names else [None] * len(prompts)
     places = defaultdict(list)
     for place, level in enumerate(levels):
-        places[str(level)].append(place)  # a level may be a list
+        places[str(level)].append(place)  # str, because a level may be a list
     order = random.Random(seed)
     drawn = []
     for _, own in sorted(places.items()):
@@ -297,7 +297,7 @@ def _by_level(rows: list[Row], scores: list[list[float | None]], judge: str) -> 
     Args:
         rows: Prompts, sorted by level.
         scores: Scores of the completions of each prompt; None for an unscored completion.
-        judge: Name of the reward that scored them, for the message.
+        judge: Name of the reward that scored the completions, for the message.
 
     Raises:
         ConfigError: A score is not in [0, 1], or no completion has a score.

@@ -44,9 +44,9 @@ def call_in_child(
     """Call ``function(*args, **keywords)`` in a subprocess, and return its result.
 
     Ctrl-C, SIGTERM and SIGHUP are forwarded to the subprocess, and the function may still return a
-    result after them. On Windows nothing is forwarded: the system itself sends Ctrl-C to both
-    processes, and no other signal reaches the subprocess. A third signal kills the subprocess. The
-    subprocess is also killed if this process dies.
+    result after them. A third signal kills the subprocess. It is also killed if this process dies.
+    On Windows nothing is forwarded, because the system itself sends Ctrl-C to both processes; other
+    signals do not reach the subprocess.
 
     Args:
         function: A function that can be imported by its module and name.
@@ -76,7 +76,7 @@ def call_in_child(
             received.append(number)
             if len(received) > 2:
                 raise interrupt_for(number)
-            if POSIX:  # Windows sends Ctrl-C to both
+            if POSIX:  # Windows itself sends Ctrl-C to both processes
                 process.send_signal(number)
 
         with _started(order, answer, variables or {}) as process, handled(forward, *SIGNALS):
@@ -92,7 +92,7 @@ def call_in_child(
                 f"{'memory may have run out; ' if process.returncode == -9 else ''}read the last "
                 f"lines that it printed"
             )
-        # written by this function's own subprocess
+        # safe, because the subprocess that this function started wrote the file
         returned, value = pickle.loads(answer.read_bytes())
     if returned:
         return value
@@ -101,9 +101,9 @@ def call_in_child(
 
 @contextlib.contextmanager
 def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen]:
-    """Start the subprocess; on exit kill it and the processes that it started.
+    """Start the subprocess; at the end of the block, kill it and the processes that it started.
 
-    On Windows only the subprocess itself is killed; elsewhere, its whole process group.
+    On Windows only the subprocess itself is killed, on other systems its whole process group.
 
     Args:
         order: File with the pickled function and its arguments.
@@ -112,7 +112,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
     """
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", __name__, str(order), str(answer)],
-        # the system closes this end if this process dies
+        # if this process dies, the system closes this pipe, and the subprocess notices it
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
@@ -137,7 +137,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
     def kill_the_rest() -> None:
         """Wait until the subprocess ends, and kill the processes that it left running."""
         process.wait()
-        # a grandchild that lives on would keep the output open
+        # a process that is left running would keep the output open
         kill()
 
     threading.Thread(target=kill_the_rest, name="rloo-kit subprocess", daemon=True).start()
@@ -150,7 +150,7 @@ def _started(order: Path, answer: Path, variables: Mapping[str, str]) -> Iterato
 
 def _main(order: str, answer: str) -> None:
     """Run in the subprocess: call the function in the file ``order``, write ``answer``."""
-    # a shell that starts the parent in the background leaves SIGINT ignored
+    # if a shell started the parent in the background, SIGINT is ignored here
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_the_parent, args=(Path(order).parent,), daemon=True).start()
     with terminate_as_interrupt():
@@ -176,7 +176,7 @@ def _main(order: str, answer: str) -> None:
 
 def _end_with_the_parent(folder: Path) -> None:
     """Wait until the parent dies; then remove ``folder`` and kill this process and its children."""
-    # returns only when the parent's end of the pipe is closed, because nothing is ever written
+    # nothing is ever written, so this returns when the parent's end of the pipe is closed
     os.read(0, 1)
     shutil.rmtree(folder, ignore_errors=True)
     if POSIX:

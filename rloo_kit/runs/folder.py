@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
 
 RUN_FILE = "run.yaml"
-# Settings that may differ when a run resumes. `trainer` is here because the trainer itself
-# compares its settings
+# Settings that `check_same_settings` does not compare. It leaves the settings of `trainer` to the
+# trainer, which compares them with its checkpoint
 MAY_CHANGE = {
     "model.name",  # a folder may have moved; the weights themselves are compared
     "model.backend",
@@ -47,10 +47,11 @@ MAY_CHANGE = {
     "trainer",
     "output_dir",
 }
-# Settings that name files. A folder may have moved, so only the names are compared
+# Settings that name files. Their folders are not compared, because a folder may have moved
 OF_FILES = {"data.held_out_rewards", "environment", "model.chat_template", "rewards", "tools"}
-# Parameters of a judge that only say where its server is, and how it is asked
+# Parameters of a judge that may differ, because they are only about the requests to its server
 OF_SERVER = {"api_key_env", "base_url", "max_concurrency", "max_retries", "timeout_seconds"}
+# Files that a run writes while it trains
 RECORD = ("metrics.jsonl", "completions.jsonl", "evaluation.json", "end.json", "report.html")
 
 
@@ -105,10 +106,10 @@ def run_of(source: object) -> Path | None:
 
 
 def check_is_record(folder: Path) -> None:
-    """Check that run.yaml was written by a run, since a start from step 0 replaces the file.
+    """Check that a run wrote the run.yaml in a folder, because a resume may replace the file.
 
     Raises:
-        ConfigError: It is the user's own file.
+        ConfigError: The file is the user's own.
     """
     if not (list_steps(folder) or (folder / "environment.json").is_file()):
         raise ConfigError(
@@ -120,12 +121,12 @@ def check_is_record(folder: Path) -> None:
 def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
     """Return the number of steps of a run that has finished; 0 if the run must continue.
 
-    A run has finished if its end was reached, its adapter was saved, and no more steps are asked
-    for.
+    A run has finished if it reached its end, saved its adapter, and the settings of this start do
+    not ask for more steps.
 
     Args:
         folder: Folder of the run.
-        trainer: Settings of the trainer for this start. They may ask for more steps or epochs.
+        trainer: The section ``trainer:`` of this start, which may ask for more steps or epochs.
     """
     end = read_json(folder / "end.json") or {}
     if end.get("how") != "finished" or not (folder / "adapter").is_dir():
@@ -142,11 +143,11 @@ def finished_steps(folder: Path, trainer: dict[str, Any]) -> int:
 def command_with_adapter(
     source: str | Path, overrides: Sequence[str], config: RunConfig, adapter: Path
 ) -> str:
-    """Return the command that starts a run which trains an adapter further.
+    """Return the command that starts a new run, which trains an adapter further.
 
     Args:
-        source: The run file, or the folder of a run.
-        overrides: Settings in the form ``section.key=value``.
+        source: Run file or folder of the run that made the adapter. The new run has its settings.
+        overrides: Settings of the new run that differ, in the form ``section.key=value``.
         config: The settings in ``source``.
         adapter: Folder of the adapter.
     """
@@ -156,19 +157,19 @@ def command_with_adapter(
     given = config.lora.target_modules
     named = {given} if isinstance(given, str) else {*given}  # a pattern, or names
     if "target_modules" in config.lora.given and named != {*layers}:
-        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # names for all-linear
+        settings.append(f"lora.target_modules=[{','.join(layers)}]")  # replaces all-linear
     if config.model.revision is not None:
-        settings.append("model.revision=null")  # it is of a hub name, and the adapter is a folder
+        settings.append("model.revision=null")  # a folder, such as the adapter, has no revision
     for setting in settings:
         words += ["--set", setting]
     return shlex.join(words)
 
 
 def command_after_stop(folder: Path, stop_on: Sequence[str] | None = None) -> str:
-    """Return the command that trains the kept weights of a run further.
+    """Return the command that trains the best weights of a run further after a finding ended it.
 
-    If a finding ended a run, the run kept its best weights and saved them in its adapter. Its
-    newest checkpoint has later weights.
+    When a finding of the doctor ends a run (``trainer.stop_on``), the run saves its best weights
+    as its adapter, while its newest checkpoint has later weights.
 
     Args:
         folder: Folder of the run.
@@ -218,7 +219,7 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
 
 
 def _comparable(value: object) -> Any:
-    """Return rewards or files without folders, and judges without the address of their server."""
+    """Return rewards or files in a form to compare: without folders, and without ``OF_SERVER``."""
     if isinstance(value, list):
         return [_comparable(one) for one in value]
     if not isinstance(value, dict):
@@ -242,16 +243,16 @@ def _by_path(settings: dict[str, Any]) -> dict[str, Any]:
 def opened_folder(
     job: PreparedJob, past: Path | None, checkpoint: Checkpoint | None
 ) -> Iterator["RunRecorder"]:
-    """Create a folder for a new run, or reopen the folder of an unfinished run.
+    """Create the folder of a new run, or reopen the folder of an unfinished run.
 
-    A new folder is removed if the body fails before the first step. If the body fails later, the
-    error is written to end.json and into the report.
+    If the body fails before the first step, a new folder is removed. If it fails later, the error
+    is written to end.json and to the report.
 
     Args:
         job: The run.
         past: Folder of the unfinished run, which the caller has locked; None to create a new one.
-        checkpoint: Checkpoint to resume from; None: the run starts from step 0, and the record of
-            an earlier start is removed.
+        checkpoint: Checkpoint to resume from; None: the run starts from step 0, and the files
+            that an earlier start has written are removed.
 
     Yields:
         The recorder of the run, which knows the folder.
@@ -262,7 +263,7 @@ def opened_folder(
     from rloo_kit.runs.recorder import RunRecorder
 
     with contextlib.ExitStack() as stack:
-        with stop_signals() as signals:  # else a signal at this moment would leave an empty folder
+        with stop_signals() as signals:  # a signal now must not leave an empty folder behind
             folder = past or make_run_folder(job.config.output_dir)
             if past is None:
                 stack.callback(_remove_if_empty, folder)
@@ -278,11 +279,11 @@ def opened_folder(
         try:
             yield recorder
         except BaseException as exc:
-            if recorder.steps:  # of this start, or of the checkpoint that it resumed from
+            if recorder.steps:  # made by this start, or by the run before its checkpoint
                 how, reason = "failed", f"{type(exc).__name__}: {exc}"
                 if isinstance(exc, KeyboardInterrupt):
                     how, reason = "interrupted", f"by {who_interrupted(exc)}"
-                # an error of a full disk must not hide the first error
+                # if the disk is full too, the first error must still be raised
                 with contextlib.suppress(DiskError):
                     recorder.write_end(how, reason, recorder.steps, time.monotonic() - started)
             raise
@@ -299,7 +300,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
     folder = recorder.folder
     for name in outdated:
         (folder / name).unlink(missing_ok=True)
-    # an old adapter, of fewer steps, would look like the result of the run
+    # an adapter of an earlier end would look like the result of this run
     shutil.rmtree(folder / "adapter", ignore_errors=True)
     facts = asdict(job.environment) | {
         "step": str(job.step),
@@ -307,7 +308,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
     write_json(folder / "environment.json", redact_tree(facts), indent=2)
-    write_run_file(folder, job.config)  # last: without environment.json it is a user's own file
+    write_run_file(folder, job.config)  # last: `check_is_record` looks for environment.json
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

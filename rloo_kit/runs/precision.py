@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.settings import DEFAULTS, OF_TRL_STEP
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
-# Settings of a measurement. The first two lines make the sampler draw each token with the policy's
-# own probability. With the other lines, a trainer for 8 prompts and one reward can be made. It uses
-# the kit's step, because the learner of that step is compared with the sampler
-MEASURED = {
-    "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "generation_kwargs": None,
-    "thinking_budget": None,
-    "per_device_train_batch_size": 8, "num_generations": 8, "gradient_accumulation_steps": 1,
-    "steps_per_generation": None, "generation_batch_size": None, "reward_weights": None,
-    "canary": False, "max_tool_calling_iterations": None, "tool_timeout_seconds": None,
-    "on_tool_error": "tell", "step": "auto", "router_aux_loss_coef": 0.0,
+# Settings of the run that are replaced by their defaults for a measurement. With the defaults of
+# the first two lines, the sampler draws each token with the policy's own probability. With those
+# of the other lines, a trainer for 8 prompts and one reward can be made, which uses the kit's step:
+# the learner of that step is compared with the sampler
+RESET = {
+    *OF_TRL_STEP, "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
+    "thinking_budget",
+    "per_device_train_batch_size", "num_generations", "gradient_accumulation_steps",
+    "steps_per_generation", "generation_batch_size", "reward_weights",
+    "max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error", "step",
 }  # fmt: skip
 
 
 def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
-    """Return the run prepared in ``bf16`` or ``fp16``, with the settings ``MEASURED``.
+    """Return the run prepared in ``bf16`` or ``fp16``, without the settings in ``RESET``.
 
     Raises:
         ConfigError: Unsloth does not compute in this precision here.
     """
-    given = {name: value for name, value in config.trainer.items() if name not in OF_TRL_STEP}
-    settings = given | MEASURED
+    settings = {name: value for name, value in config.trainer.items() if name not in RESET}
+    settings |= {"canary": False, "router_aux_loss_coef": 0.0}
     settings |= {name: name == precision for name in PRECISIONS}
-    # no longer than in the run, whose prompts leave room for its own completions only
+    # not longer than in the run, whose prompts may leave no room for longer completions
     limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])
     settings["max_completion_length"] = min(limit, PROBE_TOKENS_PER_ROW)
-    job = PreparedJob(replace(config, trainer=settings), base, lambda _: None)  # said by the run
+    job = PreparedJob(replace(config, trainer=settings), base, lambda _: None)  # prints nothing
     if not getattr(job.args, precision):  # Unsloth has turned it off
         raise ConfigError(
             f"Unsloth does not compute in {precision} here: set model.backend: transformers, "
@@ -63,8 +63,8 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
 def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str) -> float:
     """Return the mean |log p(sampler) - log p(learner)| of sampled tokens, in nats.
 
-    The model is loaded in ``precision`` with the settings of the run, at most 512 tokens are
-    sampled, and the model is released.
+    The model is loaded in ``precision`` with the settings of the run, it samples at most 512
+    tokens, and it is released.
 
     Args:
         config: Settings of the run.
@@ -85,7 +85,8 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
         from rloo_kit.training.trainer import LeaveOneOutTrainer  # TRL, after Unsloth
 
         model, tokenizer = job.policy
-        trainer = LeaveOneOutTrainer(model, _no_reward, args, Dataset.from_list([*rows]), tokenizer)
+        dataset = Dataset.from_list([*rows])
+        trainer = LeaveOneOutTrainer(model, "length", args, dataset, tokenizer)  # gives no rewards
         asked = [row["prompt"] for row in rows]
         prompts = tokenize_prompts(tokenizer, asked, args.chat_template_kwargs)
         if trainer.engine is None:
@@ -102,11 +103,6 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
             for row in zip(ids, log_probs, learnt.tolist(), strict=True)
             for _, of_sampler, of_learner in zip(*row, strict=False)  # ids are not padded
         )
-
-
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
-    """Return a reward of 0 for each completion; the trainer needs a reward function."""
-    return [0.0] * len(completions)
 
 
 def _drawn_by_transformers(

@@ -1,6 +1,6 @@
 """Recorder of a run: it writes metrics, completions, scores and the report during training.
 
-Each row is written as soon as its step ends, so that the record is there even if the run is killed.
+The rows of a step are written when the step ends, so that they are not lost if the run is killed.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ from rloo_kit.output_folder import read_json, without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
-# Fields of an evaluation that are written if it was made during training
+# Fields that are written of an evaluation during training; other evaluations are written in full
 KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
+# Files to which each step appends rows
 ROW_FILES = ("metrics.jsonl", "completions.jsonl")
-# Largest share of the run's time spent on writing the report during training
+# Maximum share of the training time that is spent on writing the report
 REPORT_SHARE = 0.012
 
 
@@ -57,7 +58,7 @@ class RunRecorder(TrainerCallback):
         logs: dict[str, Any],
         **__: Any,
     ) -> None:
-        """Append a line to metrics.jsonl, and update the report if the last one is old enough."""
+        """Append a line to metrics.jsonl; write the report too if ``REPORT_SHARE`` allows it."""
         self.steps = state.global_step
         self._append("metrics.jsonl", [{"step": self.steps, "time": time.time(), **logs}])
         if self.steps > 1 and time.monotonic() > self._next_report:
@@ -66,7 +67,7 @@ class RunRecorder(TrainerCallback):
     def on_completions(self, *_: Any, records: list[dict[str, Any]], **__: Any) -> None:
         """Append the completions of one generation batch to completions.jsonl.
 
-        Each record has the completion with its rewards, KL and advantage.
+        Each record has one completion with its rewards, KL and advantage.
         """
         self._append("completions.jsonl", records)
 
@@ -91,17 +92,17 @@ class RunRecorder(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Prepare the folder, and remove from its record what was written after the checkpoint.
+        """Prepare the folder, and remove the rows and scores of steps after the checkpoint.
 
-        The steps after the checkpoint are trained again, and write their rows again.
+        These steps are trained again, and then write their rows and scores again.
         """
-        # A training in Python, which has no recorder, may have written the checkpoint
+        # A training without a recorder, started in Python, may have written the checkpoint
         record = held.get("record") or {"sizes": {}, "resumed_at": [], "seconds": 0.0}
         self.steps, self._earlier = state.global_step, record["seconds"]
         if self.make_ready is not None:
             self.make_ready()
         self.resumed_at = [*record["resumed_at"], state.global_step]
-        for name in ROW_FILES:  # not the names in the checkpoint, which may be anything
+        for name in ROW_FILES:  # not the names in the checkpoint, which may be any path
             path = self.folder / name
             size = record["sizes"].get(name)
             if size is not None and _size(path) > size:
@@ -133,8 +134,8 @@ class RunRecorder(TrainerCallback):
                 json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
             )
             with (self.folder / name).open("ab") as file:
-                # a lone surrogate, which a tokenizer may return, is not valid UTF-8
-                file.write("".join(lines).encode("utf-8", "surrogatepass"))
+                # UTF-8 lacks lone surrogates, which a tokenizer may return: their JSON escapes
+                file.write("".join(lines).encode("utf-8", "backslashreplace"))
         except OSError as exc:
             raise DiskError(
                 f"{name} cannot be written ({exc.strerror or exc}): free some space on the disk of "
@@ -171,8 +172,8 @@ class RunRecorder(TrainerCallback):
             reason: The reason in a sentence; "" for a finished run.
             steps: Number of optimizer steps of the run.
             seconds: Duration of the training since the start or the last resume.
-            watch: The watch of the run. If one of its findings stopped the run, the finding is
-                written too.
+            watch: The callback that stops a run because of a finding. If it did so, the finding
+                and the step of the best weights are written too.
         """
         end = {"how": how, "reason": reason, "steps": steps, "seconds": self._earlier + seconds}
         if self.resumed_at:

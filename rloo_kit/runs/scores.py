@@ -38,8 +38,7 @@ class HeldOutScores(TrainerCallback):
     def score(self) -> Evaluation | None:
         """Score the held-out prompts with the current policy.
 
-        Every process must call this method, because with several processes TRL's step samples on
-        all of them.
+        Every process must call this method, because TRL's step samples on all processes.
 
         Returns:
             The scores; None if the run has no held-out prompts, or if this is not the first
@@ -51,7 +50,7 @@ class HeldOutScores(TrainerCallback):
             return None
         num_samples = self.job.config.data.held_out_samples
         sample = partial(self.trainer.sample_rows, seed=args.seed)
-        if not is_first():  # several processes always use TRL's step
+        if not is_first():  # with several processes, TRL's step is always used
             sample([row for row in held_out for _ in range(num_samples)])
             return None
         return evaluate(
@@ -82,12 +81,12 @@ class HeldOutScores(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Score before the first step if TRL's step is used.
 
-        TRL can sample only now, because its training loop has just prepared the model.
+        TRL cannot sample earlier, because its training loop prepares the model for sampling.
         """
         if self.before is None and self.trainer.by_trl:
             if self.trainer.resumed_from is None:
                 self._score_at(0)
-            else:  # the model has the weights of the checkpoint
+            else:  # the model already has the weights of the checkpoint
                 self.job.say("before: unknown, because evaluation.json has no score of the start")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -128,18 +127,18 @@ class HeldOutScores(TrainerCallback):
         self._see(step, found)
 
     def _see(self, step: int, found: Evaluation) -> None:
-        """Keep the choosing score, and pass all scores to the watch of the run, if it has one."""
+        """Keep the score that chooses checkpoints, and pass all scores to the ``RunWatch``."""
         score = self._choosing_score(found)
         self._newest = {step: score}
         if self.trainer.watch is not None:
             self.trainer.watch.see_held_out(step, found.as_dict(), score)
 
     def _choosing_score(self, found: Evaluation) -> float | None:
-        """Return the mean of the reward that chooses checkpoints and weights.
+        """Return the mean score of the reward that chooses checkpoints and weights.
 
-        This is the first reward that the run trains on, or whose mean was not 0 before training. A
-        reward that is only measured is skipped if its mean was 0, because it may stay at 0, as
-        ``accuracy`` does for long answers. The result is None if no reward qualifies.
+        It is the first reward that the run trains on or whose mean was not 0 before training. Other
+        rewards are skipped, because their mean may stay at 0, as that of ``accuracy`` does for long
+        answers. The result is None if all rewards are skipped.
         """
         own = {reward.name for reward in self.job.rewards}
         before = (self.before or found).rewards

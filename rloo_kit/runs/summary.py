@@ -19,7 +19,7 @@ from rloo_kit.runs.folder import command_after_stop
 from rloo_kit.text.wording import resume_command, shell_path, text_of
 from rloo_kit.types import Say
 
-# Number of held-out prompts whose completions before and after are printed
+# Number of held-out prompts whose completions before and after training are printed
 SAMPLES_SHOWN = 2
 # Model, prompts and rewards of the quickstart; after it a line says how to train a model
 QUICKSTART = ("tiny-thinker", "arithmetic", ["accuracy"])
@@ -45,9 +45,9 @@ class RunResult:
 
 
 def announce_load(job: PreparedJob) -> None:
-    """Print which model is loaded, and what may take minutes.
+    """Print which model is loaded, and what will take minutes at the start.
 
-    Nothing is printed for a built-in tiny model on a CPU, which loads at once.
+    Nothing is printed for an embedded model on a CPU, which loads at once.
     """
     name = job.model_name
     text = f"loading {name}"
@@ -63,7 +63,7 @@ def announce_load(job: PreparedJob) -> None:
 def introduce(job: PreparedJob) -> None:
     """Print the model and the device.
 
-    Also print, where it applies, why ``model.backend: auto`` did not choose Unsloth, why TRL's
+    Also print, if it applies, why ``model.backend: auto`` did not choose Unsloth, why TRL's
     training step is used, and how to train on all cards of the machine.
     """
     config = job.config
@@ -79,11 +79,11 @@ def introduce(job: PreparedJob) -> None:
         say(f"without Unsloth: {environment.why_not_unsloth}")
     if job.step.by_trl:
         by_vllm = job.args.use_vllm or job.args.generation in ("vllm", "server")
-        say(f"{job.step}{'; no canary checks the vLLM that it samples with' if by_vllm else ''}")
+        say(f"{job.step}{'; trainer.canary does not check its vLLM' if by_vllm else ''}")
     if hardware.num_devices > 1 and num_processes() == 1:
         say(
-            f"one of {hardware.num_devices} cards trains: for all of them start it with "
-            f"torchrun --nproc-per-node {hardware.num_devices} -m rloo_kit train RUN.yaml"
+            f"only one of {hardware.num_devices} cards is used: to use all of them, start the run "
+            f"with torchrun --nproc-per-node {hardware.num_devices} -m rloo_kit train RUN.yaml"
         )
 
 

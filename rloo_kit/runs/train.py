@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
-# Functions of transformers that read settings only when the training begins
+# Functions of transformers that read settings, but only after the training has begun
 SET_UP = {"create_optimizer", "create_scheduler", "on_train_begin"}
 
 
@@ -59,14 +59,15 @@ def train(
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
             or a ``RunConfig``.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
-        say: Called with each line that is printed for the user. An OSError that it raises, for
-            example because the terminal was closed, does not end the run.
+        say: Called with each line that is printed for the user. If it raises an OSError, for
+            example because the terminal was closed, the run continues.
         resume: True: resume ``source`` if it is the folder of a run or the run.yaml in it, else the
             newest run in ``output_dir``. A path: resume the run in that folder. The run continues
             from its newest valid checkpoint, or from step 0 if it has neither a checkpoint nor an
             adapter.
-        in_subprocess: Train in a subprocess, so that all memory is free again afterwards. This also
-            happens if an earlier vLLM engine of this process could not free all of its memory.
+        in_subprocess: Train in a subprocess, so that all memory is free again afterwards. A
+            subprocess is always used if an earlier vLLM engine of this process could not free all
+            of its memory.
 
     Returns:
         The folder, the scores before and after training, and the released memory. After Ctrl-C,
@@ -88,7 +89,7 @@ def train(
 
         return call_in_child(train, (source, overrides), say, resume=resume)
     say = _unheard(redacting(say)) if is_first() else lambda _: None
-    # an older version may have begun the run with settings that contradict each other now
+    # an older version may have begun the run with settings that this version rejects together
     recorded = resume is not False and not overrides and run_of(source) is not None
     config, base = read_config(source, overrides, recorded=recorded)
     job = PreparedJob(config, base, say, recorded)
@@ -109,7 +110,7 @@ def train(
                 )
                 return RunResult(past, None, None, steps, 0.0)
         elif resume:
-            say(f"no run in {config.output_dir} to resume: a new one begins")
+            say(f"{config.output_dir} has no run to resume: a new run begins")
         result = _train_and_score(job, past)
     result = replace(result, released=opened.released)
     if is_first():
@@ -118,7 +119,7 @@ def train(
 
 
 def _unheard(say: Say) -> Say:
-    """Return ``say`` without its errors: a closed terminal or pipe must not cost a run its work."""
+    """Return ``say`` without its OSErrors, because a closed terminal must not end a run."""
 
     def call(line: str) -> None:
         with contextlib.suppress(OSError):
@@ -131,12 +132,12 @@ def _unheard(say: Say) -> Say:
 
 
 def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> None:
-    """Load the model, the data and the engine. Nothing is written yet.
+    """Load the data, the model and the engine. Nothing is written yet.
 
     Args:
         job: The run.
         past: Folder of the run to resume; None for a new run.
-        before: Its scores from before training; None if there are none.
+        before: The scores from before training in the record of that run; None if there are none.
     """
     say = job.say
     chosen_view()  # rejects a wrong RLOO_KIT_LIVE before the model is loaded
@@ -157,22 +158,22 @@ def _prepare(job: PreparedJob, past: Path | None, before: Evaluation | None) -> 
     if engine is not None:
         say(f"completions from {engine.name}, adapter sent after every step")
     elif choice.reason:
-        say(f"completions from transformers and not vLLM: {choice.reason}")
+        say(f"completions from transformers, not from vLLM: {choice.reason}")
 
 
 # --- training ------------------------------------------------------------------------------------
 
 
 def _has_same_name(job: PreparedJob, folder: Path) -> bool:
-    """Return True if ``model.name`` is the same as in the run in ``folder``.
+    """Return True if ``model.name`` is the same as in the run.yaml in ``folder``.
 
-    It may differ, because the folder or repository of the model may have moved.
+    It differs if the folder or the repository of the model has moved.
     """
     return read_run_file(folder / RUN_FILE, recorded=True).model.name == job.config.model.name
 
 
 def _train_and_score(job: PreparedJob, past: Path | None) -> RunResult:
-    """Load, train, score and save; the caller's session releases the memory afterwards.
+    """Load, train, save and score; the caller's session releases the memory afterwards.
 
     Args:
         job: The run.
@@ -256,10 +257,10 @@ def _opened(
 def _find_progress(
     past: Path | None, stop_on: Sequence[str]
 ) -> tuple[Checkpoint | None, Evaluation | None]:
-    """Return the checkpoint to resume from, and the scores from before training.
+    """Return the checkpoint to resume from, and the recorded scores from before training.
 
-    Both are None for a new run or without a valid checkpoint. The scores are also None if they
-    cannot be read.
+    Both are None for a new run, and for a run without a valid checkpoint. The scores are also None
+    if they cannot be read.
 
     Args:
         past: Folder of the run to resume; None for a new run.
@@ -326,7 +327,7 @@ def _make_trainer(
 
 
 def _not_accepted(exc: Exception) -> ConfigError:
-    """Return the error for settings that TRL or transformers did not accept."""
+    """Return the error of the kit for settings that TRL or transformers did not accept."""
     return ConfigError(
         "TRL does not accept the trainer settings; correct the one that it names: "
         f"{first_line(exc)}"
@@ -336,7 +337,10 @@ def _not_accepted(exc: Exception) -> ConfigError:
 def _raised_by_set_up(exc: Exception) -> bool:
     """Return True if transformers raised the error from settings that it read in ``train()``."""
     return any(
-        frame.f_code.co_name in SET_UP and frame.f_globals["__name__"].startswith("transformers.")
+        frame.f_code.co_name in SET_UP
+        and frame.f_globals["__name__"].startswith("transformers.")
+        # this module has a function on_train_begin that calls all callbacks, the kit's too
+        and frame.f_globals["__name__"] != "transformers.trainer_callback"
         for frame, _ in traceback.walk_tb(exc.__traceback__)
     )
 
@@ -356,7 +360,7 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="training stops")  # printed below
-            # about the dry run, which has already dropped its compiled code
+            # a warning about the dry run, which has already dropped its compiled code
             warnings.filterwarnings("ignore", message="Unsloth: detected a manual forward")
             trainer.train(resume_from_checkpoint=checkpoint and checkpoint.folder)
         if trainer.fault:
@@ -380,9 +384,9 @@ def _train(trainer: "LeaveOneOutTrainer", checkpoint: Checkpoint | None, say: Sa
 
 
 def _until_interrupted(call: Callable[[], Any]) -> tuple[Any, str]:
-    """Return the result of a call, and "".
+    """Return the result of ``call()``, and "".
 
-    If it was interrupted, return None and the name of the signal or "the user" (Ctrl-C) instead.
+    If a signal interrupts the call, return None, and the name of the signal or "the user" (Ctrl-C).
     """
     try:
         return call(), ""

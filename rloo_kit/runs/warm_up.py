@@ -1,8 +1,8 @@
 """Warm up a policy before a run: a short supervised training, whose adapter the run trains further.
 
 The tokens are the same as in the run: the prompt with its chat template, the completion, and the
-token that ends a turn. The examples come from the user, or are the best completions of an earlier
-run or a calibration.
+token that ends a turn. The examples are the user's own, or the best completions of an earlier run
+or of a calibration.
 """
 
 import json
@@ -31,10 +31,10 @@ from rloo_kit.text.chat_templates import end_of_turn_id
 from rloo_kit.text.numbers import finite_number
 from rloo_kit.text.redaction import redacting
 from rloo_kit.text.thoughts import THOUGHT_BEGINS, opens_thought, thought_marks
-from rloo_kit.text.wording import format_value, text_of
+from rloo_kit.text.wording import encodable, format_value, text_of
 from rloo_kit.types import Row, Say, Tokenizer
 
-WHAT = "the warm-up"  # its name in messages
+WHAT = "the warm-up"  # how messages call this training
 # Fields of TRL's `SFTConfig` that the kit sets
 FIXED = {
     "per_device_train_batch_size": 1,
@@ -42,7 +42,7 @@ FIXED = {
     "max_length": None,
     "packing": False,
     "padding_free": False,
-    # the rows are tokens already
+    # the rows are already tokenized
     "dataset_kwargs": {"skip_prepare_dataset": True},
 }
 
@@ -65,9 +65,9 @@ def warm_up(  # noqa: PLR0913
     Args:
         source: A run file or another source that ``train`` accepts.
         examples: A .jsonl, .csv or .parquet file whose rows have ``prompt`` and ``completion``, or
-            ``messages``; the folder of a run; or a list of such rows. If any row has a ``score``,
-            or the rows are those of a run, only the best completions of each prompt are used, and
-            rows without a score are left out.
+            ``messages``; a list of such rows; or the folder of a run, whose completions are used.
+            If any row has a ``score``, or a folder is given, only the best completions of each
+            prompt are used, and rows without a score are left out.
         overrides: Settings in the form ``section.key=value``, as after ``--set``.
         steps: Number of optimizer steps, each with 4 examples; None: ``epochs`` decides.
         epochs: Number of passes over the examples; None: 2, unless ``steps`` is given.
@@ -84,7 +84,7 @@ def warm_up(  # noqa: PLR0913
     overrides = [overrides] if isinstance(overrides, str) else overrides
     config, base = read_config(source, overrides)
     if config.tools or config.environment:
-        raise ConfigError("a warm-up trains no calls of tools: leave tools and environment out")
+        raise ConfigError("a warm-up cannot train tool calls: leave tools and environment out")
     wanted = Path(output or f"{config.output_dir}-warm-up")
     check_writable(free_folder(wanted).parent)
     rows = read_examples(examples)
@@ -125,10 +125,10 @@ def _settings(steps: int | None, epochs: float | None, learning_rate: float) -> 
 
 
 def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
-    """Read examples; return rows with ``prompt`` and ``completion``, which is plain text.
+    """Return rows with ``prompt`` and ``completion``, where ``completion`` is plain text.
 
-    If a row has a ``score``, or the rows are those of a run, only the best completions of each
-    prompt are returned, and only if their score is above the mean score of that prompt.
+    If any row has a ``score``, or ``source`` is the folder of a run, only the best completions of
+    each prompt are returned, and only if their score is above the mean score of that prompt.
 
     Args:
         source: A file, the folder of a run, or rows.
@@ -169,11 +169,11 @@ def _example(place: str, row: Row) -> Row:
         DataError: The row has no prompt, several turns in its completion, or a score that is not a
             number.
     """
+    row = dict(row)
     if "messages" in row and "completion" not in row:
-        check_messages(messages := row["messages"], "messages", place)
+        check_messages(messages := row.pop("messages"), "messages", place)
         *prompt, last = messages
-        row = row | {"prompt": prompt, "completion": [last]}
-        del row["messages"]
+        row |= {"prompt": prompt, "completion": [last]}
         if not prompt or last["role"] != "assistant":
             raise DataError(
                 f"{place}: messages must have a prompt, and end with a message of the assistant"
@@ -186,22 +186,20 @@ def _example(place: str, row: Row) -> Row:
             f"{place}: the completion has {len(turns)} turns, but a warm-up can train only on one: "
             "leave out the tool calls, or train with RLOO without a warm-up"
         )
-    text = text_of(turns)
-    # values of a CSV file are text
+    row["completion"] = text_of(turns)
+    # in a CSV file, all values are text
     if isinstance(cut := row.get("truncated"), str):
-        row = row | {"truncated": cut.strip().lower() in ("true", "1", "1.0")}
+        row["truncated"] = cut.strip().lower() in ("true", "1", "1.0")
     score = row.get("score")
     try:
-        if isinstance(score, str) and not score.strip():
-            row = row | {"score": None}
-        elif score is not None:
-            row = row | {"score": float(score)}
+        if score is not None:
+            row["score"] = float(score) if str(score).strip() else None
     except (TypeError, ValueError) as exc:
         raise DataError(
             f"{place}: score is {format_value(score)}, must be a number or empty: correct it, or "
             "leave the column `score` out"
         ) from exc
-    return row | {"completion": text}
+    return row
 
 
 def best_completions(rows: Sequence[Row]) -> list[Row]:
@@ -235,10 +233,10 @@ def tokenized(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of prompt and completion of each row.
 
-    The prompt has the same tokens as in the run. The completion ends with the end-of-turn token or,
-    after a plain-text prompt or without an end-of-turn token, with the end-of-text token. If the
-    chat template already opens a thought at the end of the prompt, the mark that opens a thought is
-    removed from the start of the completion.
+    The prompt has the same tokens as in the run. The completion ends with the end-of-turn token. It
+    ends with the end-of-text token if the prompt is plain text, or the tokenizer has no end-of-turn
+    token. If the chat template opens a thought at the end of the prompt, the mark that opens a
+    thought is removed from the start of the completion.
 
     Args:
         tokenizer: The tokenizer of the policy.
@@ -254,12 +252,12 @@ def tokenized(
         ids = prompt_ids(tokenizer, row["prompt"], settings)
         completion = row["completion"]
         before = tokenizer.decode(ids)
-        if marks is not None:  # completions in the record of a run have the usual marks
+        if marks is not None:  # a run writes its completions with the usual marks
             completion = marks.own_text(completion)
         if opens_thought(tokenizer, before):
             opening = before[before.rindex(start) :]
             completion = completion.removeprefix(opening).removeprefix(start)
-        answer = tokenizer(text=completion, add_special_tokens=False)["input_ids"]
+        answer = tokenizer(text=encodable(completion), add_special_tokens=False)["input_ids"]
         is_text = isinstance(row["prompt"], str) or end_of_turn is None
         end = end_of_text if is_text else end_of_turn
         found.append((ids, answer if answer[-1:] == [end] else [*answer, end]))
@@ -269,7 +267,7 @@ def tokenized(
 def _fitting(job: PreparedJob, rows: Sequence[Row]) -> list[tuple[list[int], list[int]]]:
     """Return the token ids (prompt, completion) of the examples that fit into the run's limits.
 
-    Examples that are too long are left out, and a printed line says how many.
+    If examples are left out because they are too long, print their number.
 
     Raises:
         DataError: All examples are too long, or the run's prompts have images.
@@ -298,8 +296,8 @@ def _trained(
     """Train the policy of a job on examples, and save its adapter in a new folder.
 
     Returns:
-        The folder: ``wanted``, or if that exists the same name with a number. And the number of
-        examples, the logged losses, and the duration in seconds.
+        The folder, which is ``wanted`` or, if that exists, ``wanted`` with a number; and a dict
+        with the number of examples, the logged losses, and the duration in seconds.
     """
     job.prepare()
     examples = _fitting(job, rows)
@@ -311,7 +309,7 @@ def _trained(
     from rloo_kit.training.trainer import follow_model
 
     args = job.args
-    args.generation, args.use_vllm = "transformers", False  # no engine: nothing is sampled
+    args.generation, args.use_vllm = "transformers", False  # no engine, because nothing is sampled
     model, tokenizer = job.policy
     follow_model(args, model, tokenizer)
     same = ("bf16", "fp16", "gradient_checkpointing", "seed")

@@ -55,11 +55,6 @@ def contents(run):
     }
 
 
-def rewrite_manifest(folder, **changes):
-    content = json.loads((folder / MANIFEST).read_text()) | changes
-    (folder / MANIFEST).write_text(json.dumps(content))
-
-
 # --- what is written is what is read --------------------------------------------------------------
 
 
@@ -142,6 +137,14 @@ def set_manifest(text):
     return lambda folder: (folder / MANIFEST).write_text(text)
 
 
+def change_manifest(**changes):
+    def change(folder):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+    return change
+
+
 BROKEN = {
     "weights half": (
         shorten("weights.safetensors", 0.5),
@@ -155,9 +158,9 @@ BROKEN = {
     "manifest half": (shorten(MANIFEST, 0.5), "manifest.json"),
     "manifest a list": (set_manifest("[]"), "not the manifest of a checkpoint"),
     "manifest with a format only": (set_manifest('{"format": 2}'), "has changed"),
-    "fact changed": (lambda folder: rewrite_manifest(folder, facts={}), "has changed"),
+    "fact changed": (change_manifest(facts={}), "has changed"),
     "other format": (
-        lambda folder: rewrite_manifest(folder, format=1, version="0.1.0"),
+        change_manifest(format=1, version="0.1.0"),
         "format 1, written by rloo-kit 0.1.0: install that version",
     ),
 }
@@ -180,11 +183,7 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(tmp_path, fault):
 # --- what goes wrong while one is written --------------------------------------------------------
 
 
-class FaultError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("fault", [FaultError, KeyboardInterrupt])
+@pytest.mark.parametrize("fault", [ZeroDivisionError, KeyboardInterrupt])
 def test_another_exception_passes_and_leaves_nothing(tmp_path, fault):
     write(tmp_path, 10, 20)
     before = contents(tmp_path)
@@ -197,23 +196,24 @@ def test_another_exception_passes_and_leaves_nothing(tmp_path, fault):
         with pytest.raises(fault):
             write_checkpoint(tmp_path, step, fail, facts={}, score=None)
     assert contents(tmp_path) == before
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-20"]
+    assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-@pytest.mark.parametrize("call", ["fill", "mkdir"])
-def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, number, call):
+@pytest.mark.parametrize("call", ["write", "mkdir", "fsync"])
+def test_a_refusing_disk_keeps_the_older_ones(tmp_path, monkeypatch, call):
     write(tmp_path, 10, 20)
     before = contents(tmp_path)
 
     def refuse(*_, **__):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    if call != "fill":
+    if call != "write":
         monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(DiskError, match="free some space or make the folder writable") as caught:
-        write_checkpoint(tmp_path, 30, refuse if call == "fill" else fill, facts={}, score=None)
-    assert os.strerror(number) in str(caught.value)
+    remedy = (
+        r"\(\[Errno 28\] No space left on device\): free some space or make the folder writable"
+    )
+    with pytest.raises(DiskError, match=remedy):
+        write_checkpoint(tmp_path, 30, refuse if call == "write" else fill, facts={}, score=None)
     assert contents(tmp_path) == before
     assert hidden(tmp_path) == []
 
@@ -321,20 +321,20 @@ def test_killed_at_any_call_a_valid_one_is_found(tmp_path, scenario, allowed):
 @pytest.mark.parametrize(
     ("scores", "keep_last", "keep_best", "left"),
     [
-        ([1, 2, 3, 4], 2, 0, [3, 4]),
-        ([9, 2, 3, 4], 2, 1, [1, 3, 4]),
-        ([9, 9, 3, 4], 1, 1, [2, 4]),
-        ([None, 0, None, None], 1, 1, [2, 4]),
-        ([None, None, None], 1, 5, [3]),
-        ([1, 2, 3], 0, 0, [3]),
+        ({1: 1, 2: 2, 3: 3, 4: 4}, 2, 0, [3, 4]),
+        ({1: 9, 2: 2, 3: 3, 4: 4}, 2, 1, [1, 3, 4]),
+        ({1: 9, 2: 9, 3: 3, 4: 4}, 1, 1, [2, 4]),
+        ({1: None, 2: 0, 3: None, 4: None}, 1, 1, [2, 4]),
+        ({1: None, 2: None, 3: None}, 1, 5, [3]),
+        ({1: 1, 2: 2, 3: 3}, 0, 0, [3]),
+        ({40: 1, 50: 2, 10: 0}, 1, 0, [10, 50]),  # 10 was written last
     ],
 )
 def test_the_last_and_the_best_stay(tmp_path, scores, keep_last, keep_best, left):
-    for step, score in enumerate(scores, 1):
+    for step, score in scores.items():
         write(tmp_path, step, score=score)
     prune_checkpoints(tmp_path, keep_last, keep_best)
-    assert list_steps(tmp_path) == left
-    assert sorted(os.listdir(tmp_path)) == [f"checkpoint-{step}" for step in left]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / f"checkpoint-{step}" for step in left]
 
 
 def test_scores_of_another_kind_do_not_count(tmp_path):
@@ -343,12 +343,6 @@ def test_scores_of_another_kind_do_not_count(tmp_path):
     write(tmp_path, 3, 4, score=0.1, facts={"score_of": "reward"})
     prune_checkpoints(tmp_path, 1, 1)
     assert list_steps(tmp_path) == [2, 4]
-
-
-def test_the_one_just_written_stays_also_below_an_older_future(tmp_path):
-    write(tmp_path, 40, 50, 10)
-    prune_checkpoints(tmp_path, 1, 0)
-    assert list_steps(tmp_path) == [10, 50]
 
 
 def test_broken_ones_do_not_count_and_stay(tmp_path):

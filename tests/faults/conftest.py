@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from trials import Trial
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,8 +22,6 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory):
     """The folder of an uninterrupted run."""
-    from trials import Trial
-
     trial = Trial(tmp_path_factory.mktemp("reference") / "trial")
     trial.finish()
     return trial.run
@@ -30,6 +29,4 @@ def reference(tmp_path_factory):
 
 @pytest.fixture
 def trial(tmp_path, reference):
-    from trials import Trial
-
     return Trial(tmp_path / "trial", reference)

@@ -14,6 +14,13 @@ import pytest
 from trials import SLOW, STEPS, Trial
 
 
+def check_stopped(trial):
+    """Assert that the run stopped after a step, with its adapter and a checkpoint of this step."""
+    assert trial.ended["how"] == "interrupted"
+    assert 1 <= trial.ended["steps"] == trial.saved < STEPS
+    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+
+
 @pytest.mark.fault(
     "Ctrl-C, SIGTERM, SIGHUP",
     "the step is finished and saved; exit code 130 or 143",
@@ -28,9 +35,7 @@ def test_a_signal_stops_after_the_step(trial, number, code):
     assert life.finish() == code, life.text
     assert "Traceback" not in life.text
     assert "saving the adapter" in life.text
-    assert trial.ended["how"] == "interrupted"
-    assert 1 <= trial.ended["steps"] == trial.saved < STEPS
-    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    check_stopped(trial)
     if number == signal.SIGTERM:
         trial.keeps_all(trial.saved)
 
@@ -66,8 +71,7 @@ def test_a_closed_terminal_stops_after_the_step(trial):
     """Where an ssh connection is lost: SIGHUP comes, and from then on printing fails."""
     assert train_until_the_terminal_closes(trial, signal.SIG_DFL) == 143
     assert trial.ended["reason"] == "by SIGHUP"
-    assert 1 <= trial.ended["steps"] == trial.saved < STEPS
-    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    check_stopped(trial)
     trial.keeps_all(trial.saved)
 
 
@@ -101,8 +105,7 @@ def test_a_terminal_that_closes_over_a_pipe_loses_no_step(trial):
     life = begin_with_a_reader_that_ends(trial)
     life.signal(signal.SIGHUP)
     assert life.finish() == 143
-    assert trial.ended["how"] == "interrupted"
-    assert (trial.run / "adapter" / "adapter_model.safetensors").exists()
+    check_stopped(trial)
     trial.keeps_all(trial.saved)
 
 

@@ -93,9 +93,8 @@ def test_the_level_that_is_sometimes_solved_is_written_and_trains(capsys):
     best = read_examples("run-calibrated-completions.jsonl")
     assert {row["score"] for row in best} == {1.0}
     asked = [(row["prompt"][-1]["content"], row["completion"]) for row in best]
-    right = [text.endswith(answers[prompt]) for prompt, text in asked if prompt in answers]
-    assert right
-    assert all(right)
+    right = {text.endswith(answers[prompt]) for prompt, text in asked if prompt in answers}
+    assert right == {True}
     assert rk.train("run-calibrated.yaml", say=lambda line: None).steps == 1
 
     assert main(["calibrate", "run.yaml"]) == 2
@@ -114,11 +113,12 @@ def test_a_task_gets_its_level():
 
 
 @pytest.mark.long
-def test_prompts_that_are_never_solved_write_nothing(capsys):
+def test_prompts_that_the_reward_of_the_largest_weight_never_rewards_write_nothing(capsys):
     write_run(levels=[3], num=8)
-    assert main(["calibrate", "run.yaml", "--num-prompts", "4", "--set", "data.held_out=2"]) == 2
-    said = capsys.readouterr().err
-    assert "use easier prompts" in said
+    settings = ["data.held_out=2", "rewards=[length, accuracy]", "trainer.reward_weights=[0.1, 1]"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert main(["calibrate", "run.yaml", "--num-prompts", "4", *words]) == 2
+    assert "use easier prompts" in capsys.readouterr().err
     assert sorted(path.name for path in Path().iterdir()) == ["run.yaml", "sums.jsonl"]
 
 
@@ -165,16 +165,16 @@ def test_prompts_without_a_score_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("scores", "what"),
+    ("score", "what"),
     [
-        ([[-1.0, 1.0]], r"its scores are not in \[0, 1\]"),
-        ([[0.0, 2.0]], r"its scores are not in \[0, 1\]"),
-        ([[None, None]], "it scored no completion"),
+        (-1.0, r"its scores are not in \[0, 1\]"),
+        (2.0, r"its scores are not in \[0, 1\]"),
+        (None, "it scored no completion"),
     ],
 )
-def test_a_reward_that_is_no_share_is_refused(scores, what):
+def test_a_reward_that_is_no_share_is_refused(score, what):
     with pytest.raises(ConfigError, match=rf"reward length .* but {what}: rescale it with"):
-        _by_level([{}], scores, "length")
+        _by_level([{}], [[score]], "length")
 
 
 WRONG = {
@@ -190,27 +190,17 @@ WRONG = {
 
 @pytest.mark.parametrize("options", WRONG)
 def test_wrong_options_are_refused_before_anything_loads(options, capsys):
-    for name in ("old.yaml", "prompts.jsonl"):
-        Path(name).write_text("kept")
+    old = [Path("old.yaml"), Path("prompts.jsonl")]
+    for file in old:
+        file.write_text("kept")
     assert main(["calibrate", "quickstart", *options.split()]) == 2
     assert WRONG[options] in capsys.readouterr().err
-    assert Path("old.yaml").read_text() == Path("prompts.jsonl").read_text() == "kept"
+    assert {file.read_text() for file in old} == {"kept"}
 
 
 @pytest.mark.parametrize("source", ["qwen3-0.6b-8gb", "runs/v1.2"])
 def test_the_new_file_has_the_whole_name(source):
     assert _free_files(source, None)[0] == Path(f"{Path(source).name}-calibrated.yaml")
-
-
-@pytest.mark.long
-def test_the_judge_is_the_reward_of_the_largest_weight(capsys):
-    write_run(levels=[2], num=8)
-    weights = ["--set", "rewards=[length, accuracy]", "--set", "trainer.reward_weights=[0.1, 1.0]"]
-    few = ["--num-prompts", "4", "--num-generations", "4", "--set", "data.held_out=2"]
-    main(["calibrate", "run.yaml", *few, *weights])  # 2 where four prompts are all alike
-    printed = capsys.readouterr()
-    assert "largest weight" not in printed.err
-    assert "level     prompts  solved" in printed.out
 
 
 # Unsloth computes in bf16 on a CPU, and this process has it
@@ -234,10 +224,7 @@ def test_without_unsloth_the_better_precision_is_written_and_a_warm_up_trains():
     assert all(0 < value < 0.01 for value in found.values())
     assert said[3] == min(found, key=found.get)
     made = rk.read_run_file("run-calibrated.yaml")
-    assert {name: made.trainer.get(name) for name in found} == {
-        **dict.fromkeys(found),
-        said[3]: True,
-    }
+    assert {name for name in found if made.trainer.get(name)} == {said[3]}
     written = {path.name for path in Path("made").iterdir()}
     assert {"adapter_model.safetensors", "tokenizer.json"} <= written
 
@@ -268,13 +255,6 @@ def test_on_a_gpu_each_precision_is_measured_in_a_process_of_its_own(monkeypatch
     assert made.trainer["fp16"] is True
     assert "bf16" not in made.trainer
     assert line.endswith("bf16 nan, fp16 1.0e-02; trainer.fp16: true")
-
-
-def test_a_wrong_output_folder_stops_before_sampling(capsys):
-    write_run(levels=[2], num=4)
-    assert main(["calibrate", "run.yaml", "--set", "output_dir=."]) == 2
-    assert "output_dir is '.', must be the name of a new folder" in capsys.readouterr().err
-    assert not Path("run-calibrated.yaml").exists()
 
 
 @pytest.mark.parametrize(("given", "wanted"), [({"max_completion_length": 32}, 32), ({}, 64)])

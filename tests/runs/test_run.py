@@ -12,18 +12,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from rloo_kit.rewards import ReasoningGym
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 import rloo_kit as rk
 from rloo_kit.checkpoints.stopping import Terminated
 from rloo_kit.cli import main
 from rloo_kit.config.run_file import make_run_config
-from rloo_kit.errors import ConfigError, DataError, DiskError, ModelError
+from rloo_kit.errors import ConfigError, DataError, DiskError, MemoryRanOutError, ModelError
 from rloo_kit.evaluation.evaluator import Evaluation, check_held_out
 from rloo_kit.job import PreparedJob, read_config
 from rloo_kit.machine.environment import Environment
 from rloo_kit.machine.hardware import detect_hardware
 from rloo_kit.models.shape import TINY_THINKER
+from rloo_kit.output_folder import write_json
 from rloo_kit.runs import summary
 from rloo_kit.runs.folder import (
     command_after_stop,
@@ -32,7 +37,7 @@ from rloo_kit.runs.folder import (
     write_run_file,
 )
 from rloo_kit.runs.recorder import RunRecorder
-from rloo_kit.runs.train import _find_progress
+from rloo_kit.runs.train import _find_progress, _raised_by_set_up, _train
 
 SHORT = [
     "--set", "trainer.max_steps=2", "--set", "data.held_out=16", "--set", "data.num_prompts=64",
@@ -68,16 +73,6 @@ def write_sums(path, *others):
     """Twenty sums and other rows."""
     sums = [{"prompt": f"What is {n} + 222?", "answer": str(n + 222)} for n in range(100, 120)]
     path.write_text("\n".join(map(json.dumps, [*others, *sums])))
-
-
-def check_thoughts(completions):
-    for row in completions:
-        text = row["completion"][-1]["content"]
-        closed = "</think>" in text
-        assert (row["answer_at"] is not None) == (row["thought_tokens"] is not None) == closed
-        if closed:
-            assert text[: row["answer_at"]].endswith("</think>")
-            assert row["thought_tokens"] < row["tokens"] <= 48
 
 
 AFTER_STOP = "rloo-kit train run --set trainer.beta=0.1 --set model.name=run/adapter"
@@ -161,9 +156,14 @@ def test_run_folder_is_complete(finished, capsys):
     assert rk.read_run_file(folder / "run.yaml").trainer["per_device_train_batch_size"] == 16
     facts = read(folder / "environment.json")
     assert facts["versions"]["trl"] == importlib.metadata.version("trl")
-    check_thoughts(completions)
-    evaluation = read(folder / "evaluation.json")
-    assert len(evaluation["after"]["samples"]) == 16
+    for row in completions:
+        text = row["completion"][-1]["content"]
+        closed = "</think>" in text
+        assert (row["answer_at"] is not None) == (row["thought_tokens"] is not None) == closed
+        if closed:
+            assert text[: row["answer_at"]].endswith("</think>")
+            assert row["thought_tokens"] < row["tokens"] <= 48
+    assert len(read(folder / "evaluation.json")["after"]["samples"]) == 16
     end = read(folder / "end.json")
     assert (end["how"], end["reason"], end["steps"]) == ("finished", "", 2)
     assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
@@ -219,24 +219,19 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_run_as_it_was(finished, monke
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_full_disk_at_the_end_is_one_sentence(monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    recorder = RunRecorder(Path())
-    with pytest.raises(DiskError, match=r"evaluation.json' cannot be written \(No space left"):
-        recorder.write_evaluation(Evaluation({}, 1, 1.0, 0.0, []))
-    with pytest.raises(DiskError, match=r"end.json' cannot be written \(No space left"):
-        recorder.write_end("finished", "", 1, 1.0)
-
-
 def test_trajectories_of_a_run_end_at_the_shorter_of_two_lengths():
     given = {"model": {"name": "tiny-caller"}, "tools": ["calculator"]}
     for length, longest in ((300, 300), (4096, 1024)):
         trainer = {"trainer": {"vllm_max_model_length": length}}
         job = PreparedJob(make_run_config(given | trainer), say=str)
         assert job.tool_loop.limits.max_length == longest
+
+
+def test_a_lone_surrogate_leaves_valid_utf8():
+    RunRecorder(Path()).on_completions(records=[{"completion": "\ud800"}])
+    assert rows("completions.jsonl") == [{"completion": "\ud800"}]
+    write_json(Path("end.json"), "\ud800")
+    assert read("end.json") == "\ud800"
 
 
 def test_a_checkpoint_that_no_recorder_wrote_keeps_the_record():
@@ -392,30 +387,34 @@ def test_settings_that_fail_in_set_up_are_one_sentence(setting, said, monkeypatc
     assert not Path("runs").exists()
 
 
-@pytest.mark.long
-def test_memory_that_runs_out_elsewhere_is_one_sentence(monkeypatch, capsys):
+def test_an_error_of_a_callback_is_not_blamed_on_the_settings():
+    class Fails(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            raise RuntimeError("CUDA error")
+
+    handler = CallbackHandler([Fails()], None, None, None, None)
+    with pytest.raises(RuntimeError) as caught:
+        handler.on_train_begin(None, None, TrainerControl())
+    assert not _raised_by_set_up(caught.value)
+
+
+def test_memory_that_runs_out_elsewhere_is_one_sentence():
     """Sampling, scoring and learning halve their rows first; here nothing can be halved."""
-    import torch
 
-    from rloo_kit.training.step_log import StepLog
+    def train(**_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    real = StepLog.note_step
-    out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    outcomes = iter([None, out_of_memory])
-
-    def note_step(*args, **kwargs):
-        if outcome := next(outcomes):
-            raise outcome
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(StepLog, "note_step", note_step)
-    assert main(["quickstart", *NOT_HELD_OUT]) == 2
-    printed = capsys.readouterr()
-    assert "memory ran out (CUDA out of memory" in printed.err
-    assert "lower trainer.per_device_train_batch_size" in printed.err
-    assert "Traceback" not in printed.err
-    assert "resume with rloo-kit train runs/quickstart --resume" in printed.out
-    assert list(Path("runs/quickstart").glob("checkpoint-*/adapter_model.safetensors"))
+    trainer = SimpleNamespace(
+        train=train,
+        state=SimpleNamespace(global_step=1),
+        args=SimpleNamespace(output_dir="runs/quickstart"),
+    )
+    Path("runs/quickstart/checkpoint-1").mkdir(parents=True)
+    said = []
+    with pytest.raises(MemoryRanOutError, match=r"memory ran out \(CUDA out of memory.*; or lower"):
+        _train(trainer, None, said.append)
+    resume = "rloo-kit train runs/quickstart --resume"
+    assert said == [f"\nstopped after step 1: resume with {resume}"]
 
 
 @pytest.mark.long
@@ -438,24 +437,19 @@ def test_saved_run_file_trains_again_from_another_folder(tmp_path, monkeypatch):
     assert rk.train(tmp_path / first.folder / "run.yaml", say=lambda line: None).steps == 1
 
 
-@pytest.mark.long
-def test_long_prompts_are_left_out(capsys):
+def test_long_prompts_are_left_out():
     write_sums(Path("sums.jsonl"), {"prompt": "What is " + "1 + " * 40 + "1?", "answer": "41"})
-    Path("run.yaml").write_text(
-        "data: {prompts: sums.jsonl, held_out: 0, max_prompt_tokens: 60}\n"
-        "trainer: {max_steps: 2, max_completion_length: 8, per_device_train_batch_size: 20,\n"
-        "  num_generations: 2}\n"
-    )
-    assert main(["train", "run.yaml"]) == 0
-    assert "1 prompts of more than 60 tokens left out" in capsys.readouterr().out
-    asked = [row["prompt"] for row in rows("runs/run/completions.jsonl")]
-    numbers = [int(re.search(r"What is (\d+) ", str(prompt))[1]) for prompt in asked[::2]]
-    assert sorted(numbers) == [*range(100, 120)]
+    data = {"prompts": "sums.jsonl", "held_out": 0, "max_prompt_tokens": 60}
+    config = make_run_config({"data": data, "trainer": {"max_completion_length": 8}})
+    said = []
+    prompts, _ = PreparedJob(config, say=said.append).splits
+    assert said == ["1 prompts of more than 60 tokens left out"]
+    assert prompts["answer"][:] == [str(n + 222) for n in range(100, 120)]
 
 
 @pytest.mark.long
 def test_reasoning_gym_task_trains_with_its_verifier():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym")
     Path("run.yaml").write_text(
         "model: {max_seq_length: 512}\n"
         "data: {prompts: 'reasoning_gym:countdown', num_prompts: 8, held_out: 0,\n"
@@ -467,16 +461,14 @@ def test_reasoning_gym_task_trains_with_its_verifier():
     assert main(["train", "run.yaml"]) == 0
     completions = rows("runs/run/completions.jsonl")
     assert len(completions) == 16
-    settings = {"min_numbers": 2, "max_numbers": 3}
-    verifier = reasoning_gym.create_dataset("countdown", size=1, seed=0, **settings)
-    how = {"settings": settings, "num_prompts": 8, "chat": False}
+    how = {"settings": {"min_numbers": 2, "max_numbers": 3}, "num_prompts": 8, "chat": False}
     made = rk.load_prompts("reasoning_gym:countdown", **how)
-    entries = dict(zip(made["prompt"], map(json.loads, made["entry"]), strict=True))
-    for row in completions:
-        entry = entries[row["prompt"][-1]["content"]]
-        _, closed, answer = row["completion"][-1]["content"].rpartition("</think>")
-        expected = verifier.score_answer(answer.strip(), entry) if closed else 0.0
-        assert row["rewards"]["reasoning_gym"] == pytest.approx(expected)
+    entries = dict(zip(made["prompt"], made["entry"], strict=True))
+    expected = ReasoningGym()(
+        completions=[f"<think>{row['completion'][-1]['content']}" for row in completions],
+        entry=[entries[row["prompt"][-1]["content"]] for row in completions],
+    )
+    assert [row["rewards"]["reasoning_gym"] for row in completions] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

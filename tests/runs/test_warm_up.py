@@ -81,7 +81,7 @@ def test_a_completion_follows_the_prompt_that_the_run_samples_from(tokenizer, co
     )
 
 
-def test_a_prompt_that_is_text_ends_with_the_text(tokenizer):
+def test_a_prompt_that_is_text_ends_with_the_text():
     tokenizer = load_tokenizer("tiny-thinker")
     tokenizer.eos_token = "<|endoftext|>"
     assert text_after(tokenizer, "2+2=", "4") == "4<|endoftext|>"
@@ -107,7 +107,9 @@ def test_settings_of_the_chat_template_are_the_runs():
 def test_a_sampled_completion_is_taught_in_the_marks_of_the_model():
     tokenizer = load_tokenizer("tiny-thinker")
     give_marks(tokenizer, "<think>\n", "=>")
-    assert text_after(tokenizer, messages("2+2"), "<think>why</think>4") == "why=>4<|im_end|>"
+    assert text_after(tokenizer, messages("2+2"), "<think>why</think>4\ud800") == (
+        "why=>4?<|im_end|>"
+    )
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -182,23 +184,21 @@ def test_csv_and_parquet_are_read():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def refused(capsys, *words):
-    """What the command says on stderr, in one line; nothing is written and no model loaded."""
-    before = sorted(Path().rglob("*"))
-    assert main(["warm-up", "run.yaml", "--examples", "rows.jsonl", *words]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("rloo-kit: ")
-    assert line.count("\n") == 1
-    assert sorted(Path().rglob("*")) == before
-    return line
-
-
 @pytest.fixture
-def _no_weights(monkeypatch):
-    def load(*args, **kwargs):
-        raise AssertionError("the weights are loaded")
+def refused(capsys, monkeypatch):
+    """A function that runs the command, which must fail, and returns its one line on stderr."""
 
-    monkeypatch.setattr("rloo_kit.job.load_model", load)
+    def call(*words):
+        before = sorted(Path().rglob("*"))
+        assert main(["warm-up", "run.yaml", "--examples", "rows.jsonl", *words]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("rloo-kit: ")
+        assert line.count("\n") == 1
+        assert sorted(Path().rglob("*")) == before
+        return line
+
+    monkeypatch.setattr("rloo_kit.job.load_model", None)  # no weights are loaded
+    return call
 
 
 LONG = "1" * 90
@@ -218,11 +218,10 @@ WRONG_EXAMPLES = {
 }
 
 
-@pytest.mark.usefixtures("_no_weights")
 @pytest.mark.parametrize("text", WRONG_EXAMPLES)
-def test_examples_that_teach_nothing_are_refused(capsys, text):
+def test_examples_that_teach_nothing_are_refused(refused, text):
     Path("rows.jsonl").write_text(text)
-    assert WRONG_EXAMPLES[text] in refused(capsys)
+    assert WRONG_EXAMPLES[text] in refused()
 
 
 WRONG_SETTINGS = {
@@ -232,26 +231,23 @@ WRONG_SETTINGS = {
     "--learning-rate 0": "learning_rate is 0.0, must be greater than 0",
     "--steps 4 --epochs 2": "steps and epochs are both given",
     "--set trainer.stepz=1": "unknown trainer setting 'stepz'",
-    "--set tools=[calculator]": "a warm-up trains no calls of tools",
+    "--set tools=[calculator]": "a warm-up cannot train tool calls",
 }
 
 
-@pytest.mark.usefixtures("_no_weights")
 @pytest.mark.parametrize("words", WRONG_SETTINGS)
-def test_settings_that_are_wrong_are_refused(capsys, words):
-    assert WRONG_SETTINGS[words] in refused(capsys, *words.split())
+def test_settings_that_are_wrong_are_refused(refused, words):
+    assert WRONG_SETTINGS[words] in refused(*words.split())
 
 
-@pytest.mark.usefixtures("_no_weights")
-def test_a_launcher_is_refused(capsys, monkeypatch):
+def test_a_launcher_is_refused(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert "one process" in refused(capsys)
+    assert "one process" in refused()
 
 
 @pytest.mark.long
 def test_out_of_memory_and_ctrl_c_leave_nothing(monkeypatch):
-
     def say(line):
         if "loss" in line:
             raise KeyboardInterrupt
@@ -268,20 +264,7 @@ def test_out_of_memory_and_ctrl_c_leave_nothing(monkeypatch):
     assert sorted(path.name for path in Path().iterdir()) == ["rows.jsonl", "run.yaml"]
 
 
-def test_the_next_command_repeats_a_single_override(monkeypatch):
-    def trained(job, rows, settings, folder):
-        folder.mkdir(parents=True)
-        adapter = {"peft_type": "LORA", "target_modules": ["q_proj"]}
-        (folder / "adapter_config.json").write_text(json.dumps(adapter))
-        return folder, {}
-
-    monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
-    said = []
-    warm_up("run.yaml", "rows.jsonl", overrides="seed=7", say=said.append)
-    assert "rloo-kit train run.yaml --set seed=7 --set model.name=runs/sums-warm-up" in said[-1]
-
-
-def test_the_next_command_of_a_pattern_of_layers_can_be_run(monkeypatch):
+def test_the_next_command_of_a_pattern_of_layers_and_a_single_override_can_be_run(monkeypatch):
     pattern = r".*layers\.[01]\..*_proj"
     Path("run.yaml").write_text(RUN + f"lora: {{target_modules: '{pattern}'}}\n")
 
@@ -293,9 +276,11 @@ def test_the_next_command_of_a_pattern_of_layers_can_be_run(monkeypatch):
 
     monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
     said = []
-    warm_up("run.yaml", "rows.jsonl", say=said.append)
+    warm_up("run.yaml", "rows.jsonl", overrides="seed=7", say=said.append)
     words = shlex.split(said[-1].partition(" continues it with ")[2])
+    assert words[:5] == ["rloo-kit", "train", "run.yaml", "--set", "seed=7"]
     config, _ = read_config(words[2], words[4::2])
+    assert config.seed == 7
     assert PreparedJob(config).config.lora.target_modules == [pattern]
 
 
