@@ -44,7 +44,7 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
-    # reward that decides what is correct; "": no reward; None: see `correct_by`
+    # reward that decides which completions are correct; "": none does; None: see `correct_by`
     judged_by: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,14 +81,17 @@ class Evaluation:
         return [self.samples[at : at + size] for at in range(0, len(self.samples), size)]
 
     def values(self, name: str) -> list[float | None]:
-        """Return the mean score of each prompt, or None for a prompt without scored completions.
+        """Return the mean score that the reward ``name`` gives the completions of each prompt.
 
-        ``name`` is the reward.
+        It is None for a prompt without a scored completion.
         """
         return [mean_or_none(sample["rewards"][name] for sample in one) for one in self.by_prompt]
 
     def estimate(self, name: str) -> Estimate | None:
-        """Return a reward's mean over prompts with its 95% interval; None if it scored nothing."""
+        """Return a reward's mean over prompts with its 95% confidence interval.
+
+        The result is None if the reward scored no completion.
+        """
         scored = [value for value in self.values(name) if value is not None]
         return estimate(scored) if scored else None
 
@@ -104,7 +107,7 @@ class Evaluation:
         return next(filter(self.says_right_or_wrong, self.rewards), None)
 
     def says_right_or_wrong(self, name: str) -> bool:
-        """Return True if the reward scored some completion and all of its scores are 0 or 1."""
+        """Return True if the reward scored a completion, and all of its scores are 0 or 1."""
         return {None} != {sample["rewards"][name] for sample in self.samples} <= {0.0, 1.0, None}
 
     @functools.cached_property
@@ -211,7 +214,7 @@ def evaluate(
         )
     rows = [row for row in dataset for _ in range(num_samples)]
     if not rows:
-        raise DataError("there is no held-out prompt to evaluate on: set data.held_out above 0")
+        raise DataError("there are no prompts to evaluate on: set data.held_out above 0")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     loaded = load_rewards(rewards, tokenizer, chat_template_kwargs=chat_template_kwargs)
     columns = {name for row in rows for name in row}
@@ -228,31 +231,28 @@ def evaluate(
     limit = thought_limit(tokenizer, thinking_budget)
     how = Sampling(max_completion_length, ends, temperature, **(sampling or {}), thought=limit)
     marks = thought_marks(tokenizer)
-    samples = []
-    sampled = sample_and_score(
-        model,
-        tokenizer,
-        rows,
-        how,
-        loaded,
-        template_settings=chat_template_kwargs,
-        batch_size=batch_size,
-        seed=seed,
-        engine=engine,
-        tool_loop=tool_loop,
-        sample=sample,
-    )
-    for _, prompt, completion, turns, ended, scores in sampled:
-        text = text_of(completion)
-        samples.append(
-            {
-                "prompt": prompt,
-                "completion": text,
-                "rewards": scores,
-                **find_thoughts(marks, turns, text),
-                "cut_off": not ended,
-            }
+    samples = [
+        {
+            "prompt": prompt,
+            "completion": text_of(completion),
+            "rewards": scores,
+            **find_thoughts(marks, turns, completion),
+            "cut_off": not ended,
+        }
+        for _, prompt, completion, turns, ended, scores in sample_and_score(
+            model,
+            tokenizer,
+            rows,
+            how,
+            loaded,
+            template_settings=chat_template_kwargs,
+            batch_size=batch_size,
+            seed=seed,
+            engine=engine,
+            tool_loop=tool_loop,
+            sample=sample,
         )
+    ]
     means = {
         reward.name: mean_or_none(one["rewards"][reward.name] for one in samples)
         for reward in loaded
@@ -273,12 +273,12 @@ def check_held_out(dataset: Any, before: Evaluation) -> None:
         DataError: The prompts or their number differ from those of the recorded evaluation.
     """
     then = [text_of(group[0]["prompt"]) for group in before.by_prompt]
-    prompts = [] if dataset is None else dataset["prompt"][:]  # without the columns of images
+    prompts = [] if dataset is None else dataset["prompt"][:]  # without decoding images
     now = list(map(text_of, redact_tree(prompts)))
     if len(then) != len(now) or not all(map(str.startswith, then, now)):
         raise DataError(
-            "the held-out prompts are not those that the run scored before training: set back the "
-            "content of data.prompts (or the version of rloo-kit), or begin a new run"
+            "the held-out prompts are not those that the run scored before training: restore the "
+            "old content of data.prompts (or the old version of rloo-kit), or begin a new run"
         )
 
 
@@ -350,22 +350,23 @@ def sample_and_score(
 
     ends = how.stop_token_ids
     pad = tokenizer.pad_token_id
-    if pad is None:  # as for many base models
+    if pad is None:  # many base models have none
         pad = next(iter(ends), 0)
-    settings: dict[str, Any] = {
-        "use_cache": True,
+    is_greedy = how.temperature == 0
+    of_draws = {
         "temperature": how.temperature,
         "top_p": how.top_p,
         "top_k": how.top_k,
         "min_p": how.min_p or None,
-        "repetition_penalty": how.repetition_penalty,
-        **how.others,
-        "do_sample": how.temperature > 0,
     }
-    if how.temperature == 0:  # greedy
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            del settings[name]
     # these settings override the model's own generation_config
+    settings: dict[str, Any] = {
+        "use_cache": True,
+        "repetition_penalty": how.repetition_penalty,
+        **({} if is_greedy else of_draws),
+        **how.others,
+        "do_sample": not is_greedy,
+    }
     of_piece = functools.partial(
         complete,
         model,
@@ -412,7 +413,10 @@ def sample_and_score(
 
 @contextlib.contextmanager
 def _inference(model: Model, seed: int) -> Iterator[None]:
-    """Put the model into eval mode and set the seed; restore the mode and random states after."""
+    """Put the model into eval mode and set the seed during a ``with`` block.
+
+    The model's mode and the states of the random number generators are restored at its end.
+    """
     import torch
 
     was_training = model.training

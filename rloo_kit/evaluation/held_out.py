@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from rloo_kit.tools.loop import ToolLoop
     from rloo_kit.training.arguments import LeaveOneOutConfig
 
-# Number of tokens (prompts and completions) that a CPU samples at a time. On a GPU the batch size
-# of the run is used instead, since only that is known to fit.
+# Number of tokens (prompts and completions) that a CPU samples at a time. On a GPU, the batch size
+# of the run is used instead, because no other size is known to fit.
 BATCH_TOKENS = 1 << 16
-# Settings of the trainer that an evaluation reads, besides those of vLLM
+# Settings of the trainer that an evaluation reads, in addition to the settings of vLLM
 OF_EVALUATION = {
     "chat_template_kwargs", "generation", "generation_kwargs", "max_completion_length",
     "max_tool_calling_iterations", "min_p", "on_reward_error", "on_tool_error",
@@ -52,12 +52,14 @@ OF_EVALUATION = {
 }  # fmt: skip
 # Sections of the run file that --set cannot change in an evaluation
 NOT_OF_EVALUATION = {"output_dir", "thinking", "unsloth", "vllm"}
-_LENGTH = "max_seq_length"  # the only setting of the model that changes no weights
+_LENGTH = "max_seq_length"  # the only setting under `model:` that does not change the weights
 # Settings of `data:` that decide which rows and texts the prompts of a run have
 _OF_PROMPTS = (
     "prompts", "split", "config", "system", "chat", "columns", "skip_empty", "max_prompt_tokens",
     "max_prompt_quantile",
 )  # fmt: skip
+# Those of them that change the texts
+OF_TEXTS = {"system", "chat", "columns"}
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
 
@@ -69,7 +71,7 @@ class HeldOut:
     job: PreparedJob  # the run's settings, tokenizer and rewards; its model is not loaded
     prompts: Any  # a ``datasets.Dataset`` of n prompts with their columns
     source: str  # file, task or dataset of the prompts
-    batch_size: int | None  # completions at a time; None: as many as are known to fit
+    batch_size: int | None  # completions at a time; None: a number that is known to fit
     why_not: str | None  # why vLLM cannot sample for all of the models; None if it can
 
     def rewards(
@@ -135,7 +137,7 @@ class HeldOut:
         is_cpu = base.model.device.type == "cpu"
         if self.batch_size is None and is_cpu and not job.config.environment:
             size = max(size, BATCH_TOKENS // job.config.model.max_seq_length)
-        # Nothing trains next to the engine, so it need not sleep, and it gets large batches
+        # No training shares the GPU with the engine, so it need not sleep and gets large batches
         args.vllm_max_model_length = length
         args.vllm_enable_sleep_mode = False
         args.generation_batch_size = self.batch_size or NUM_SEQUENCES
@@ -167,13 +169,13 @@ def read_held_out(
 ) -> HeldOut:
     """Read the prompts and settings that all of the compared models share.
 
-    The settings are those of the first model that comes from a run, and so are the prompts, unless
-    ``prompts`` names others. If no model comes from a run, the kit's default settings, the reward
+    The first model that comes from a run determines the settings and, unless ``prompts`` names
+    others, the prompts. If no model comes from a run, the kit's default settings, the reward
     of the prompts' task and the first model's tokenizer are used. Prompts that are longer than
     ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allows are left out. One tokenizer
     counts the tokens of the prompts, so that all models get the same prompts.
 
-    Except for ``models``, the arguments are those of ``evaluate_models``.
+    The arguments, except ``models``, have the same meaning as for ``evaluate_models``.
 
     Raises:
         ConfigError: An argument is out of range, or an override would change the model or has no
@@ -191,12 +193,13 @@ def read_held_out(
     config = _config_of(first, overrides, prompts)
     source = str(prompts or config.data.prompts)
     of_data = given.get("data") or {}
-    # The paths of a run are absolute; with other settings the user can correct a contradiction
+    # Settings of a run may contradict each other, as an older version accepted them. If the user
+    # changes settings, all are checked
     job = PreparedJob(config, EXAMPLES, say, first.run is not None and not overrides)
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()
-    args.reward_timeout_seconds = None  # for the rows of a batch; here a call scores all rows
+    args.reward_timeout_seconds = None  # it is for a batch, but here a call scores all rows
     choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
@@ -208,19 +211,25 @@ def read_held_out(
             "training: name other prompts with --prompts (evaluation.json of a run has the scores "
             "of its held-out prompts)"
         )
-    _ = job.tool_loop  # the tokens of the tools count as part of the prompts
+    _ = job.tool_loop  # makes the tokens of the tools count as part of the prompts
     if job.prompt_limit is not None:
         settings = args.chat_template_kwargs
         found, _ = drop_long_prompts(found, job.tokenizer, job.prompt_limit, settings)
-    if prompts is None and not (is_task(config.data.prompts) or config.environment):
-        _check_not_trained(models, first, config.data, found, of_data)
+    # No run trains on a task's held-out prompts. Changed texts, and the texts of environments, are
+    # not those in the record of the run
+    others = is_task(config.data.prompts) or config.environment or of_data.keys() & OF_TEXTS
+    if prompts is None and not others:
+        _check_not_trained(models, first, config.data, found)
     return HeldOut(job, found, source, batch_size, why_not)
 
 
 def _config_of(
     first: TrainedModel, overrides: Sequence[str], prompts: str | Path | None
 ) -> RunConfig:
-    """Return the settings of a model with the user's; without a run the task has its own reward."""
+    """Return the settings of a model, changed by the user's overrides.
+
+    Without a run and rewards in the overrides, the reward is the default of the prompts' task.
+    """
     config = first.config
     own = first.run is None and "rewards" not in read_overrides(overrides)
     content = config.as_dict()
@@ -240,27 +249,23 @@ def _check_given(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: A setting would change the model, or has no effect on an evaluation.
     """
+    # A section that is not a table is refused by `make_run_config`
+    names = {section: [*one] if isinstance(one, Mapping) else [] for section, one in given.items()}
     for section in ("model", "lora"):
-        names = given.get(section)
-        is_length = section == "model" and isinstance(names, Mapping) and [*names] == [_LENGTH]
-        if section in given and not is_length:
+        if section in given and (section, names[section]) != ("model", [_LENGTH]):
             raise ConfigError(
                 f"--set {section} would change a model that is already trained: leave it out, or "
                 "name another model"
             )
     for section in sorted(NOT_OF_EVALUATION & given.keys()):
         raise ConfigError(f"--set {section} has no effect on an evaluation: leave it out")
-    of_data = given.get("data")
     for name in ("held_out_every", "held_out_samples"):
-        if isinstance(of_data, Mapping) and name in of_data:
+        if name in names.get("data", ()):
             raise ConfigError(
                 f"data.{name} has no effect on an evaluation: leave it out (--samples sets the "
                 "number of completions of each prompt)"
             )
-    of_trainer = given.get("trainer") or {}
-    if not isinstance(of_trainer, Mapping):
-        return  # `make_run_config` refuses it
-    for name in sorted(of_trainer.keys() & (known_trainer_fields() - OF_EVALUATION)):
+    for name in sorted({*names.get("trainer", ())} & known_trainer_fields() - OF_EVALUATION):
         if not name.startswith("vllm_"):
             raise ConfigError(f"trainer.{name} has no effect on an evaluation: leave it out")
 
@@ -270,26 +275,23 @@ def _check_not_trained(
     first: TrainedModel,
     data: DataSection,
     found: Any,
-    given: Mapping[str, Any],
 ) -> None:
-    """Check that no run may have trained on the prompts, which are the last rows of its data.
+    """Refuse prompts that one of the runs may have trained on.
 
-    The check is skipped for a run on other data and for one without recorded samples, and for all
-    runs if a setting in ``given`` changes the text of the prompts.
+    The prompts are the last rows of the data. Each must be among the held-out samples that a run
+    has recorded. A run without recorded samples is not checked. Neither is a run with another
+    ``data:`` section or an environment, except that of ``first``.
 
     Args:
         models: All models that are compared.
-        first: The one whose data has the prompts.
+        first: The model whose data contains the prompts.
         data: The section ``data:`` of the evaluation.
         found: The prompts, a ``datasets.Dataset``.
-        given: Settings under ``data`` that the user gave for the evaluation.
 
     Raises:
-        DataError: The data or ``data.held_out`` of a run differs, so the run may have trained on
-            some of the prompts.
+        DataError: A run did not hold out some of the prompts, because the rows of its data or its
+            ``data.held_out`` were different.
     """
-    if {"system", "chat", "columns"} & set(given):
-        return
     same = attrgetter(*_OF_PROMPTS)
     for one in models:
         is_alike = same(one.config.data) == same(data) and not one.config.environment
@@ -311,9 +313,9 @@ def _check_not_trained(
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
     """Change the settings for the sampling engine and its memory from training to evaluation.
 
-    If the user gave an engine for the evaluation, it is kept. Otherwise ``generation`` becomes
+    An engine that the user chose for the evaluation is kept. Otherwise ``generation`` becomes
     ``auto``, unless the run itself requests transformers. vLLM's share of the GPU memory is
-    computed for the evaluation, unless the user gave it.
+    computed for the evaluation, unless the user set it.
 
     Args:
         args: Settings of the run, changed in place.
@@ -352,7 +354,7 @@ def _prompts(
         return kept_out.select(range(len(kept_out))[:most])
     how: dict[str, Any] = {"num_prompts": most, "system": system_message(data)}
     keys = ()
-    if is_task(name):  # its held-out split
+    if is_task(name):  # it has a held-out split of its own
         how = {
             "split": "held_out",
             "num_prompts": most or data.held_out or MAX_HELD_OUT,

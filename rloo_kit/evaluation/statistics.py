@@ -13,7 +13,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-SEED = 0  # of the bootstrap and of random signs
+SEED = 0  # for the bootstrap and the random signs
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -82,9 +82,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _room(num: int) -> float:
-    """Return the largest share of other values that may exist if n sampled values are all equal.
+    """Return the largest share that other values may have if n sampled values are all equal.
 
-    This is the 95% bound of the rule of three.
+    It is the bound of the rule of three, with a confidence of 95%.
     """
     return 1 - (1 - CONFIDENCE) ** (1 / num)
 
@@ -106,10 +106,10 @@ def difference(before: Sequence[float], after: Sequence[float]) -> Difference:
     """
     moved = [b - a for a, b in zip(before, after, strict=True)]
     mean, low, high = _bootstrap(moved)
-    if low == high:  # all prompts moved alike; widen the interval, since others may move otherwise
+    if low == high:  # all prompts moved alike, but other prompts may move differently
         room = _room(len(moved)) * (abs(mean) or max(map(abs, [*before, *after])))
-        low = low - room
-        high = high + room
+        low -= room
+        high += room
     p_value = _sign_flip(moved)
     is_real = p_value < 1 - CONFIDENCE and not low <= 0 <= high
     return Difference(mean, low, high, len(moved), p_value, is_real)
@@ -130,7 +130,7 @@ def _sign_flip(moved: Sequence[float]) -> float:
     num = len(array)
     if not num:
         return 1.0
-    seen = abs(array.sum()) * (1 - 1e-12)  # another order of the sum may round otherwise
+    seen = abs(array.sum()) * (1 - 1e-12)  # a sum in another order is rounded differently
     if 2**num <= RESAMPLES:
         signs = np.asarray(list(itertools.product((-1.0, 1.0), repeat=num)))  # (2 ** n, n)
         return float((abs(signs @ array) >= seen).mean())

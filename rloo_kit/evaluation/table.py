@@ -27,7 +27,7 @@ class Row:
     model: str
     evaluation: Evaluation
     seconds: float  # time to sample and score
-    sampler: str = "transformers"  # sampling engine
+    sampler: str = "transformers"  # what sampled: transformers, or the name of an engine
 
     @property
     def mode(self) -> str:
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A model's scores by one reward, compared prompt by prompt with those of the first model."""
+    """Comparison of a model with the first model: scores by one reward, prompt by prompt."""
 
     model: str
     against: str  # name of the first model
@@ -249,7 +249,7 @@ def _scores(found: Evaluation) -> dict[str, str]:
     return scores | {f"pass@{k}": str(one) for k, one in found.pass_at.items() if k > 1}
 
 
-# --- result files: results are added to eval.json and judge.json, samples are replaced -----------
+# --- result files: eval.json and judge.json grow, their samples are replaced ---------------------
 
 
 def results_folder(given: str | Path | None, run: Path | None) -> Path | None:
@@ -275,7 +275,7 @@ def write_results(
 ) -> None:
     """Add a result to a JSON file, and rewrite its samples file.
 
-    If the folder is that of a run, also rewrite the run's report, and say where the files are.
+    In the folder of a run, also rewrite the run's report, and say where the files are.
 
     Args:
         path: The JSON file, such as ``eval.json``, which contains ``{name: [result, ...]}``.

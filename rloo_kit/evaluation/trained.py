@@ -33,8 +33,8 @@ class TrainedModel:
 
     name: str  # the name that the user gave, or ``base of`` and that name
     base: str  # a hub name, a folder, a .gguf file, or an embedded model
-    # Settings to load and sample with: those of the run, or the kit's defaults without a run. The
-    # model's name may be the hub name of the 4-bit model that Unsloth loaded instead of the base
+    # Settings to load and sample with: those of the run, or the kit's defaults without a run. Its
+    # `model.name` may be the hub name of the 4-bit model that Unsloth loaded instead of the base
     config: RunConfig
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained the adapter
@@ -124,7 +124,8 @@ def find_trained(given: str | Path) -> TrainedModel:
         return TrainedModel(text, text, RunConfig(model=ModelSection(name=text)))
     place = folder.resolve()
     parent = place.parent
-    is_its = re.fullmatch(r"adapter|checkpoint-\d+", place.name)  # else beside a user's own file
+    # A folder with another name may lie next to a run file that a user wrote
+    is_its = re.fullmatch(r"adapter|checkpoint-\d+", place.name)
     if (parent / "run.yaml").is_file() and (is_its or (parent / "environment.json").is_file()):
         return _of_run(text, parent, folder)
     model = ModelSection(name=base_of(folder), revision=revision_of(folder))
@@ -135,7 +136,7 @@ def find_trained(given: str | Path) -> TrainedModel:
 def _adapter_of(run: Path) -> Path:
     adapter = run / "adapter"
     is_saved = (adapter / CONFIG).is_file()
-    # If a resumed run has not ended, it has no end.json, and its adapter is older than it
+    # While a resumed run trains, it has no end.json, and its adapter is from before the resume
     if is_saved and (run / "end.json").is_file():
         return adapter
     if checkpoint := find_checkpoint(run):
@@ -151,14 +152,14 @@ def _adapter_of(run: Path) -> Path:
 def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
     config = without_hidden_settings(read_run_file(run / "run.yaml", recorded=True))
     model = config.model
-    if started := adapter_in(model.name):  # it trained another run's adapter further
+    if started := adapter_in(model.name):  # the run trained an existing adapter further
         first = find_trained(started)
         model = model if model.chat_template else _with_template(model, started)
         model = replace(model, name=first.base, revision=first.model.revision)
     elif Path(model.name).is_absolute() and not Path(model.name).exists():  # the base was moved
         model = replace(model, name=base_of(adapter), revision=revision_of(adapter))
     if model.chat_template or model.name != config.model.name:
-        model = _with_template(model, run / "adapter")  # a checkpoint has none
+        model = _with_template(model, run / "adapter")  # a checkpoint has no template
         model = _with_template(model, adapter)
     config = as_recorded(replace(config, model=model), adapter)
     return TrainedModel(name, model.name, config, adapter, run)
@@ -199,7 +200,7 @@ def why_not_by_vllm(models: Sequence[TrainedModel]) -> str | None:
 
 @dataclass(eq=False)
 class LoadedBase:
-    """A base model in memory, with several adapters of which at most one is active at a time."""
+    """A base model in memory, with adapters of which at most one is active at a time."""
 
     model: Any
     tokenizer: Any
@@ -237,16 +238,16 @@ class LoadedBase:
             return self._names[adapter]
         try:
             with warnings.catch_warnings():
-                # some layers would stay untrained
+                # layers without weights in the file would stay untrained
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 if self._names:
                     name = f"adapter-{len(self._names)}"
                     found = self.model.load_adapter(str(adapter), adapter_name=name)
-                    if found.missing_keys:  # PEFT warns only of those of the first adapter
+                    if found.missing_keys:  # PEFT warns of them only for the first adapter
                         self.model.delete_adapter(name)
                         raise ValueError(f"Found missing adapter keys: {found.missing_keys}")
                 else:
-                    name = "default"  # PEFT's name of the adapter that is sent to an engine
+                    name = "default"  # PEFT's name for the first adapter
                     self.model = PeftModel.from_pretrained(self.model, str(adapter))
         except Exception as exc:  # torch, PEFT and safetensors raise different errors
             raise ModelError(
@@ -277,8 +278,8 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
         for name in given.keys() - SHARED_ENGINE_NAMES
         if not name.startswith(of_run)
     }
-    if trained.fp16 and environment.hardware.on_gpu and not changes:  # slow on a CPU
-        others["precision"] = "fp16"
+    if trained.fp16 and environment.hardware.on_gpu and not changes:
+        others["precision"] = "fp16"  # which is slow on a CPU
     model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

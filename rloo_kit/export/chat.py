@@ -82,10 +82,12 @@ def _answer(
     prompt: Any,
     settings: dict[str, Any] | None,
 ) -> list[Message]:
-    """Sample the answer to a prompt; its last turn is empty if its thought was cut off.
+    """Sample the answer to a prompt and return its turns.
+
+    The last turn is empty if its thought was cut off.
 
     Args:
-        draw: Function that samples a turn.
+        draw: Function that samples a turn of the model; see ``_say``.
         tokenizer: Tokenizer of the model.
         loop: The tool loop, or None.
         prompt: The conversation, or the user's line.
@@ -117,7 +119,7 @@ def _without_thought(turn: Message) -> Message:
 
 def _lines(console: Console) -> Iterator[str]:
     """Yield each line that the user types, without the empty ones, until the input ends."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # show a ? for what is not UTF-8
+    if isinstance(sys.stdin, io.TextIOWrapper):  # replace bytes that are not UTF-8
         sys.stdin.reconfigure(errors="replace")
     prompt = ""
     if sys.stdin.isatty():
@@ -143,10 +145,11 @@ def _say(
         tokenizer: Its tokenizer.
         config: Settings of the run.
         console: Console to print to.
-        prompts: A list of one prompt's token ids.
+        prompts: A list with one element, the token ids of the prompt.
 
     Returns:
-        A list of the answer's token ids, and None, as a tool loop expects them.
+        A list with one element, the token ids of the answer; and None, since a tool loop expects
+        log-probabilities or None.
 
     Raises:
         ConfigError: The prompt leaves no room for an answer in the model's context length.

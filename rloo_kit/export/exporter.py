@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from rloo_kit.data.lengths import drop_long_prompts
 from rloo_kit.data.prompts import load_prompts
 from rloo_kit.diagnosis.record import RunRecord, read_run
@@ -26,7 +28,7 @@ from rloo_kit.job import PreparedJob, template_settings
 from rloo_kit.machine.cleanup import session
 from rloo_kit.machine.environment import setup
 from rloo_kit.machine.hardware import Hardware, detect_hardware
-from rloo_kit.models.adapters import CONFIG, EMBEDDED, WEIGHTS
+from rloo_kit.models.adapters import CONFIG, WEIGHTS
 from rloo_kit.models.gguf import check_package, convert
 from rloo_kit.models.loading import TOKENIZER, load_tokenizer
 from rloo_kit.models.shape import weight_bytes
@@ -54,8 +56,8 @@ PACKED_SUFFIX = re.compile(r"(-unsloth)?-bnb-4bit$")
 TOKENIZER_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "spiece.model")  # fmt: skip
 PROCESSOR_FILES = "*processor_config.json"  # of a vision model
-NUM_PROMPTS = 16  # prompts of the check, by default
-SPARE = 8  # prompts that are read for each prompt of the check, since some may be too long
+NUM_PROMPTS = 16  # default number of prompts for the check
+SPARE = 8  # number of prompts to read for each prompt of the check, since some may be too long
 
 
 def export_model(  # noqa: PLR0913
@@ -145,7 +147,7 @@ def export_model(  # noqa: PLR0913
 def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
     """Return True if the device has enough free memory for the weights of a merge.
 
-    A CPU is always taken to have enough.
+    The memory of a CPU is not checked.
     """
     shape = trained.shape(name=trained.base if base in (None, DEQUANTIZED) else base)
     needed = weight_bytes(shape, in_4bit=False)
@@ -155,7 +157,7 @@ def _fits(trained: TrainedModel, base: str | None, hardware: Hardware) -> bool:
 
 
 def _widen(model: Model) -> bool:
-    """Convert a model on a CPU to float32 if it then fits in memory; return True if it was done.
+    """Convert a model on a CPU to float32 if that fits in memory; return True if it was done.
 
     In float32 the merged weights are rounded only once, when they are saved.
     """
@@ -208,7 +210,7 @@ def _check_arguments(
     if converter is not None and to != "gguf":
         raise ConfigError("--converter is used only with --to gguf: leave --converter out")
     check_quantiser(dtype or "")
-    if to == "gguf" and check:  # the file is read again
+    if to == "gguf" and check:  # the check reads the file
         check_package()
     if num_prompts < 1:
         raise ConfigError(f"--prompts is {num_prompts}: set it to 1 or more")
@@ -230,6 +232,7 @@ class _Export:
     num_prompts: int  # number of prompts for the comparison; 0 skips it
     say: Say
     notes: list[str] = field(default_factory=list)  # sentences for the model card
+    has_vision: bool = False  # True if the adapter is known to be for a model with a vision part
 
     @property
     def _title(self) -> str:
@@ -243,8 +246,8 @@ class _Export:
         setup(self.trained.model.backend)
         with whole_folder(goal) as folder:
             base = self._copy_adapter(folder) if self.kind == "adapter" else self._merged(folder)
-            licence = licence_of(base)
-            card = model_card(self.kind, self._title, base, licence, self._record(), self.notes)
+            about = (self._record(), self.notes, self.has_vision)
+            card = model_card(self.kind, self._title, base, *about)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
 
@@ -269,6 +272,8 @@ class _Export:
             raise ModelError(
                 f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
             )
+        with safe_open(folder / WEIGHTS, "numpy") as weights:
+            self.has_vision = ".language_model." in str(weights.keys())
         if not (folder / TOKENIZER).is_file():
             self._add_tokenizer(folder)
         config["base_model_name_or_path"] = name
@@ -283,9 +288,9 @@ class _Export:
         return name
 
     def _add_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer of the run into the folder, for a checkpoint, which has none.
+        """Write the tokenizer of the run into the folder, because a checkpoint has none.
 
-        The tokenizer of the base may have another chat template.
+        The base's own tokenizer is not used, since it may have another chat template.
         """
         _copy_tokenizer(Path(self.trained.run or self.adapter, "adapter"), folder)
         if not (folder / TOKENIZER).is_file():
@@ -316,9 +321,8 @@ class _Export:
                     packed.model.config.use_cache = True
                     packed.model.save_pretrained(str(folder))
                 self._tokenizer(merged).save_pretrained(str(folder))
+                _copy(merged, folder, PROCESSOR_FILES)
                 self.notes.append("The merged weights were rounded to 4 bits (NF4).")
-            if not is_gguf:
-                _copy(self.adapter, folder, PROCESSOR_FILES)
             if reference is not None:
                 back = convert(file, Path(place) / "back") if is_gguf else folder
                 self._load_back(back, reference)
@@ -345,9 +349,12 @@ class _Export:
                     reference = Answers(model, tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
-            # When transformers loads weights it changes their layout. This undoes the change, which
-            # is not possible for a base of 4-bit weights (then there are notes).
+            # transformers changes the layout of weights when it loads them. This undoes the change,
+            # which is not possible for a base of 4-bit weights (then there are notes).
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
+            if hasattr(merged.config, "vision_config"):  # vLLM needs its processor for texts too
+                _copy_from_model(merged.name_or_path, folder, PROCESSOR_FILES)
+            _copy(self.adapter, folder, PROCESSOR_FILES)
             if any(self.adapter.glob("tokenizer*")):
                 tokenizer = self._tokenizer(self.adapter)
             if longest := getattr(merged.config.get_text_config(), "max_position_embeddings", None):
@@ -423,17 +430,17 @@ class _Export:
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
-        """Load the tokenizer in a folder; its own code may run if the run trusts it."""
+        """Load the tokenizer in a folder; if the run trusts code of the model, it may run."""
         return load_tokenizer(folder, trust_remote_code=self.trained.model.trust_remote_code)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[Any]:
-        """Return prompts for the comparison, none of them too long for the run.
+        """Return prompts for the comparison, without prompts that are too long for the run.
 
-        They are held-out prompts of the run, training prompts if none were held out, or generated
-        arithmetic prompts if the run's prompts cannot be read.
+        They are held-out prompts of the run, or training prompts if none were held out. Without a
+        run, or if its prompts cannot be read, they are generated arithmetic prompts.
         """
         if self.trained.run is not None:
-            with contextlib.suppress(KitError):  # its file may be gone
+            with contextlib.suppress(KitError):  # the file of the prompts may be gone
                 job = PreparedJob(self.trained.config, recorded=True)
                 train, held_out = job.prompts
                 found = train if held_out is None else held_out
@@ -446,8 +453,27 @@ class _Export:
         return load_prompts("arithmetic", num_prompts=self.num_prompts, chat=is_chat)["prompt"][:]
 
 
+def _copy_from_model(name: str, folder: Path, pattern: str) -> None:
+    """Copy the files of a model whose names match a pattern to a folder.
+
+    The files of a hub model are downloaded first. They are left out if that is not possible.
+
+    Args:
+        name: Folder of the model, or its name on the hub.
+        folder: The folder to copy to.
+        pattern: The pattern, as in a shell.
+    """
+    from huggingface_hub import snapshot_download
+
+    source = Path(name)
+    with contextlib.suppress(OSError):
+        if not source.is_dir():
+            source = Path(snapshot_download(name, allow_patterns=pattern))
+    _copy(source, folder, pattern)
+
+
 def _copy(source: Path, folder: Path, *patterns: str) -> None:
-    """Copy those files of a folder whose names match one of the patterns to another folder."""
+    """Copy the files of a folder whose names match one of the patterns to another folder."""
     for pattern in patterns:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
@@ -459,18 +485,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
     _copy(source, folder, PROCESSOR_FILES, *TOKENIZER_FILES)
     maps = [(read_json(file) or {}).get("auto_map") for file in source.glob("*_config.json")]
-    for module in re.findall(r'"(\w+)\.\w+"', json.dumps(maps)):  # not those of the hub
+    for module in re.findall(r'"(\w+)\.\w+"', json.dumps(maps)):  # not modules on the hub
         if (file := source / f"{module}.py").is_file():
             others = get_relative_import_files(file)
             _copy(source, folder, file.name, *(Path(other).name for other in others))
-
-
-def licence_of(base: str) -> str:
-    """Return the licence that the base's model card names, or ``unknown`` if it names none."""
-    from huggingface_hub import ModelCard
-
-    with contextlib.suppress(Exception):  # no card, no network, no metadata
-        place = EMBEDDED.get(base, Path(base))
-        card = ModelCard.load(place / "README.md" if place.is_dir() else base)
-        return card.data.get("license") or "unknown"
-    return "unknown"

@@ -77,7 +77,7 @@ def hand_over(
         raise DataError("verl needs chat prompts, but these are plain texts: set data.chat to true")
     if has_images(train):
         raise DataError(
-            "this command hands over prompts of text, but these have images: train with rloo-kit"
+            "only prompts of text can be handed over, but these have images: train with rloo-kit"
         )
     carried, lost = verl_rows(job)
     words = {
@@ -119,7 +119,7 @@ def _write_prompts(path: Path, rows: Iterable[dict[str, Any]], source: str) -> N
 
 
 def _write_rewards(folder: Path, job: PreparedJob) -> None:
-    """Write what the rewards need into the folder.
+    """Write the files that the rewards need into the folder.
 
     These are ``rewards.yaml`` (the rewards and the settings that affect scores), copies of the
     user's own reward files, and the tokenizer.
@@ -150,18 +150,19 @@ def _as_hydra_config(rows: list[Row], name: str) -> dict[str, Any]:
         "defaults": ["ppo_trainer", "_self_"],
         "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
     }
-    for row in [*rows, Row({}, {"trainer.experiment_name": name}, "")]:
+    for row in rows:
         for setting, value in row.verl.items():
             *tables, last = setting.split(".")
             inner = found
             for one in tables:
                 inner = inner.setdefault(one, {})
             inner[last] = value
+    found["trainer"]["experiment_name"] = name
     return found
 
 
 def _write_yaml(path: Path, content: dict[str, Any]) -> None:
-    plain = json.loads(json.dumps(redact_tree(content)))  # without tuples and YAML's anchors
+    plain = json.loads(json.dumps(redact_tree(content)))  # no tuples, no anchors in YAML
     path.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """Model card (README.md) of a trained model: metadata for the hub, and text for readers."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ def model_card(
     kind: str,
     name: str,
     base: str,
-    licence: str = "unknown",
     record: RunRecord | None = None,
     notes: Sequence[str] = (),
+    has_vision: bool = False,
 ) -> str:
     """Return the text of README.md. It contains no secrets and no folders of this machine.
 
@@ -32,9 +33,10 @@ def model_card(
         kind: Kind of export: ``adapter``, ``merged`` or ``gguf``.
         name: Title of the card.
         base: Name or folder of the base model. Only the last part of a folder is shown.
-        licence: Licence of the base model.
         record: Record of the run that trained the model. None if there is no run.
         notes: Sentences about the export and its weights.
+        has_vision: True if an adapter is for a model with a vision part. PEFT would load the class
+            without this part, whose layers have other names than those in the adapter.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -45,7 +47,7 @@ def model_card(
         base_model=base if is_hub_name(base) else None,
         datasets=prompts if is_hub_name(prompts) else None,
         library_name=KINDS[kind],
-        license=licence,
+        license=licence_of(base),
         pipeline_tag="text-generation",
         tags=["rloo", "rloo-kit", "trl", *(["lora"] if kind == "adapter" else [])],
     )
@@ -55,7 +57,7 @@ def model_card(
         kind=kind,
         name=name,
         base=public_name(base),
-        needs_kit=base in EMBEDDED or base.endswith(".gguf"),
+        needs_kit=has_vision or base in EMBEDDED or base.endswith(".gguf"),
         record=record,
         prompts=public_name(prompts),
         settings=_settings(config.trainer) if config else [],
@@ -64,6 +66,18 @@ def model_card(
         notes=notes,
     )
     return redact(str(card))
+
+
+def licence_of(base: str) -> str:
+    """Return the licence that the base's model card names, or ``unknown`` if it names none."""
+    from huggingface_hub import ModelCard
+
+    with contextlib.suppress(Exception):  # no card, no network, no metadata
+        place = EMBEDDED.get(base, Path(base))
+        # A .gguf file is not a card, and may be larger than the memory
+        card = ModelCard.load(place / "README.md" if place.exists() else base)
+        return card.data.get("license") or "unknown"
+    return "unknown"
 
 
 def is_hub_name(name: str) -> bool:
@@ -83,7 +97,7 @@ def public_name(name: str) -> str:
 
 
 def _settings(given: dict[str, Any]) -> list[str]:
-    """Return a text for each trainer setting that was given and has an effect on the results."""
+    """Return a text for each trainer setting that the run sets and that affects its results."""
     return [
         f"{name} {given[name]}"
         for name, rule in RULES.items()
@@ -100,7 +114,7 @@ def _scores(record: RunRecord) -> list[str]:
     for when in ("before", "after"):
         try:
             found = Evaluation.from_dict(record.evaluation[when])
-        except (TypeError, KeyError, AttributeError):  # missing, or of another version
+        except (TypeError, KeyError, AttributeError):  # missing, or written by another version
             continue
         for name in found.rewards:
             if one := found.estimate(name):

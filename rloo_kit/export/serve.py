@@ -70,7 +70,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
             words += ["--quantization", "bitsandbytes"]
     if trained.model.trust_remote_code:
         words += ["--trust-remote-code"]
-    if trained.model.chat_template is not None:  # vLLM does not read that of an adapter
+    if trained.model.chat_template is not None:  # vLLM does not read the template of an adapter
         words += ["--chat-template", str(Path(trained.model.chat_template).expanduser())]
     if settings := template_settings(trained.config):
         words += ["--default-chat-template-kwargs", json.dumps(settings)]
@@ -80,7 +80,8 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
 def serve(model: str | Path, more: Sequence[str] = (), say: Say = print) -> None:
     """Replace this process with vLLM's server for a model.
 
-    The arguments are those of ``server_command``; ``say`` is called with a line of output.
+    ``model`` and ``more`` are the arguments of ``server_command``. ``say`` is called with a line
+    that contains the names of the models on the server.
     """
     command = server_command(model, more)
     names = dict.fromkeys([find_trained(model).short_name, "base"])

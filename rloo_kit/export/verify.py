@@ -5,6 +5,7 @@ token of these answers, and the values are compared.
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from rloo_kit.data.lengths import prompt_ids
@@ -43,12 +44,12 @@ class Answers:
             max_completion_length=MAX_TOKENS,
             chat_template_kwargs=settings,
         )
-        # For each prompt, the prompt, its token ids and those of its answer
+        # For each prompt: the prompt, its token ids, and the token ids of its answer
         self._rows = [
             (
                 sample["prompt"],
                 prompt_ids(tokenizer, sample["prompt"], settings),
-                # the token that ended an empty answer is compared
+                # of an empty answer, the token that ended it is compared
                 tokenizer(sample["completion"], add_special_tokens=False)["input_ids"]
                 or [tokenizer.eos_token_id],
             )
@@ -80,9 +81,8 @@ class Answers:
                     f"the {len(ids)} tokens of the trained model's tokenizer: pass --no-check to "
                     "keep the export"
                 )
-        now = self._log_probs_by(model)
-        total = sum(abs(a - b) for a, b in zip(now, self._log_probs, strict=True))
-        return total / max(1, len(now))
+        pairs = zip(self._log_probs_by(model), self._log_probs, strict=True)
+        return fmean(abs(now - before) for now, before in pairs)
 
     def _log_probs_by(self, model: Model) -> list[float]:
         """Return a model's log-probability of each token of all answers, in nats."""

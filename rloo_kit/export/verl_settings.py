@@ -13,9 +13,10 @@ from rloo_kit.config.run_file import RunConfig
 from rloo_kit.config.trainer_settings import batch_plan
 from rloo_kit.job import PreparedJob, template_settings
 from rloo_kit.models.adapters import adapter_in
+from rloo_kit.report.content import flat_settings
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "verl"
-# Experiment trackers that have the same name in verl and in TRL
+# Experiment trackers whose names are the same in verl and in TRL
 TRACKERS = {"clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"}
 PASS_TOKENS = 16_384  # tokens in a training pass, verl's default
 NEVER = 1_000_000_000  # interval, in steps, that no run reaches
@@ -37,8 +38,8 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
         their default but are lost. ``model.load_in_4bit`` is always among the lost ones.
     """
     table = yaml.safe_load((ASSETS / "settings.yaml").read_text(encoding="utf-8"))
-    given = _flat(job.config.as_dict())
-    values = given | _flat({"trainer": job.args.to_dict()}) | _derived(job)
+    given = flat_settings(job.config.as_dict())
+    values = given | flat_settings({"trainer": job.args.to_dict()}) | _derived(job)
     carried = [Row({}, table["always"], "in every folder")]
     lost = []
     for one in table["carried"]:
@@ -46,7 +47,7 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
         verl = {key: values[name] for key, name in one["verl"].items()}
         carried.append(Row(run, verl, one.get("note", "").format(**values)))
     seen = {name for row in carried for name in row.run}
-    default = _flat(RunConfig().as_dict())
+    default = flat_settings(RunConfig().as_dict())
     for name, value in given.items():
         is_default = name in default and value == default[name]
         if {name, name.partition(".")[0]} & seen or (is_default and name != "model.load_in_4bit"):
@@ -57,15 +58,6 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
             why = table["lost"].get(name) or table["lost"].get(name.partition(".")[0])
             lost.append(Row({name: value}, {}, why or table["unknown"]))
     return carried, lost
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings in one dict; the keys in a section become ``section.key``."""
-    return {
-        f"{section}.{name}".rstrip("."): one
-        for section, value in settings.items()
-        for name, one in (value if isinstance(value, dict) else {"": value}).items()
-    }
 
 
 def _derived(job: PreparedJob) -> dict[str, Any]:
@@ -82,11 +74,12 @@ def _derived(job: PreparedJob) -> dict[str, Any]:
     step, rest = divmod(plan.step_rows, plan.num_generations)
     step = batch if rest or batch % step else step
     updates = batch // step * args.num_iterations
+    per_epoch = max(1, len(train) // batch)
     total = math.ceil(args.max_steps / updates) if args.max_steps > 0 else None
-    epochs = math.ceil(total / max(1, len(train) // batch)) if total else args.num_train_epochs
-    batches = total or math.ceil(epochs * max(1, len(train) // batch))
-    share = args.save_steps < 1  # of the run
-    save = args.save_steps * batches if share else args.save_steps / updates
+    epochs = math.ceil(total / per_epoch) if total else args.num_train_epochs
+    steps = total or math.ceil(epochs * per_epoch)
+    # A number below 1 is a share of the run
+    save = args.save_steps * (steps if args.save_steps < 1 else 1 / updates)
     every = config.data.held_out_every
     often = max(1, round(every / updates)) if every else NEVER
     limit = config.model.max_seq_length - args.max_completion_length

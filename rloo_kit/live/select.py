@@ -43,5 +43,5 @@ def live_progress() -> "LiveView":
     if choice == "auto":
         choice = "notebook" if Console().is_jupyter else "plain"
     elif choice == "notebook" and not hasattr(builtins, "get_ipython"):
-        choice = "plain"  # there is no cell
+        choice = "plain"  # there is no cell to draw in
     return {"notebook": NotebookFigure, "plain": PlainLines, "off": LiveView}[choice]()

@@ -94,7 +94,7 @@ class PlainLines(LiveView):
         self._shown: set[str] = set()
 
     def _show_step(self) -> None:
-        # The line of a step is always new; that of a finding is new only the first time
+        # The line of a step is always new, but the line of a finding only once
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)

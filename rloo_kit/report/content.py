@@ -184,32 +184,37 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(config: RunConfig | None) -> list[dict[str, Any]]:
-    """Return a row for each setting: its name, value and default, and if the two differ."""
+    """Return a row for each setting: its name, value and default, and whether the two differ."""
     if config is None:
         return []
     trainer = trl_defaults() | DEFAULTS | dict.fromkeys(BY_DEVICE, "by the device")
-    defaults = _flat(RunConfig(trainer=trainer))
-    rows = []
-    for name, value in _flat(config).items():
-        # A default may be unknown here, such as that of a library not installed
-        default = defaults.get(name, "the library's own")
-        differs = value != default
-        rows.append({"name": name, "value": value, "default": default, "differs": differs})
-    return rows
-
-
-def _flat(config: RunConfig) -> dict[str, str]:
-    found = {}
-    for name, value in redact_tree(config.as_dict()).items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{key}": _text(item) for key, item in value.items()}
-        else:
-            found[name] = _text(value)
-    return found
+    values, defaults = (
+        {name: _text(value) for name, value in flat_settings(redact_tree(one.as_dict())).items()}
+        for one in (config, RunConfig(trainer=trainer))
+    )
+    return [
+        {
+            "name": name,
+            "value": value,
+            # The default of a library that is not installed is unknown
+            "default": (default := defaults.get(name, "the library's own")),
+            "differs": value != default,
+        }
+        for name, value in values.items()
+    ]
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of a run file in one dict, whose keys are ``section.key``."""
+    return {
+        f"{section}.{name}".rstrip("."): one
+        for section, value in settings.items()
+        for name, one in (value if isinstance(value, dict) else {"": value}).items()
+    }
 
 
 def _environment(record: RunRecord) -> list[tuple[str, str]]:

@@ -74,6 +74,19 @@ def change(file, **values):
     file.write_text(json.dumps(read(file) | values))
 
 
+def on_file(run, folder, file, held_out, *settings):
+    """A copy of the run that holds out the last prompts of a file."""
+    data = (f"data.prompts={file}", f"data.held_out={held_out}", "data.num_prompts=null")
+    return with_settings(run, folder, *data, *settings)
+
+
+def record_held_out(folder, file, num):
+    """Write the last prompts of a file into the record of a run; return them."""
+    kept = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-num:]
+    change(folder / "evaluation.json", before={"samples": [{"prompt": one} for one in kept]})
+    return kept
+
+
 def held_out_sums(num):
     return rk.load_prompts("arithmetic", split="held_out", num_prompts=num)
 
@@ -85,7 +98,7 @@ def base():
 
 @pytest.fixture(scope="module")
 def table(run):
-    """Of the run and a base of the same kind; a changed adapter makes a second model."""
+    """The table of the run and its base."""
     return rk.evaluate_models([run], say=str)
 
 
@@ -113,7 +126,7 @@ def test_a_run_reports_pass_and_intervals(run):
 
 
 def test_chance_is_counted_in_prompts(run):
-    """Completions of one prompt are alike: four of them are no four prompts."""
+    """Completions of one prompt are correlated, so four of them do not count as four prompts."""
     found = {one.name: one for one in read_run(run).scored_twice}
     assert found["accuracy"].num == PROMPTS
 
@@ -138,22 +151,15 @@ def test_evaluate_takes_rewards_as_the_trainer_does(base):
 
 @pytest.mark.parametrize("end", [258, None])
 def test_evaluate_takes_a_model_that_the_kit_did_not_load(base, end):
-    prompts = [{"prompt": "1 + 1 = "}, {"prompt": "111 + 222 = "}]
-
-    def evaluated():
+    def samples():
         how = {"temperature": 0, "max_completion_length": 16}
-        return rk.evaluate(base.model, base.tokenizer, prompts, [], **how)
+        prompts = [{"prompt": "1 + 1 = "}, {"prompt": "111 + 222 = "}]
+        return rk.evaluate(base.model, base.tokenizer, prompts, [], **how).samples
 
-    samples = evaluated().samples
+    before = samples()
     base.model.generation_config.eos_token_id = end
     base.tokenizer.pad_token = None
-    assert evaluated().samples == samples
-
-
-def test_several_greedy_completions_are_refused(base):
-    how = {"temperature": 0, "num_samples": 2}
-    with pytest.raises(ConfigError, match="all the same"):
-        rk.evaluate(base.model, base.tokenizer, held_out_sums(2), [], **how)
+    assert samples() == before
 
 
 @pytest.mark.parametrize(
@@ -161,6 +167,7 @@ def test_several_greedy_completions_are_refused(base):
     [
         ({"num_samples": 0}, ConfigError, "num_samples is 0 and batch_size is 64"),
         ({"batch_size": 0}, ConfigError, "batch_size is 0"),
+        ({"temperature": 0, "num_samples": 2}, ConfigError, "all the same"),
         ({"rewards": [torch.nn.Linear(1, 1)]}, RewardLoadError, "only a trainer can call"),
     ],
 )
@@ -304,10 +311,8 @@ def test_prompts_that_another_run_trained_on_are_refused(run, tmp_path):
     write_sums(file, 12)
     models = []
     for num in (4, 2):
-        how = (f"data.prompts={file}", f"data.held_out={num}", "data.num_prompts=null")
-        folder = with_settings(run, tmp_path / f"run{num}", *how)
-        kept = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-num:]
-        change(folder / "evaluation.json", before={"samples": [{"prompt": one} for one in kept]})
+        folder = on_file(run, tmp_path / f"run{num}", file, num)
+        record_held_out(folder, file, num)
         models.append(find_trained(folder))
     read_held_out(models[:1])
     with pytest.raises(DataError, match="2 of 4 held-out prompts"):
@@ -358,17 +363,8 @@ def test_a_model_is_not_compared_with_itself(run, monkeypatch):
 
 @pytest.mark.long
 def test_the_command_imports_the_libraries_in_their_order(tmp_path):
-    words = [
-        "eval",
-        "tiny-thinker",
-        "--num-prompts",
-        "2",
-        "--samples",
-        "0",
-        "--set",
-        "data.held_out=2",
-    ]
-    command = [sys.executable, "-m", "rloo_kit", *words]
+    words = "eval tiny-thinker --num-prompts 2 --samples 0 --set data.held_out=2"
+    command = [sys.executable, "-m", "rloo_kit", *words.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -380,14 +376,10 @@ def test_a_run_without_adapter_says_so(tmp_path, run):
 
 
 def test_an_adapter_of_another_model_is_refused(run, tmp_path, base):
-    other = tmp_path / "adapter"
-    shutil.copytree(run / "adapter", other)
+    other = shutil.copytree(run / "adapter", tmp_path / "adapter")
     change(other / "adapter_config.json", r=3)
-    with (
-        pytest.raises(ModelError, match="cannot be put on its base"),
-        base.using(find_trained(other)),
-    ):
-        pytest.fail("it answered")
+    with pytest.raises(ModelError, match="cannot be put on its base"):
+        base.load(find_trained(other))
 
 
 def test_an_adapter_whose_weights_find_no_place_is_refused(run, tmp_path):
@@ -405,16 +397,14 @@ def test_an_adapter_whose_weights_find_no_place_is_refused(run, tmp_path):
 
 
 def test_unfinished_run_is_its_newest_checkpoint(run, tmp_path):
-    past = tmp_path / "run"
-    shutil.copytree(run, past)
+    past = shutil.copytree(run, tmp_path / "run")
     assert find_trained(past).adapter == past / "adapter"
     (past / "end.json").unlink()  # as while it goes, or where it was killed
     assert find_trained(past).adapter == past / "checkpoint-2"
 
 
 def test_settings_that_a_newer_version_refuses_together_can_be_evaluated(run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(run, folder)
+    folder = shutil.copytree(run, tmp_path / "run")
     content = yaml.safe_load((folder / "run.yaml").read_text())
     content["trainer"] |= {"kl_estimator": "k3", "beta": 0.0}
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
@@ -453,21 +443,34 @@ def test_the_base_is_the_one_that_unsloth_loaded_in_training(run, tmp_path, load
         assert bare.config.unsloth == found.config.unsloth
 
 
+@pytest.fixture
+def arguments_of(monkeypatch):
+    """Return what gives the arguments with which ``load_base`` would load a model."""
+    load = Mock(side_effect=ModelError("stop"))
+    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
+
+    def arguments(*trained, **changes):
+        with pytest.raises(ModelError, match="stop"):
+            load_base(*trained, **changes)
+        return load.call_args.kwargs
+
+    return arguments
+
+
 @pytest.mark.parametrize(
     ("changes", "exact"), [({}, True), ({"load_in_4bit": True}, True), ({"name": "a/b"}, False)]
 )
-def test_an_export_of_another_base_may_get_a_copy(run, tmp_path, monkeypatch, changes, exact):
+def test_an_export_of_another_base_may_get_a_copy(run, tmp_path, arguments_of, changes, exact):
     folder = with_settings(run, tmp_path / "run", "model.name=Qwen/Qwen3-4B")
     change(folder / "adapter" / "adapter_config.json", base_model_name_or_path="Qwen/Qwen3-4B")
-    load = Mock(side_effect=ModelError("stop"))
-    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
-    with pytest.raises(ModelError, match="stop"):
-        load_base(find_trained(folder), **changes)
-    assert load.call_args.kwargs.get("use_exact_model_name", False) is exact
+    given = arguments_of(find_trained(folder), **changes)
+    assert given.get("use_exact_model_name", False) is exact
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "transformers"])
-def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, backend):
+def test_arguments_of_unsloth_are_those_of_the_run(
+    run, tmp_path, monkeypatch, arguments_of, backend
+):
     given = (
         "unsloth.rope_scaling={type: linear}",
         "unsloth.enforce_eager=true",
@@ -476,12 +479,8 @@ def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, b
     )
     trained = find_trained(with_settings(run, tmp_path / "run", *given))
     monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: Mock(backend=backend))
-    load = Mock(side_effect=ModelError("stop"))
-    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
     for changes in ({}, {"load_in_4bit": False}):
-        with pytest.raises(ModelError, match="stop"):
-            load_base(trained, **changes)
-        given = load.call_args.kwargs
+        given = arguments_of(trained, **changes)
         assert "enforce_eager" not in given  # of an engine
         assert ("rope_scaling" in given) == (backend == "unsloth")
         for name in ("load_in_fp8", "tokenizer_name"):  # only as the run loaded it
@@ -493,17 +492,13 @@ def test_arguments_of_unsloth_are_those_of_the_run(run, tmp_path, monkeypatch, b
     [(True, {}, "fp16"), (False, {}, None), (True, {"load_in_4bit": False}, None)],
 )
 def test_a_run_in_float16_is_sampled_in_float16(
-    run, tmp_path, monkeypatch, on_gpu, changes, precision
+    run, tmp_path, monkeypatch, arguments_of, on_gpu, changes, precision
 ):
     trained = find_trained(with_settings(run, tmp_path / "run", "trainer.fp16=true"))
     assert trained.base_settings != find_trained(run).base_settings
     environment = Mock(backend="unsloth", hardware=Mock(on_gpu=on_gpu))
     monkeypatch.setattr("rloo_kit.evaluation.trained.setup", lambda _: environment)
-    load = Mock(side_effect=ModelError("stop"))
-    monkeypatch.setattr("rloo_kit.evaluation.trained.load_model", load)
-    with pytest.raises(ModelError, match="stop"):
-        load_base(trained, **changes)
-    assert load.call_args.kwargs.get("precision") == precision
+    assert arguments_of(trained, **changes).get("precision") == precision
 
 
 def test_models_that_are_loaded_alike_share_a_base(run, tmp_path):
@@ -544,16 +539,14 @@ def write_sums(file, num, words=""):
 def test_long_prompts_are_left_out_as_in_the_run(tmp_path):
     file = tmp_path / "prompts.jsonl"
     write_sums(file, 8, " please" * 40)
-    how = {"overrides": ["data.max_prompt_tokens=60"], "num_samples": 0, "say": str}
-    found = rk.evaluate_models(["tiny-thinker"], prompts=file, **how)
-    assert found.rows[0].evaluation.num_prompts == 4
+    given = [find_trained("tiny-thinker")]
+    assert len(read_held_out(given, ["data.max_prompt_tokens=60"], file).prompts) == 4
 
 
 def test_a_quantile_leaves_out_the_held_out_prompts_of_the_run(run, tmp_path):
     file = tmp_path / "prompts.jsonl"
     write_sums(file, 8, " please" * 9)
-    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
-    folder = with_settings(run, tmp_path / "run", *settings, "data.max_prompt_quantile=0.5")
+    folder = on_file(run, tmp_path / "run", file, 4, "data.max_prompt_quantile=0.5")
     _, kept_out = PreparedJob(rk.read_run_file(folder / "run.yaml"), say=str).splits
     samples = [{"prompt": prompt} for prompt in kept_out["prompt"]]
     assert len(samples) == 2
@@ -564,10 +557,8 @@ def test_a_quantile_leaves_out_the_held_out_prompts_of_the_run(run, tmp_path):
 def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     write_sums(file, 12)
-    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
-    folder = with_settings(run, tmp_path / "run", *settings)
-    kept_out = read_held_out([find_trained(folder)], prompts=file).prompts["prompt"][-4:]
-    change(folder / "evaluation.json", before={"samples": [{"prompt": one} for one in kept_out]})
+    folder = on_file(run, tmp_path / "run", file, 4)
+    kept_out = record_held_out(folder, file, 4)
 
     def prompts(*overrides):
         return read_held_out([find_trained(folder)], overrides).prompts["prompt"][:]
@@ -585,8 +576,7 @@ def test_prompts_with_images_are_refused_before_loading(run, tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "red.png")
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "What colour?", "image": "red.png"}\n' * 8)
-    settings = (f"data.prompts={file}", "data.held_out=4", "data.num_prompts=null")
-    folder = with_settings(run, tmp_path / "run", *settings)
+    folder = on_file(run, tmp_path / "run", file, 4)
     with pytest.raises(DataError, match="images, and completions of such prompts"):
         read_held_out([find_trained(folder)])
 
@@ -657,8 +647,7 @@ def test_models_vllm_cannot_sample_are_refused_before_loading(run, monkeypatch):
     by_vllm = ["trainer.generation=vllm"]
     with pytest.raises(GenerationError, match="tiny-thinker has no adapter"):
         rk.evaluate_models([run, "tiny-thinker"], overrides=by_vllm, say=str, **FEW)
-    strange = run.parent / "strange"
-    shutil.copytree(run / "adapter", strange, dirs_exist_ok=True)
+    strange = shutil.copytree(run / "adapter", run.parent / "strange")
     change(strange / "adapter_config.json", use_dora=True)
     with pytest.raises(GenerationError, match="use_dora"):
         rk.evaluate_models([run, strange], overrides=by_vllm, say=str, **FEW)
@@ -745,24 +734,34 @@ def test_a_rule_judges(run):
     assert found.rate == pytest.approx((found.wins + found.ties / 2) / PROMPTS)
 
 
+def judged(run, folder, code, added=""):
+    """How a class judges the run and a copy of its base with a text added to its chat template."""
+    (folder / "taste.py").write_text(code)
+    other = shutil.copytree(TINY_THINKER, folder / "other")
+    with (other / "chat_template.jinja").open("a") as template:
+        template.write(added)
+    how = {"num_prompts": 2, "output": folder, "say": str}
+    return rk.judge_models(run, against=other, by={"name": f"{folder}/taste.py:Taste"}, **how)
+
+
+COUNTED = """
+made = []
+
+class Taste:
+    def __init__(self):
+        made.append(self)
+
+    def __call__(self, completions, **_):
+        return [float(len(made)) for c in completions]
+"""
+
+
 def test_one_judge_scores_the_models_of_every_base(run, tmp_path):
-    (tmp_path / "taste.py").write_text(
-        "made = []\n\n"
-        "class Long:\n"
-        "    def __init__(self):\n"
-        "        made.append(self)\n\n"
-        "    def __call__(self, completions, **_):\n"
-        "        return [float(len(made)) for c in completions]\n"
-    )
-    other = shutil.copytree(TINY_THINKER, tmp_path / "other")
-    judge = {"name": f"{tmp_path}/taste.py:Long"}
-    how = {"num_prompts": 2, "output": tmp_path, "say": str}
-    found = rk.judge_models(run, against=other, by=judge, **how)
-    assert found.ties == 2  # each was scored by the first that was made
+    assert judged(run, tmp_path, COUNTED).ties == 2  # each was scored by the first that was made
 
 
 PAIRS = """
-class Pairs:
+class Taste:
     mode = "pairwise"
     column = "reference"
 
@@ -770,7 +769,7 @@ class Pairs:
         self.template = template
 
     def bind(self, tokenizer):
-        return Pairs(tokenizer.chat_template)
+        return Taste(tokenizer.chat_template)
 
     def answer_text(self, prompt, completion):
         return "another" if "{# another #}" in self.template else "the same"
@@ -781,14 +780,9 @@ class Pairs:
 
 
 def test_the_answers_of_a_model_are_read_by_its_own_template(run, tmp_path):
-    (tmp_path / "taste.py").write_text(PAIRS)
-    other = shutil.copytree(TINY_THINKER, tmp_path / "other")
-    with (other / "chat_template.jinja").open("a") as template:
-        template.write("{# another #}")
-    how = {"num_prompts": 2, "output": tmp_path, "say": str}
-    found = rk.judge_models(run, against=other, by={"name": f"{tmp_path}/taste.py:Pairs"}, **how)
+    found = judged(run, tmp_path, PAIRS, "{# another #}")
     assert found.wins == 2
-    assert found.judge.endswith(':Pairs"}, which compares the answers')
+    assert found.judge.endswith(':Taste"}, which compares the answers')
 
 
 def answered(*texts, **rewards):

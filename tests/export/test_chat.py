@@ -52,8 +52,7 @@ def talk(model, *lines, **settings):
 
 def greedy(trained):
     """What a model answers, by the kit's own evaluation."""
-    rows = rk.load_prompts("arithmetic", num_prompts=1)
-    rows = rows.from_list([{"prompt": [{"role": "user", "content": QUESTION}]}])
+    rows = [{"prompt": [{"role": "user", "content": QUESTION}]}]
     one = load_base(trained)
     with one.using(trained) as loaded:
         found = rk.evaluate(

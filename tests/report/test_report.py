@@ -246,12 +246,6 @@ def test_report_is_written_atomically(run, monkeypatch):
     assert [file.name for file in folder.glob(".*")] == []
 
 
-def test_a_file_as_the_folder_of_a_page_is_one_sentence(run):
-    folder = run()
-    with pytest.raises(DataError, match=r"Not a directory.*give another path"):
-        write_report(folder, folder / "run.yaml" / "r.html")
-
-
 def test_only_a_page_is_ever_overwritten(run):
     folder = run()
     with pytest.raises(DataError, match=r"give a path that ends in \.html"):
