@@ -20,12 +20,13 @@ if not SETS.is_dir():
 
 
 def examine() -> tuple[list[str], bool]:
-    """Check if training can start on this machine, and describe the installation.
+    """Check whether training can start on this machine, and describe the installation.
 
-    The function imports all packages that training needs.
+    The check imports all packages that training needs.
 
     Returns:
-        Lines of text about versions, device and backends, and True if training can start.
+        The description, as lines of text about versions, device and backends, and True if training
+        can start.
     """
     versions = {name: installed_version(name) for name in TESTED}
     _, tested = set_for(versions["torch"])
@@ -58,11 +59,12 @@ def examine() -> tuple[list[str], bool]:
 
 
 def set_for(torch: str | None) -> tuple[Path | None, dict[str, str]]:
-    """Return the package versions that were tested with a version of torch.
+    """Return the package versions that were tested together with a version of torch.
 
     Returns:
-        The path of pip's constraint file, and a dict of package -> tested version. If the kit has
-        no constraint file for this version of torch, the path is None, and the dict is ``TESTED``.
+        The path of pip's constraint file with these versions, and a dict of package -> version. If
+        the kit has no such file for this version of torch, the path is None, and the dict is
+        ``TESTED``.
     """
     minor = ".".join((torch or "").split(".")[:2])
     path = SETS / f"constraints-torch{minor}.txt"
@@ -80,7 +82,8 @@ def install_command(torch: str | None) -> str | None:
     for CUDA 13.
 
     Args:
-        torch: The installed version of torch, such as ``2.13.0+cu130``. None: not installed.
+        torch: The installed version of torch, such as ``2.13.0+cu130``; None if torch is not
+            installed.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -94,7 +97,7 @@ def install_command(torch: str | None) -> str | None:
 
 def _why_no_import() -> str | None:
     """Return the reason why vLLM cannot be imported in a new process, or None if it can."""
-    # vLLM imports its kernels late, so that a missing library would not show without this
+    # `import vllm` does not load vLLM's compiled kernels, so it succeeds even if these cannot load
     kernels = "torch.version.cuda and __import__('vllm._C_stable_libtorch')"
     words = [sys.executable, "-c", f"import torch, vllm; vllm.LLM; {kernels}"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -21,11 +21,12 @@ from rloo_kit.output_folder import read_json, read_object
 from rloo_kit.text.numbers import finite_number, finite_numbers, mean_or_none
 from rloo_kit.text.wording import text_of
 
-# Number of completions that are kept from the beginning of a run, and as many from its end
+# Number of completions that are kept from the beginning of a run; as many are kept from its end
 KEPT_ROWS = 2000
-# Maximum number of steps that count as the beginning of a run, or as its end (at most a quarter)
+# Maximum number of steps in the beginning of a run, and in its end. Each is at most a quarter of
+# the run
 WINDOW = 20
-# Metric of the mean of a reward
+# Name of the metric with the mean score of a reward
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")
 # A trend of more than this many standard errors is not chance
 SIGNIFICANT = 3.0
@@ -52,7 +53,7 @@ def trend(values: Sequence[float]) -> float:
     if count < 4 or max(values) - min(values) < 1e-9 * max(1.0, abs(fmean(values))):
         return 0.0
     r = correlation(range(count), values)
-    # The slope's t statistic is a function of Pearson's r alone.
+    # The t statistic of the slope follows from Pearson's r and the number of values
     rest = 1.0 - r * r
     return r * math.sqrt((count - 2) / rest) if rest > 1e-12 else math.copysign(math.inf, r)
 
@@ -67,7 +68,7 @@ class HeldOut:
     name: str  # the reward
     before: float
     after: float
-    error: float  # standard error of the mean change, from the changes of single prompts
+    error: float  # standard error of the mean change, computed from the change of each prompt
     num: int  # number of prompts
 
     @property
@@ -108,7 +109,7 @@ def _held_out(name: str, before: dict[str, Any], after: dict[str, Any]) -> HeldO
 
 
 def _prompt_means(samples: list[dict[str, Any]], name: str, size: int) -> list[float | None]:
-    """Return the mean score of each held-out prompt, which has ``size`` samples in a row."""
+    """Return the mean score of each held-out prompt. A prompt has ``size`` consecutive samples."""
     scores = [sample["rewards"][name] for sample in samples]
     groups = (scores[at : at + size] for at in range(0, len(scores), size))
     return [mean_or_none(finite_numbers(group)) for group in groups]
@@ -141,7 +142,7 @@ class RunRecord:
         found = self.end.get("finding")
         try:
             return Finding(**found) if found else None
-        except TypeError:  # damaged, or of another version with other fields
+        except TypeError:  # damaged, or written by a version with other fields
             return None
 
     # --- statistics over steps and completions ---------------------------------------------------
@@ -199,7 +200,7 @@ class RunRecord:
         if not self.rows:
             return steps
         last = self.step(-1)
-        # If the number of epochs decides, a logged row has the epochs done so far
+        # If the number of epochs ends the run, each row logs how many are done
         done = finite_number(self.rows[-1].get("epoch"))
         if not steps and self.config is not None and done:
             epochs = (trl_defaults() | self.config.trainer)["num_train_epochs"]
@@ -212,7 +213,7 @@ class RunRecord:
         if self.config is None:
             return 1
         plan = batch_plan(self.config.trainer)
-        return max(1, plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation))
+        return plan.num_prompts * max(1, plan.accumulation // plan.steps_per_generation)
 
     def completions_of(self, *, at_end: bool) -> list[dict[str, Any]]:
         """Return the kept completions of the last ``window`` steps, or of the first ones.
@@ -231,7 +232,7 @@ class RunRecord:
         """
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions_of(at_end=at_end):
-            key = (finite_number(row.get("step")), finite_number(row.get("group")))
+            key = (row.get("step"), row.get("group"))
             groups.setdefault(key, set()).add(text_of(row.get("completion")))
         return mean([len(texts) for texts in groups.values()])
 
@@ -245,7 +246,8 @@ class RunRecord:
     def scored_twice(self) -> list[HeldOut]:
         """Scores of all rewards on held-out prompts before and after training.
 
-        Rewards that are 0 both times come last. In each of the two parts ``accuracy`` comes first.
+        Rewards with a mean of 0 both times come last. Among these, and among the others,
+        ``accuracy`` comes first.
         """
         try:
             before = self.evaluation["before"]
@@ -296,7 +298,7 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Read the record of a run from its folder.
 
-    Lines that are not valid JSON are skipped, such as the incomplete last line of a killed run.
+    Lines that are not valid JSON are skipped. The last line of a killed run may be incomplete.
 
     Raises:
         DataError: ``folder`` is not the folder of a run, or its metrics cannot be read.
@@ -341,7 +343,8 @@ def read_rows(path: Path, num: int | None = None) -> list[dict[str, Any]]:
 
     Args:
         path: The file.
-        num: Number of lines to read from the beginning, and as many from the end. None reads all.
+        num: Number of lines to read from the beginning; the same number is read from the end. None
+            reads all lines.
     """
     if not path.is_file():
         return []

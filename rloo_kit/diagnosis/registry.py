@@ -14,7 +14,7 @@ P = ParamSpec("P")
 # second a run can learn almost nothing
 LITTLE_SIGNAL = 0.25
 ALMOST_NONE = 0.05
-# A fault of at least this share of the completions, or of the groups, counts as a fault of the run
+# A fault that at least this share of the completions has is a fault of the whole run
 MOSTLY = 0.9
 
 
@@ -39,9 +39,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule yields for a fault.
+    """Evidence of a fault, as a rule yields it.
 
-    ``Rules`` turns it into a ``Finding`` by adding the texts of the kind.
+    ``Rules`` adds the texts of the fault's kind, which makes it a ``Finding``.
     """
 
     evidence: str
@@ -66,7 +66,7 @@ class Kind:
 class Rules:
     """A registry of rules and kinds of findings.
 
-    The order of registration is the order of harm: the most harmful kind comes first.
+    Kinds are registered in order of harm, the most harmful first.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,8 @@ class Rules:
             kind: Name of the kind.
             why: Why a finding of this kind matters.
             remedy: What to change.
-            about_signal: True if the fault is that the scores of a group are equal, or if the fault
-                makes them equal.
-            explains: Names of other kinds that this one causes, separated by spaces. A finding of
+            about_signal: True if the fault is, or causes, equal scores within a group.
+            explains: Names of the kinds that this kind causes, separated by spaces. A finding of
                 this kind with the level ``error`` hides the findings of those kinds.
         """
         self.kinds[kind] = Kind(why, remedy, about_signal, frozenset(explains.split()))
@@ -127,7 +126,7 @@ class Rules:
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
-    """Return the findings as a numbered text: evidence, why it matters, and what to do."""
+    """Return a numbered list of the findings: evidence, why it matters, and what to do."""
     lines = []
     for number, finding in enumerate(findings, 1):
         lines.append(f"{number}. {finding.title}")
@@ -139,6 +138,6 @@ def findings_text(findings: Sequence[Finding]) -> str:
             ("set", finding.setting),
         ):
             lines += textwrap.wrap(
-                printable(str(text)), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
+                printable(text), 100, initial_indent=f"   {name:<5}", subsequent_indent=" " * 8
             )
     return "\n".join(lines)

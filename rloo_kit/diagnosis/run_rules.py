@@ -2,7 +2,7 @@
 
 The thresholds come from runs of the embedded model, both healthy ones and ones with deliberate
 faults. The suggested values come from ranges in the literature. A metric that a run does not have
-is NaN, and every comparison with NaN is false, so that no fault is found in it.
+is NaN. Every comparison with NaN is false, so no rule finds a fault in such a metric.
 """
 
 import math
@@ -25,7 +25,6 @@ from rloo_kit.diagnosis.registry import (
     Seen,
     findings_text,
 )
-from rloo_kit.diagnosis.tool_rules import KINDS as TOOL_KINDS
 from rloo_kit.diagnosis.tool_rules import add_kinds, seen_in_calls
 from rloo_kit.errors import ConfigError
 from rloo_kit.models.adapters import EMBEDDED, base_name
@@ -34,15 +33,17 @@ from rloo_kit.text.thoughts import THOUGHT_ENDS
 from rloo_kit.text.wording import text_of
 from rloo_kit.tools.numbers import CALL_NUMBERS
 
-# Learning rates with LoRA: the lowest useful one, the usual one, and that of the embedded model
+# Learning rates with LoRA: the lowest useful one, the usual one, and the usual one of the embedded
+# model
 LOWEST_RATE = 1e-6
 USUAL_RATE = 1e-5
 TINY_RATE = 1e-3
 # If a group has fewer different texts than this on average, the sampler repeats itself
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
-# Rewards whose highest score is 0, so that a mean of 0 is no fault
-PENALTIES = re.compile(r"(soft_overlong|repetition)(_\d+)?")
+# Rewards that may be 0 for every completion: penalties that no completion earned, and `tool_use` if
+# no tool is called, which the rule for tools reports
+MAY_BE_0 = re.compile(r"(soft_overlong|repetition|tool_use)(_\d+)?")
 
 RULES = Rules()
 KINDS = RULES.kinds
@@ -53,7 +54,7 @@ _ALL_ALIKE = "no_signal high_variance entropy_collapse"
 
 
 def _valid(run: RunRecord, *choices: str) -> str:
-    """Return the first of the suggestions that is valid in the run file, or "" if none is.
+    """Return the first of the suggested changes that the run file accepts, or "" if there is none.
 
     A suggestion may change several settings, separated by ", ".
     """
@@ -80,7 +81,8 @@ def _usual_rate(run: RunRecord) -> float:
 
 
 def _lower_rate(run: RunRecord) -> str:
-    # Before a resume the rate may have been higher than now. The user's own optimizer has its own
+    # The logged rates may be from before a resume that lowered the rate. If the run file sets no
+    # rate, the user's own optimizer may have one, which only the logs show
     given = run.config.trainer.get("learning_rate") if run.config else None
     rate = _rate(run) if given is None else given
     usual = _usual_rate(run)
@@ -97,7 +99,7 @@ def _calmer(run: RunRecord) -> str:
 
 
 def _more_generations(run: RunRecord) -> str:
-    """Return settings for more completions per prompt, in a batch that is large enough for them.
+    """Return settings for 8 or 16 completions per prompt and, if necessary, a larger batch.
 
     The result is "" if the run already has 16 completions per prompt.
     """
@@ -113,9 +115,8 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
 
     Args:
         limit: The present ``max_completion_length``, in tokens.
-        max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. If
-            the new limit is more than half of ``max_seq_length``, the settings raise both by the
-            same number of tokens.
+        max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. The
+            settings raise it by the same number of tokens if the new limit exceeds half of it.
     """
     setting = f"trainer.max_completion_length={limit * 4}"
     if max_seq_length and limit * 4 > max_seq_length / 2:
@@ -132,8 +133,8 @@ def _half_done(run: RunRecord) -> bool:
 
 
 def _moved(run: RunRecord) -> str:
-    """Return a clause that says how the held-out score changed, or the reward if there is none."""
-    if run.held_out is not None:
+    """Return a clause on how the held-out score changed or, if it is unknown, the reward."""
+    if run.held_out:
         return str(run.held_out)
     if not run.series("reward"):
         return "no reward is known"
@@ -188,8 +189,9 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "old_rollouts",
-    "completions were sampled so many steps ago that the policy has become too different since",
-    "carry over fewer completions, lower trainer.max_rollout_age, or lower the learning rate",
+    "completions were sampled so long ago that the policy is now too different from their sampler",
+    "set trainer.rollout_correction to token, lower trainer.max_rollout_age, or lower the learning "
+    "rate",
     explains="clip_noise reward_collapse high_variance",
 )
 def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
@@ -197,11 +199,12 @@ def _old_rollouts(run: RunRecord) -> Iterator[Seen]:
     worst = mean(sizes[: max(1, len(sizes) // 4)])
     if run.setting("partial_rollouts") and worst < 0.5:
         age = run.setting("max_rollout_age")
-        younger = ["trainer.max_rollout_age=1"] if age > 1 else []
+        others = [] if run.setting("rollout_correction") else ["trainer.rollout_correction=token"]
+        others += ["trainer.max_rollout_age=1"] if age > 1 else []
         yield Seen(
             f"in the worst quarter of the steps the effective sample size is {worst:.0%} of the "
             f"completions, at max_rollout_age {age}",
-            setting=_valid(run, *younger, _lower_rate(run)),
+            setting=_valid(run, *others, _lower_rate(run)),
         )
 
 
@@ -218,9 +221,9 @@ def _kl_explosion(run: RunRecord) -> Iterator[Seen]:
     limit = 1.0 if end > 1.0 or not (run.worse or run.fell) else 0.3
     if not end > limit or run.better:
         return
-    values = ((row["step"], finite_number(row.get("kl"))) for row in run.rows)
-    # A later pass over a batch has a KL but no row
-    since = next((int(step) for step, value in values if value and value > limit), run.step(-1))
+    above = (row["step"] for row in run.rows if (finite_number(row.get("kl")) or 0) > limit)
+    # Later passes over a batch log a KL, but have no row in `rows`
+    since = next(above, run.step(-1))
     clips = 0 < (run.setting("max_grad_norm") or 0) <= 0.5  # 0: no clipping
     yield Seen(
         f"the KL from the reference passed {limit:g} nat per token at step {since} and "
@@ -247,7 +250,7 @@ def _all_truncated(run: RunRecord) -> Iterator[Seen]:
         longer = four_times_longer(limit, config.model.max_seq_length if config else None)
         reached = f"the limit of {limit} tokens"
         budget = run.setting("thinking_budget")
-        if budget and run.last("completions/max_length") < limit:  # thoughts were cut
+        if budget and run.last("completions/max_length") < limit:  # the budget cut the thoughts
             reached = f"the limit of {budget} tokens for a thought"
             more = f"trainer.thinking_budget={4 * budget}"
             longer = _valid(run, more, f"{more}, {longer}")
@@ -276,7 +279,7 @@ def _empty_output(run: RunRecord) -> Iterator[Seen]:
 
 
 def _is_blank(row: dict[str, Any]) -> bool:
-    """Return True if a completion has neither a text nor a tool call at its end."""
+    """Return True if a completion, or its last message, has neither text nor tool calls."""
     completion = row.get("completion")
     last = completion[-1] if isinstance(completion, list) and completion else None
     calls = isinstance(last, dict) and last.get("tool_calls")
@@ -293,7 +296,7 @@ def _is_blank(row: dict[str, Any]) -> bool:
 def _no_thought(run: RunRecord) -> Iterator[Seen]:
     rows = [row for row in run.completions_of(at_end=True) if not row.get("truncated")]
     is_paid = any(name.startswith("rewards/thinking") for name in run.rows[0])
-    # If `</think>` is not a token of its own, only the text shows that a thought is closed
+    # If `</think>` is not a single token, only the text shows that a thought is closed
     closes = (
         row.get("thought_tokens") is not None or THOUGHT_ENDS in text_of(row.get("completion"))
         for row in rows
@@ -341,29 +344,29 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
     unpaid = _never_paid(run)
     if not means or not spreads:
         return
+    all_got = f"every completion of {run.num_steps} steps got"
     if max(spreads) > 1e-8 or max(means) - min(means) > 1e-6 * abs(max(means)):
         if unpaid and any(means):
-            yield Seen(f"every completion of {run.num_steps} steps got 0", "warning", unpaid)
-        return
-    seen = f"every completion of {run.num_steps} steps got {means[0]:.3g}"
-    if means[0] > 0:
-        yield Seen(seen)
-        return
-    level = run.config.data.level if run.config else None
-    easier = f"data.level={level - 1}" if isinstance(level, int) and level > 1 else ""
-    setting = easier or _more_generations(run)
-    yield Seen(seen, reward=unpaid, setting=setting, kind="cold_start")
+            yield Seen(f"{all_got} 0", "warning", unpaid)
+    elif means[0] > 0:
+        yield Seen(f"{all_got} {means[0]:.3g}")
+    else:
+        level = run.config.data.level if run.config else None
+        easier = f"data.level={level - 1}" if isinstance(level, int) and level > 1 else ""
+        setting = easier or _more_generations(run)
+        seen = f"{all_got} {means[0]:.3g}"
+        yield Seen(seen, reward=unpaid, setting=setting, kind="cold_start")
 
 
 def _never_paid(run: RunRecord) -> str | None:
     """Return the name of a reward that was 0 for every completion of the run, or None.
 
-    A penalty that no completion earned does not count.
+    The rewards in ``MAY_BE_0`` do not count.
     """
     for match in filter(None, map(REWARD_MEAN.fullmatch, run.rows[0])):
         means = run.series(match[0])  # empty if the reward never gave a score
         is_0 = means and not any(means) and not any(run.series(f"rewards/{match[1]}/std"))
-        if is_0 and not PENALTIES.fullmatch(match[1]):
+        if is_0 and not MAY_BE_0.fullmatch(match[1]):
             return match[1]
     return None
 
@@ -413,8 +416,8 @@ def _reward_collapse(run: RunRecord) -> Iterator[Seen]:
 @RULES.rule(
     "reward_hacking",
     "the model found a way to earn the reward without solving the task",
-    "read those of the last completions that score highest; then use a stricter, verifiable "
-    "reward, and raise beta",
+    "read the highest-scoring of the last completions; then use a stricter, verifiable reward, and "
+    "raise beta",
     explains=_ALL_ALIKE,
 )
 def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
@@ -433,8 +436,11 @@ def _reward_hacking(run: RunRecord) -> Iterator[Seen]:
     explains="reward_collapse no_signal high_variance",
 )
 def _entropy_collapse(run: RunRecord) -> Iterator[Seen]:
-    rows = [row for row in run.rows if row.get("passes/trained") != 0]
-    values = finite_numbers(row.get("policy/entropy_avg", row.get("entropy")) for row in rows)
+    values = finite_numbers(
+        row.get("policy/entropy_avg", row.get("entropy"))
+        for row in run.rows
+        if row.get("passes/trained") != 0
+    )
     if len(values) < 4 or run.better or (run.rose and run.held_out is None):
         return
     begin = fmean(values[: run.window])
@@ -526,10 +532,7 @@ def _high_variance(run: RunRecord) -> Iterator[Seen]:
         )
 
 
-add_kinds(RULES)
-
-
-@RULES.rule("tools_never_called", *TOOL_KINDS["tools_never_called"])
+@add_kinds(RULES, "all_truncated")
 def _tools(run: RunRecord) -> Iterator[Seen]:
     """Report faults of the tool calls at the end of a run.
 
@@ -550,7 +553,7 @@ def find_in_run(record: RunRecord) -> list[Finding]:
     """Return all findings about a run, the most harmful first.
 
     A finding that another one explains is left out. If a finding stopped the run, it comes first.
-    A setting that the run file would refuse is not suggested. The list is empty if the run has
+    Settings that the run file would reject are not suggested. The list is empty if the run has
     fewer than two steps.
     """
     ended_by = record.ended_by
@@ -569,7 +572,7 @@ def find_in_run(record: RunRecord) -> list[Finding]:
 
 
 def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
-    """Return one sentence that says if the run learned, and what to change first."""
+    """Return one sentence that says whether the run learned, and what to change first."""
     if record.num_steps < 2:
         counted = "one step" if record.num_steps else "no step"
         return f"Nothing can be said yet: the run recorded {counted}, and two are needed."
@@ -596,7 +599,7 @@ def _outcome(run: RunRecord) -> str:
 
 
 def diagnose(folder: str | Path, say: Callable[[str], None] = print) -> list[Finding]:
-    """Diagnose a run: print if it learned, what went wrong and what to change.
+    """Diagnose a run: print whether it learned, what went wrong and what to change.
 
     Args:
         folder: Folder of the run. The run may still be training.

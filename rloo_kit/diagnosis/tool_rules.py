@@ -1,6 +1,7 @@
 """Rules that find faults in a model's use of tools, in a run or in a check of rewards."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rloo_kit.diagnosis.registry import Rules, Seen
 
@@ -31,8 +32,8 @@ KINDS = {
     ),
 }
 
-# Metric of a share, lowest share that is a fault, share above which the fault is an error, kind of
-# the finding, evidence
+# One row for each metric that is a share: its name, the lowest share that is a fault, the share
+# above which the fault is an error, the kind of the finding, and what the share counts
 _SHARES = (
     ("tools/failure_frequency", 0.5, 0.9, "tool_calls_fail", "of the calls failed"),
     (
@@ -46,17 +47,30 @@ _SHARES = (
 )
 
 
-def add_kinds(rules: Rules) -> None:
-    """Register the kinds of findings about tools in ``rules``."""
-    for kind, texts in KINDS.items():
-        rules.rule(kind, *texts)
+def add_kinds(rules: Rules, truncated: str) -> Callable[..., Any]:
+    """Register the kinds of findings about tools in ``rules``.
+
+    Args:
+        rules: The registry.
+        truncated: Kind of the finding that completions are truncated. A completion that ends with a
+            call counts as truncated, so ``calls_without_answer`` explains this kind.
+
+    Returns:
+        A decorator that registers a rule for all kinds about tools. Each ``Seen`` that the rule
+        yields must name its kind, as those of ``seen_in_calls`` do.
+    """
+    decorators = [
+        rules.rule(kind, *texts, explains=truncated if kind == "calls_without_answer" else "")
+        for kind, texts in KINDS.items()
+    ]
+    return decorators[0]  # they differ only in the kind of a `Seen` that names none
 
 
 def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
     """Yield each fault that the metrics of tool calls show.
 
     Args:
-        numbers: Metrics of the calls, as ``call_numbers`` returns them. NaN means unknown.
+        numbers: Metrics of the calls, as ``call_numbers`` returns them; NaN if a metric is unknown.
     """
     if numbers["tools/call_frequency"] == 0:
         yield Seen("no completion calls a tool", "warning", kind="tools_never_called")

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,7 @@ from rloo_kit.diagnosis.run_rules import KINDS, find_in_run
 from rloo_kit.rloo.rollout import Rollout
 from rloo_kit.text.numbers import finite_numbers
 
-# Number of checks in a row that must find the same before it is reported
+# Number of checks in a row that must find a fault before it is reported
 CHECKS_IN_A_ROW = 3
 # First step at which a finding is reported; findings about equal scores need more steps
 FIRST_STEPS = 5
@@ -33,7 +33,7 @@ FIRST_STEPS_OF_SIGNAL = 10
 CHECKS = 100
 # Number of batches over which the score of the weights is averaged
 BEST_OVER = 4
-# A finding with these fields is the same in the next check, even if its numbers have changed
+# Two findings with equal values of these fields are the same finding, even if their numbers differ
 _identity = attrgetter("kind", "reward", "level")
 
 
@@ -120,11 +120,11 @@ class RunWatch(TrainerCallback):
     stop: Callable[[str], None]
     stop_on: Sequence[str] = ()
     parameters: Callable[[], Sequence[Any]] = list
-    _evaluation: dict[str, Any] = field(default_factory=dict, init=False)
-    _score_before: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Set the state that the watch has before training."""
+        self._evaluation: dict[str, Any] = {}
+        self._score_before: float | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -151,14 +151,12 @@ class RunWatch(TrainerCallback):
                 self.see_held_out(0, self._evaluation["before"], self._score_before)
 
     def on_state(self, *_: Any, held: dict[str, Any]) -> None:
-        """Add the best weights and unconfirmed findings to the state of a checkpoint, ``held``."""
-        after = self._evaluation.get("after")
-        scores = [{"rewards": one["rewards"]} for one in after["samples"]] if after else []
+        """Add the best weights and the unconfirmed findings to ``held``, a checkpoint's state."""
         held["watch"] = {
-            "after": after and {"rewards": after["rewards"], "samples": scores},
+            "after": self._evaluation.get("after"),
             "num_checks": self._num_checks,
             "num_evaluations": self._num_evaluations,
-            "since": dict(self._since),
+            "since": self._since,
             "is_waiting": self._is_waiting,
         }
         if self.best:
@@ -171,10 +169,10 @@ class RunWatch(TrainerCallback):
         *_: Any,
         held: dict[str, Any],
     ) -> None:
-        """Read completions of the finished steps, and take over the best weights from ``held``.
+        """Restore the state of the watch, but not the weights of the model.
 
-        The completions are the first and the last ones in ``completions.jsonl``. ``held`` is the
-        state of a checkpoint. The weights of the model are not changed.
+        The best weights and the unconfirmed findings come from ``held``, the state of a checkpoint.
+        The first and the last completions of the finished steps come from ``completions.jsonl``.
         """
         rows = read_rows(Path(str(args.output_dir)) / "completions.jsonl", KEPT_ROWS)
         self._completions = [row for row in rows if (row.get("step") or 0) <= state.global_step]
@@ -187,7 +185,7 @@ class RunWatch(TrainerCallback):
             kept = held.get("best_weights")
             if kept and kept.get("by_held_out", self.by_held_out) == self.by_held_out:
                 self.best.load_state_dict(kept)
-            else:  # no weights were kept, or scores of two kinds, which cannot be compared
+            else:  # no weights were kept, or another kind of score chose them
                 self.best = BestWeights(self.parameters())
                 self.best.see(state.global_step, -math.inf)  # until a score is known
 
@@ -213,15 +211,17 @@ class RunWatch(TrainerCallback):
                 self.best.see_batch(state.global_step, fmean(means))
 
     def see_held_out(self, step: int, evaluation: dict[str, Any], score: float | None) -> None:
-        """Keep an evaluation on held-out prompts, and the current weights if they are the best.
+        """Store an evaluation on held-out prompts, and copy the current weights if they are best.
 
         Args:
             step: Number of optimizer steps so far; 0 before training.
             evaluation: Result of ``Evaluation.as_dict``.
-            score: Mean of the reward that chooses the best weights; None if it scored nothing.
+            score: Mean of the reward that chooses the best weights; None if it gave no score.
         """
         if step:
-            self._evaluation["after"] = evaluation
+            # Without texts, because checkpoints store it
+            samples = [{"rewards": sample["rewards"]} for sample in evaluation["samples"]]
+            self._evaluation["after"] = {"rewards": evaluation["rewards"], "samples": samples}
             self._num_evaluations += 1
         else:
             self._evaluation = {"before": evaluation}
@@ -301,8 +301,8 @@ class RunWatch(TrainerCallback):
         kept = ""
         if self.best and math.isfinite(self.best.value):
             kept = (
-                f"; the weights after step {self.best.step} are kept, which had a mean score of "
-                f"{self.best.value:.3g}"
+                f"; the weights after step {self.best.step} are kept (mean score "
+                f"{self.best.value:.3g})"
             )
         change = f"change {finding.setting}" if finding.setting else finding.remedy
         return f"{finding.kind}: {finding.evidence}{kept}; {change}"

@@ -1,7 +1,7 @@
 """Result of a reward check: its verdict, its findings and its table as printed text."""
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rloo_kit.diagnosis.registry import Finding, findings_text
@@ -27,13 +27,13 @@ COLUMNS = {
 class RewardCheck:
     """Result of ``check_rewards``: how a run's rewards scored a set of completions."""
 
-    verdict: str  # one sentence on whether RLOO will learn from the rewards
+    verdict: str  # one sentence that says whether RLOO will learn from the rewards
     findings: list[Finding]  # the most harmful first
     table: list[RewardStats]  # one row for each reward
     total: RewardStats  # the row of the weighted sum
     signal: Signal
     samples: list[dict[str, Any]]  # each completion, in order, with its prompt, rewards and score
-    notes: list[str] = field(default_factory=list)  # what the check could not do, and why
+    notes: list[str]  # what the check could not do, and why
 
     @property
     def has_errors(self) -> bool:
@@ -65,7 +65,7 @@ def _short(value: float | None) -> str:
 
 
 def _samples_text(samples: list[dict[str, Any]]) -> str:
-    """Return two lines: the completion with the highest score and the one with the lowest."""
+    """Return two lines, with the completion that scores highest and the one that scores lowest."""
     scored = [sample for sample in samples if sample["score"] is not None] or samples[:1]
     scored.sort(key=lambda sample: -(sample["score"] or 0.0))
     chosen = {"best": scored[0], "worst": scored[-1]}
@@ -79,7 +79,7 @@ def _samples_text(samples: list[dict[str, Any]]) -> str:
 def _cut(text: str, limit: int) -> str:
     """Return a text as one printable line, shortened to about ``limit`` characters.
 
-    A longer text loses its middle, because the answer of a completion is at the end.
+    If the text is longer, its middle is left out, because a completion's answer is at the end.
     """
     flat = text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
     return printable(flat)

@@ -47,13 +47,13 @@ from rloo_kit.text.wording import shell_path, text_of
 from rloo_kit.tools.numbers import call_numbers
 from rloo_kit.types import Row, Say
 
-# Column of a sampled row with the rewards that its environment returned
+# Column of a sampled row with the scores from its environment, as reward -> score
 OF_ENVIRONMENTS = "environment_rewards"
-# Other columns of sampled rows. A run's completions.jsonl has `group` and `truncated` instead, but
-# a sampled row also has the columns of the user's prompts, which may have these names
+# Other columns of sampled rows. In a run's completions.jsonl they are `group` and `truncated`. A
+# sampled row also has the columns of its prompt, among which these two names may occur
 GROUP = "completion_group"
 TRUNCATED = "completion_truncated"
-# Columns of a run's completions.jsonl, and of completions without a run
+# Columns that a run writes to its completions.jsonl
 OF_A_RUN = {
     "step", "group", "prompt", "completion", "truncated", "rewards", "score", "kl", "baseline",
     "advantage", "tokens", "thought_tokens", "answer_at",
@@ -87,16 +87,16 @@ def check_rewards(  # noqa: PLR0913
         rewards: Rewards to check instead of those in the run file. Their weights come from these
             specs, not from the run file.
         completions: Completions to check instead of sampled ones: the path of a .jsonl file, or
-            rows. Each has ``prompt``, ``completion`` and the columns that the rewards read. The
-            model is then not loaded.
+            rows. Each row has ``prompt``, ``completion`` and the columns that the rewards read. The
+            model is not loaded.
         num_prompts: Number of prompts to sample completions for; None: 16.
         num_generations: Number of completions for each prompt. None uses the run's number.
         output_dir: New folder for the check and its completions. None writes no files.
         say: Function that is called with each line of output.
 
     Returns:
-        The check. Its ``has_errors`` is True if the run cannot learn. A reward that fails when it
-        is called does not raise here: the failure is one of the check's findings.
+        The check. Its ``has_errors`` is True if the run cannot learn. If a reward raises an error,
+        the error becomes a finding of the check.
 
     Raises:
         ConfigError: A setting is wrong, or there is nothing to check.
@@ -113,7 +113,7 @@ def check_rewards(  # noqa: PLR0913
     config, base = read_config(RunConfig() if source is None else source, overrides)
     say = redacting(say)
     job = PreparedJob(config, base, say)
-    loaded = _load(job, rewards)  # a wrong name costs a second here, and not a model load
+    loaded = _load(job, rewards)  # before the model, so that a wrong name is reported in a second
     with session() as opened:
         if completions is None:
             asked = (config, base, num_prompts or NUM_PROMPTS, num_generations)
@@ -150,16 +150,16 @@ def _check_counts(completions: object, **counts: int | None) -> None:
 
 
 def _with_columns(rows: list[Row], job: PreparedJob) -> list[Row]:
-    """Return the rows of a run's completions.jsonl with the columns of the run's prompts.
+    """Add the columns of the run's prompts to the rows of a run's completions.jsonl.
 
-    The file of a run has the prompts without their columns. If any row has a column that a run does
-    not write, all rows are returned unchanged. A row whose prompt is not one of the run's is also
-    returned unchanged.
+    A run writes its prompts there without their other columns, which the rewards may read. If any
+    row has a column that a run does not write, the rows are from elsewhere, and all are returned
+    unchanged. A row is also returned unchanged if the run does not have its prompt.
     """
     if any(row.keys() - OF_A_RUN for row in rows):
         return rows
     known = {}
-    with contextlib.suppress(KitError):  # the prompts may have moved since
+    with contextlib.suppress(KitError):  # the file of the prompts may be gone
         known = {json.dumps(row["prompt"]): row for part in job.prompts for row in part or ()}
     return [{**known.get(json.dumps(row["prompt"]), {}), **row} for row in rows]
 
@@ -181,8 +181,8 @@ def _sampled(
         say: Function that is called with each line of output.
 
     Returns:
-        One row for each completion: the columns of its prompt, its text, its token ids and its
-        group.
+        One row for each completion, with the columns of its prompt, the completion, its token ids
+        and its group. The prompt ends with the observation of an environment, if there is one.
     """
     job = PreparedJob(config, base, say)
     prompts, _ = job.splits
@@ -214,13 +214,14 @@ def _sampled(
         engine=engine,
         tool_loop=job.tool_loop,
     )
-    for row, _, completion, turns, ended, scores in sampled:
+    for row, prompt, completion, turns, ended, scores in sampled:
         more: Row = {} if job.tool_loop is None else {"completion_turns": turns}
         if own:
             more[OF_ENVIRONMENTS] = scores
         found.append(
             {
                 **row,
+                "prompt": prompt,
                 "completion": completion,
                 "completion_ids": [*chain(*turns)],
                 GROUP: len(found) // size,
@@ -234,8 +235,8 @@ def _sampled(
 def _load(job: PreparedJob, specs: Sequence[RewardSpec] | None) -> list[LoadedReward]:
     """Load the rewards to check, without a tokenizer.
 
-    These are the rewards in ``specs``, with the weights in ``specs``. If ``specs`` is None, they
-    are those of the run file, with the weights that the run gives them.
+    These are the rewards in ``specs``, with their weights there. If ``specs`` is None, they are the
+    rewards of the run, with the weights that the run gives them.
     """
     if specs is not None:
         return load_rewards(specs, say=job.say)
@@ -284,7 +285,7 @@ def _examined(
         rewards: The rewards.
         config: Settings of the run, or the default settings if there is no run.
         limit: Maximum number of tokens in a completion; None if it is not known.
-        notes: Gets one more line for each reward that could not be checked.
+        notes: Lines for the user. A line is added for each reward that cannot be checked.
     """
     ids: list[Any] = [row.get("completion_ids") for row in rows]
     completions = [row["completion"] for row in rows]
@@ -332,7 +333,8 @@ def _examined(
 
 def _write(folder: Path, check: RewardCheck, rows: list[Row], say: Say) -> None:
     write_json(folder / "rewards_check.json", redact_tree(asdict(check)), indent=1)
-    # A reward may read any column again: its name alone, such as answer_key, hides nothing
+    # Each column is masked on its own. Otherwise the name of a column, such as answer_key, could
+    # mask all of its values, which a reward must be able to read in the next check
     shown = ({name: redact_tree(value) for name, value in row.items()} for row in rows)
     write_rows(folder / "completions.jsonl", shown)
     say(

@@ -22,7 +22,7 @@ from rloo_kit.text.redaction import redact
 from rloo_kit.text.wording import first_line, printable, text_of
 from rloo_kit.types import Completion, Score
 
-# A probe calls the reward on as many rows as it can score in this time, at least `FEWEST_ROWS`
+# A probe has as many rows as the reward can score in this time, but at least `FEWEST_ROWS`
 PROBE_SECONDS = 0.5
 FEWEST_ROWS = 4
 # Time limit for a very long completion, for which a reward may need quadratic time
@@ -44,8 +44,8 @@ def probe(
         timeout: Time limit of a call, in seconds. None means no limit.
 
     Returns:
-        The scores of all calls. If the first call fails, every score is None and ``fault`` says
-        why.
+        The scores of all calls. If the first call fails, there are no other calls, every score is
+        None, and ``fault`` says why.
     """
     func: CheckedReward = guarded(reward.func, timeout, "stop")
     count = len(batch.texts)
@@ -70,7 +70,7 @@ def probe(
             probes[name] = call_reward(asked, given)
         except KitError as exc:
             cause = exc.__cause__
-            own = printable(redact(str(exc)))  # the kit's own errors are one sentence
+            own = printable(redact(str(exc)))  # an error of the kit is a single sentence
             errors[name] = f"{type(cause).__name__}: {first_line(cause)}" if cause else own
         if name == "again":
             # The first call also had to import modules
@@ -84,7 +84,7 @@ def probe(
 def _calls(
     own: dict[str, Any], order: list[int], scores: list[Score], texts: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the further calls, as probe -> keyword arguments of the reward.
+    """Return the calls after the first one, as probe -> keyword arguments of the reward.
 
     Args:
         own: Keyword arguments for the completions that are probed.
@@ -96,19 +96,19 @@ def _calls(
     calls |= {"again": own, "permuted": take_rows(own, order)}
     names = ["empty", "unclosed"]
     if is_constant(scores):
-        # A very long text: only one row
+        # The text is very long, so there is only one row
         calls["repeated"] = _altered("repeated", take_rows(own, [0]))
     else:
         names.append("masked")
     closed = [text for text in texts if "</think>" in text]
     if sum("<think>" not in text for text in closed) > len(closed) / 2:
-        # The prompt opens the thought
+        # Most thoughts are closed without being opened, because the prompt opens them
         names += ["opened", "prefixed"]
     return calls | {name: _altered(name, own) for name in names}
 
 
 def _fault(func: CheckedReward, columns: dict[str, Any], exc: KitError) -> Seen:
-    """Return which rule of the reward contract a failed call broke, with the error as evidence."""
+    """Return the kind of fault that made a call fail, with the error as evidence."""
     kind = "raises"
     if columns_read(func.reward) - columns.keys():
         kind = "missing_column"
@@ -122,7 +122,7 @@ def _fault(func: CheckedReward, columns: dict[str, Any], exc: KitError) -> Seen:
 # --- altered completions -------------------------------------------------------------------------
 
 
-# Probe -> functions that alter the text and the token ids
+# Probe -> function that alters the text, function that alters the token ids
 _ALTERED = {
     # No text
     "empty": (lambda text: "", lambda ids: []),
@@ -131,20 +131,20 @@ _ALTERED = {
         lambda text: text.partition("</think>")[0][: max(1, len(text) // 2)],
         lambda ids: ids[: len(ids) // 2],
     ),
-    # If all scores are equal. The beginning is repeated 200 times, so that the thought gets long
-    # and is still closed
+    # Used if all scores are equal. The beginning is repeated 200 times, so that the thought is long
+    # but still closed
     "repeated": (
         lambda text: text[: len(text) // 4 + 1][:500] * 200 + text,
         lambda ids: ids[: len(ids) // 4 + 1][:100] * 200 + ids,
     ),
-    # If scores differ. Every character except white space is replaced, so that the length stays
+    # Used if scores differ. All characters except white space are replaced, and the length stays
     "masked": (lambda text: re.sub(r"\S", "x", text), lambda ids: [0] * len(ids)),
-    # If the prompts open the thought
+    # Used if the prompts open the thought
     "opened": (
         lambda text: text if "<think>" in text else f"<think>\n{text}",
         lambda ids: ids,
     ),
-    # The same with another tag of that length
+    # For comparison with "opened": another tag of the same length
     "prefixed": (
         lambda text: text if "<think>" in text else f"<other>\n{text}",
         lambda ids: ids,

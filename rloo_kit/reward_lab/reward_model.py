@@ -34,7 +34,7 @@ from rloo_kit.rewards._classifier import (
 from rloo_kit.text.redaction import redact_tree
 from rloo_kit.types import Completion, Row, Say, Tokenizer
 
-# A prompt and a completion, in the form that a reward gets
+# A prompt and a completion, each as text or as a list of chat messages
 Text = tuple[Completion, Completion]
 # Token ids of the chosen text and of the rejected text of one pair
 Ids = tuple[list[int], list[int]]
@@ -49,15 +49,12 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class RewardModelResult:
-    """Folder of a trained reward model, and its accuracy and margin on held-out pairs.
-
-    The margin is the mean score of the chosen texts minus that of the rejected texts.
-    """
+    """Folder of a trained reward model, and its accuracy and margin on held-out pairs."""
 
     folder: Path  # adapter, score head, tokenizer, ``calibration.json`` and ``reward_model.json``
     accuracy: float  # share of pairs whose chosen text scores higher
-    accuracy_before: float  # the same before the first step, with an untrained score head
-    margin: float  # mean score of chosen texts minus that of rejected ones, before calibration
+    accuracy_before: float  # accuracy before the first step, with an untrained score head
+    margin: float  # mean score of chosen minus mean score of rejected texts, before calibration
     num_pairs: int  # pairs trained on
     num_held_out: int
     seconds: float  # time of the training steps, without loading and scoring
@@ -65,14 +62,11 @@ class RewardModelResult:
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two texts, of which ``chosen`` is better than ``rejected``.
-
-    ``group`` identifies the prompt, so that all pairs of a prompt can be kept together.
-    """
+    """A preference pair: two texts, of which ``chosen`` is better than ``rejected``."""
 
     chosen: Text
     rejected: Text
-    group: str  # the prompt; pairs of a group stay together, so that no prompt is in both splits
+    group: str  # identifies the prompt; all pairs of a group are put into the same split
 
 
 @dataclass(frozen=True)
@@ -127,8 +121,8 @@ def train_reward_model(  # noqa: PLR0913
         learning_rate: Peak learning rate, which then decays linearly.
         max_length: Maximum number of tokens in prompt and completion together. Longer texts are
             cut at the start.
-        held_out: Pairs to hold out for evaluation: a share (below 1) or a number. Pairs with the
-            same prompt stay together.
+        held_out: Pairs to hold out for evaluation, as a share (below 1) or a number. Pairs with the
+            same prompt are held out together.
         keep_thought: If True, the model also reads the thoughts. If False, it reads only the text
             after ``</think>``.
         chat: If True, a plain-text prompt and its answers become a chat conversation, as in
@@ -155,7 +149,7 @@ def train_reward_model(  # noqa: PLR0913
         os.path.expanduser(model), load_in_4bit, r, lora_alpha, max_length, keep_thought, seed,
         {"num_train_epochs": 1.0, "learning_rate": learning_rate, **settings},
     )  # fmt: skip
-    # No library checks these before the model is loaded
+    # The libraries check these values only after the model is loaded, or not at all
     errors = check_value("seed", seed, int, Rule(minimum=0))
     for name, value, kind in (
         ("r", r, int),
@@ -269,7 +263,7 @@ def _train_and_save(
 
     check_writable(free_folder(output_dir).parent)
     with tempfile.TemporaryDirectory() as scratch:
-        # TRL need not cut the texts, because `_read` does
+        # No max_length for TRL, because `_read` has already cut the texts
         fixed = {"max_length": None, "output_dir": scratch, "seed": job.seed}
         arguments = make_arguments(RewardConfig, WHAT, fixed, job.settings)
         model, tokenizer = _load(job, hardware)
@@ -293,7 +287,7 @@ def _train_and_save(
             seconds = trainer.train().metrics["train_runtime"]
         accuracy, margin, calibration = _scores(trainer, held_ids)
     result = RewardModelResult(
-        folder=free_folder(output_dir),  # only now, since another training may have made one
+        folder=free_folder(output_dir),  # chosen late: another training may have made a folder
         accuracy=accuracy,
         accuracy_before=accuracy_before,
         margin=margin,
@@ -329,7 +323,7 @@ def _load(job: _Job, hardware: Hardware) -> tuple[Any, Any]:
 
 
 def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
-    """Return the token ids of each pair, tokenized as the reward ``reward_model`` does.
+    """Return the token ids of each pair, as the reward ``reward_model`` tokenizes texts.
 
     Pairs whose two sides have the same token ids are left out.
     """
@@ -352,10 +346,10 @@ def _scores(trainer: Any, ids: Sequence[Ids]) -> tuple[float, float, dict[str, f
 
     Returns:
         The accuracy (share of pairs whose chosen text scores higher), the margin (mean score of the
-        chosen texts minus that of the rejected ones), and ``mean`` and ``std`` of all scores.
+        chosen minus mean score of the rejected texts), and ``mean`` and ``std`` of all scores.
     """
     rows = [side for pair in ids for side in pair]
-    # At most as many tokens at a time as a training pass may have
+    # Score at most as many tokens at a time as a training pass may have
     budget = 2 * trainer.args.per_device_train_batch_size * max(map(len, rows))
     trainer.model.eval()
     with trainer.accelerator.autocast():
@@ -384,13 +378,13 @@ def _save(
 ) -> None:
     """Write the folder under a temporary name, then rename it, so that it is never incomplete.
 
-    ``reward_model.json`` records settings, results, and where the base model is.
+    ``reward_model.json`` records the settings, the results and the place of the base model.
     """
     model = trainer.model
     model.peft_config["default"].base_model_name_or_path = job.base
     facts = {
         **vars(job),
-        # JSON has no numbers of numpy, nor dtypes
+        # JSON has neither numbers of NumPy nor dtypes
         "settings": json.loads(json.dumps(job.settings, default=_plain)),
         **vars(result),
         "steps": trainer.state.global_step,
@@ -409,7 +403,7 @@ def _save(
         # With save_embedding_layers PEFT would ask the hub for the base's vocabulary.
         model.save_pretrained(str(part), save_embedding_layers=False)
         trainer.processing_class.save_pretrained(str(part))
-        # PEFT's card holds only placeholders
+        # PEFT's model card holds only placeholders
         (part / "README.md").unlink(missing_ok=True)
         if calibration["std"] > 0:
             write_json(part / "calibration.json", calibration, indent=2)

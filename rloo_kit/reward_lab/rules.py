@@ -33,7 +33,7 @@ _MEANS_LENGTH = re.compile(r"len|brev|brief|concis|short|long|word|token|budget"
 RULES = Rules()
 KINDS = RULES.kinds
 
-# Kind of fault that stops the run -> why it matters, what to do
+# Kinds of faults that stop a run -> why they matter, what to do
 _STOPPING = {
     "raises": (
         "the run stops at the first completion for which a reward raises an error",
@@ -70,7 +70,8 @@ def find_in_reward(probed: Probed, batch: Batch, *, excused: bool) -> list[Findi
     Args:
         probed: The reward's scores for the completions and in the probes.
         batch: The completions.
-        excused: True if a fault of the completions (truncation) explains why scores do not differ.
+        excused: True if equal scores are not a fault of the reward, for example because all
+            completions are truncated.
     """
     if probed.fault:
         return [RULES.finding(probed.fault.kind, probed.fault)]
@@ -119,11 +120,10 @@ def _truncated(batch: Batch, *, harmful: bool) -> Iterator[Seen]:
     about_signal=True,
 )
 def _blind(probed: Probed, least: float) -> Iterator[Seen]:
-    """Report a reward whose score rises if ``<think>`` is put before the completions.
+    """Report a reward whose scores rise if ``<think>`` is put before the completions.
 
-    A rise that another tag of the same length causes too does not count.
-
-    ``least`` is the share of completions whose score must rise.
+    At least the share ``least`` of the scores must rise, and rise more than with another tag of the
+    same length.
     """
     opened = probed.probes.get("opened", [])
     now = probed.first
@@ -171,8 +171,8 @@ def _moved(probed: Probed) -> Iterator[Seen]:
 def _num_changed(probed: Probed, probe: str) -> int:
     """Return how many scores differ between the first call and another one by more than rounding.
 
-    The tolerance is 1% of the range of the first scores, since a model rounds differently in
-    another batch. If the other call failed, the result is 0.
+    The tolerance is 1% of the range of the first scores, because a reward model rounds differently
+    in another batch. If the other call failed, the result is 0.
     """
     values = known(probed.first)
     slack = 0.01 * (max(values) - min(values)) + 1e-6 if values else 0.0
@@ -186,7 +186,7 @@ def _num_changed(probed: Probed, probe: str) -> int:
     "return a low score or None for a completion that lacks what the reward looks for",
 )
 def _fragile(probed: Probed) -> Iterator[Seen]:
-    """Report a reward that works in the first call but raises an error in a later one."""
+    """Report a reward that raises an error in a later call, but not in the first one."""
     tried = {
         "again": "the same completions in a second call",
         "permuted": "the same completions in another order",
@@ -195,7 +195,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     }
     failed = [name for name in tried if name in probed.probe_errors]
     if failed:
-        evidence = f"for {tried[failed[0]]}: {probed.probe_errors[failed[0]]}"
+        evidence = f"it fails for {tried[failed[0]]}: {probed.probe_errors[failed[0]]}"
         yield Seen(evidence, "warning")
 
 
@@ -205,7 +205,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     "score what the completion says; to reward length on purpose, use length_band or soft_overlong",
 )
 def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
-    """Report a reward whose score follows the length, even if every letter is replaced."""
+    """Report a reward whose scores follow the length and stay if every letter is replaced."""
     masked = probed.probes.get("masked")
     found = rank_correlation(batch.lengths, probed.scores) or 0.0
     if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
@@ -282,7 +282,7 @@ def _no_signal(signal: Signal) -> Iterator[Seen]:
     yield Seen(evidence, level, remedy=remedy)
 
 
-add_kinds(RULES)
+_tools = add_kinds(RULES, "truncated")(seen_in_calls)
 
 
 # --- all findings, and the verdict ---------------------------------------------------------------
@@ -307,34 +307,39 @@ def find_all(
     dull = any(r.weight and is_constant(r.scores) for r in rewards)
     fault = _truncated(batch, harmful=dull or signal.share < LITTLE_SIGNAL)
     excused = any(finding.level == "error" for finding in fault)
-    found = [
-        replace(f, reward=r.name)
-        for r in rewards
-        for f in find_in_reward(r, batch, excused=excused)
-    ]
+    found = []
+    for r in rewards:
+        # All scores of `tool_use` are equal if no tool is called, which `_tools` reports
+        is_use = calls is not None and r.name.startswith("tool_use")
+        of_reward = find_in_reward(r, batch, excused=excused or is_use)
+        found += [replace(finding, reward=r.name) for finding in of_reward]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}
     live = [r for r in rewards if r.weight and r.name not in dead and not is_constant(r.scores)]
     if not live:
-        # A reward without signal is an error if no other reward has any
+        # A reward without signal is an error if no other reward has a signal
         dull_now = ("constant", "all_zero", "saturated")
         found = [replace(f, level="error") if f.kind in dull_now else f for f in found]
     found += fault
     if calls is not None:
-        found += [RULES.finding(seen.kind, seen) for seen in seen_in_calls(calls)]
+        found += _tools(calls)
     if not excused and (live or not dead):
         found += _no_signal(signal)
     return RULES.ordered(found)
 
 
 def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
-    """Return one sentence that says if RLOO will learn from these rewards."""
+    """Return one sentence that says whether RLOO will learn from these rewards."""
     stopping = [f for f in findings if f.kind in _STOPPING and f.level == "error"]
     if stopping:
         return f"The run would stop at its first step: see {stopping[0].kind} below."
+    num = sum(finding.level == "error" for finding in findings)
+    what = "the error" if num == 1 else f"the {num} errors"
+    fix = f"; fix {what} below first." if num else "."
     if not signal.num_groups:
+        needed = "" if num else ": it needs two per prompt, and a reward that scores them"
         return (
-            "It is unknown whether RLOO will learn, since no prompt has two scored completions: "
-            "give at least two completions for each prompt."
+            "It is unknown whether RLOO will learn, because no prompt has two scored completions"
+            f"{needed}{fix}"
         )
     learns = "will learn"
     if signal.share < ALMOST_NONE:
@@ -343,10 +348,7 @@ def verdict(signal: Signal, findings: Sequence[Finding]) -> str:
         learns = "will hardly learn"
     elif signal.share < 0.5:
         learns = "will learn, but waste more than half of its compute"
-    text = (
+    return (
         f"RLOO {learns}: scores differ in {signal.num_with_signal} of {signal.num_groups} groups "
-        f"({signal.share:.0%}), the spread within a group is {signal.group_std:.3g}"
+        f"({signal.share:.0%}), the spread within a group is {signal.group_std:.3g}{fix}"
     )
-    num = sum(finding.level == "error" for finding in findings)
-    what = "the error" if num == 1 else f"the {num} errors"
-    return f"{text}; fix {what} below first." if num else f"{text}."

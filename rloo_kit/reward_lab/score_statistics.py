@@ -1,7 +1,7 @@
 """Statistics of reward scores: the numbers of the table, and the signal that RLOO learns from.
 
-The completions of one prompt are a group. A score is a float, or None if the
-reward does not apply. The functions here call no reward: they read its scores from ``Probed``.
+The completions of one prompt are a group. A score is a float, or None if the reward does not apply.
+The functions here call no reward. They read its scores from ``Probed``.
 """
 
 import math
@@ -26,7 +26,7 @@ class Batch:
     texts: list[str]
     groups: list[list[int]]  # for each prompt, the indices of its completions
     lengths: list[int]  # tokens of each completion, or characters if tokens are unknown
-    truncated: list[bool] | None = None  # True: the length limit ended it; None: unknown
+    truncated: list[bool] | None = None  # whether the length limit ended each one; None: unknown
     max_completion_length: int | None = None  # in tokens; None: unknown
     max_seq_length: int | None = None  # in tokens; None: unknown
 
@@ -35,11 +35,11 @@ class Batch:
 class Probed:
     """Scores that one reward returned for the completions and in the probes.
 
-    A probe is a further call, on some of the completions, unaltered or altered.
+    A probe is another call of the reward, on some of the completions, which may be altered.
     """
 
     name: str
-    weight: float  # with 0, the reward is only logged
+    weight: float  # 0: the reward is only logged
     scores: list[Score]  # one for each unaltered completion; all None if the call failed
     seconds: float = 0.0  # time of a call, divided by the number of completions
     # Why the call failed: `raises`, `timeout`, `missing_column` or `wrong_output`
@@ -50,10 +50,10 @@ class Probed:
 
     @property
     def first(self) -> list[Score]:
-        """Scores of the completions that are probed, before they are altered.
+        """Scores of the probed completions without alterations.
 
-        They come from a separate call if only some of the completions are probed, unless that call
-        failed.
+        If only some of the completions are probed, these scores come from a separate call or, if
+        that failed, from the call on all completions.
         """
         return self.probes.get("first", [])
 
@@ -62,22 +62,21 @@ class Probed:
 class RewardStats:
     """Statistics of the scores of one reward: a row of the table in a reward check.
 
-    ``fires`` is the share of scores above 0. ``group_std`` is the mean standard deviation within a
-    group, the completions of one prompt.
+    A field is None if there are no scores to compute it from.
     """
 
     name: str
     weight: float
-    none_share: float
+    none_share: float  # share of completions without a score
     mean: float | None
     std: float | None
-    group_std: float | None  # mean standard deviation within a group
+    group_std: float | None  # mean standard deviation within a group (completions of one prompt)
     low: float | None
     high: float | None
     fires: float | None  # share of scores above 0
-    milliseconds: float
-    length_correlation: float | None
-    fault: str | None
+    milliseconds: float  # time of a call, divided by the number of completions
+    length_correlation: float | None  # rank correlation of score and length
+    fault: str | None  # why the call failed; None if it did not
 
 
 @dataclass(frozen=True)

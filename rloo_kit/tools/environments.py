@@ -19,11 +19,11 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class Environments:
-    """Pool of environment instances, from which each row of a batch gets its own.
+    """Pool of environment instances. Each row of a batch gets an instance of its own.
 
     Args:
-        given: An environment class for all rows; or a dict of classes by name, in which case the
-            column ``environment`` of a row names its class.
+        given: An environment class for all rows, or a dict of classes by name. With a dict, the
+            column ``environment`` of each row names its class.
 
     Raises:
         ConfigError: The dict is empty, a class cannot be called without arguments, or it has no
@@ -47,7 +47,7 @@ class Environments:
 
     @property
     def samples(self) -> dict[Any, Any]:
-        """An instance of each class, by the name of the class."""
+        """One instance of each class, by the name of the class."""
         return {name: pool[0] for name, pool in self._pool.items()}
 
     def release(self) -> None:
@@ -62,7 +62,7 @@ class Environments:
             DataError: The row's column ``environment`` is missing or names an unknown class.
         """
         name = row.get("environment") if self.by_name else None
-        if name not in [*self._factories]:  # a list, since the value may have no hash
+        if name not in list(self._factories):  # a list, because the name may not be hashable
             raise DataError(
                 f"the prompts' column environment holds {format_value(name)}, but must name one of "
                 f"{', '.join(map(str, self._factories))}"
@@ -85,7 +85,7 @@ class Environments:
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Reset one environment for each row, and return the prompts.
 
-        Each environment's first observation, if it has one, is added to the end of the prompt.
+        If ``reset`` returns an observation, it is added to the end of the prompt.
 
         Raises:
             DataError: A row names an unknown environment class, or ``reset`` raised.

@@ -100,9 +100,9 @@ class Maze:
 
 
 def _dug(rng: random.Random) -> dict[complex, set[complex]]:
-    """Make a random maze with exactly one path between any two rooms.
+    """Return a random maze, as a dict from each room to the rooms that its doors lead to.
 
-    Return the maze as a dict from each room to the rooms that its doors lead to.
+    There is exactly one path between any two rooms.
     """
     doors: dict[complex, set[complex]] = {
         complex(x, y): set() for x in range(SIZE) for y in range(SIZE)
@@ -121,7 +121,7 @@ def _dug(rng: random.Random) -> dict[complex, set[complex]]:
 
 
 def _distances(doors: dict[complex, set[complex]]) -> dict[complex, int]:
-    """Return a dict from each room to the number of doors on the path to the exit."""
+    """Return a dict from each room to the number of doors on its path to the exit."""
     found = {EXIT: 0}
     queue = [EXIT]
     for here in queue:  # which grows while it is read

@@ -40,10 +40,10 @@ Draw = Callable[[list[list[int]]], Drawn]
 class ToolLimits:
     """Limits of a trajectory and of a tool call."""
 
-    max_tokens: int  # most tokens of a completion, including the results of tools
-    max_length: int  # most tokens of a prompt and its completion together
-    max_rounds: int | None = None  # most rounds of calls in a completion; None: no limit
-    timeout: float | None = None  # most seconds of a call; None: no limit
+    max_tokens: int  # maximum tokens in a completion, including the results of tools
+    max_length: int  # maximum tokens in a prompt and its completion together
+    max_rounds: int | None = None  # maximum rounds of calls in a completion; None: no limit
+    timeout: float | None = None  # maximum seconds for a call; None: no limit
     stop_on_error: bool = False  # True: an error in a tool stops the run; False: the model reads it
 
 
@@ -107,12 +107,12 @@ class ToolLoop:
         Args:
             rows: B rows of the dataset.
             draw: Function that samples the next turn of some rows.
-            turns: Function that returns a context manager, in which all turns are sampled.
+            turns: Function that returns a context manager. All turns are sampled inside it.
             ends: Ids of tokens that end a turn.
 
         Returns:
             B completions, each a list of turns of the model and results of tools. The prompts
-            contain the texts of the environments. Tokens of results have the log-probability 0.
+            contain the observations of environments. Tokens of results have the log-probability 0.
             ``ended`` is False for a trajectory whose last call has no result.
 
         Raises:
@@ -221,9 +221,9 @@ class ToolLoop:
     # --- calls -----------------------------------------------------------------------------------
 
     def _guarded(self, tool: Tool) -> Tool:
-        """Return a tool with a time limit, which returns the first 10,000 characters of its result.
+        """Return the tool with a time limit, and with a limit of 10,000 characters for its result.
 
-        If the result is longer, the number of characters left out follows them.
+        If characters of the result are left out, their number is added to its end.
         """
         timeout = self.limits.timeout
         if inspect.iscoroutinefunction(tool):
@@ -279,14 +279,14 @@ class ToolLoop:
             text = f"{type(exc).__name__}: {first_line(exc)}"
             if isinstance(exc, OverdueError):
                 text = f"it took more than {self.limits.timeout:g} s"
-            if isinstance(exc, KitError):  # a tool of the kit cannot work here, such as the sandbox
+            if isinstance(exc, KitError):  # the tool cannot work here, such as the sandbox
                 self._fault = self._fault or exc
             elif self.limits.stop_on_error:
                 self._fault = self._fault or ConfigError(
                     f"tool {tool.__name__} failed ({text}): correct it, or set "
                     "trainer.on_tool_error: tell, so that the model reads the error"
                 )
-            # if a StopIteration were its cause, contextlib would raise that instead
+            # not `from exc`: if exc is a StopIteration, contextlib would raise exc instead
             raise RuntimeError(self._read(tool, text)) from None
         finally:
             self.seconds += time.perf_counter() - started

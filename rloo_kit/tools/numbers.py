@@ -8,7 +8,7 @@ from rloo_kit.text.numbers import finite_numbers
 from rloo_kit.text.wording import TOOL_ERROR, calls_of, results_of
 from rloo_kit.types import Completion
 
-# Most characters of a tool's result that the model reads
+# Maximum number of characters of a tool's result that the model reads
 MAX_RESULT = 10_000
 CALL_NUMBERS = (
     "tools/call_frequency",
@@ -42,7 +42,7 @@ def call_numbers(
     Args:
         completions: B completions.
         scores: B scores; None or NaN for a completion without a score.
-        groups: For each prompt, the row numbers of its completions.
+        groups: For each prompt, the indices of its completions.
     """
     calls = [len(calls_of(one)) for one in completions]
     results = [text for one in completions for text in results_of(one)]

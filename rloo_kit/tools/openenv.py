@@ -51,10 +51,10 @@ class OpenEnv:
                 return self._ask("reset", **sent)
         if self._client is None:
             self._client = GenericEnvClient(self.url).sync()
-            # In a background thread, since a busy server may take long to reply
+            # Close it in a background thread, because a busy server may reply late
             closing = threading.Thread(target=self._client.close, daemon=True)
             self._end = weakref.finalize(self, closing.start)
-            self._end.atexit = False  # the server notices that the program ends
+            self._end.atexit = False  # not needed: the server notices the end of the program
         return self._ask("reset", **sent)
 
     def get_reward(self) -> float:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rloo_kit.rewards._sandbox import run_python
 
-# Program that runs the model's programs and prints an error to standard output, where it is read
+# Program that runs the model's programs. It prints errors to standard output, which the model reads
 _FRAME = """\
 import contextlib
 import io
@@ -38,10 +38,10 @@ def python(code: str) -> str:
 class PythonSession:
     """Environment in which a Python program can use the names that earlier programs have defined.
 
-    For each call, a new sandbox runs the earlier programs of the trajectory again, without their
-    output, and then the new program. A program that was ended, for example at the time limit, is
-    not run again. The time limit applies to all programs of a call together. The random generator
-    has the same seed in each call, but a program that runs again sees another time of day.
+    For each call, a new sandbox first runs the earlier programs of the trajectory again, without
+    their output, and then the new program. If a program was ended, for example at the time limit,
+    later calls leave it out. The time limit applies to all programs of a call together. The random
+    generator has the same seed in each call, but programs that run again see a later time.
     """
 
     def reset(self, **row: Any) -> None:

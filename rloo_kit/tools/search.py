@@ -19,8 +19,7 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
         results: Maximum number of texts that the tool returns, at least 1.
 
     Raises:
-        ConfigError: The package ``bm25s`` is missing, or ``results`` is not an integer of at least
-            1.
+        ConfigError: The package ``bm25s`` is missing, or ``results`` is not a positive integer.
         DataError: The file cannot be read, a row has no text, or the texts have no words.
     """
     if not isinstance(results, int) or results < 1:
@@ -43,7 +42,7 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
     index = bm25s.BM25()
     index.index(words_of, show_progress=False)
 
-    def found(query: str) -> str:
+    def search(query: str) -> str:
         """Search a collection of texts.
 
         Args:
@@ -54,5 +53,4 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
         hits = [texts[place] for place, score in zip(places[0], scores[0], strict=True) if score]
         return "\n\n".join(hits) or "Nothing was found: try other words."
 
-    found.__name__ = "search"
-    return found
+    return search

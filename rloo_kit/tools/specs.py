@@ -14,7 +14,7 @@ from rloo_kit.tools.python import PythonSession, python
 from rloo_kit.tools.search import search
 from rloo_kit.types import Say
 
-# Built-in tools, and functions that make a tool from the parameters of a table
+# Built-in tools, functions that make a tool from the parameters in a table, and environments
 TOOLS = {"calculator": calculator, "python": python}
 MADE = {"search": search}
 ENVIRONMENTS = {"guess_number": GuessNumber, "maze": Maze, "python_session": PythonSession}
@@ -26,8 +26,8 @@ def load_tools(specs: Iterable[Any], base_dir: Path = Path(), say: Say | None = 
     Args:
         specs: Each spec is a function, a built-in name, ``file.py:function``,
             ``package.module:function``, or a table such as ``{name: search, file: notes.jsonl}``.
-            The ``name`` in a table refers to a function. This function is called with the other
-            keys as parameters, and returns the tool.
+            In a table, ``name`` names a function that returns the tool. The function is called with
+            the other keys as parameters.
         base_dir: Folder to which paths are relative, including the ``file`` of a table.
         say: Function that is called with a line of text before code of a file or package is run.
 
@@ -81,8 +81,8 @@ def _made(table: dict[str, Any], base_dir: Path, say: Say | None) -> Any:
 def load_environment(spec: Any, base_dir: Path = Path(), say: Say | None = None) -> Any:
     """Return the environment class that the key ``environment`` of a run file names.
 
-    If the key has a table with several classes, return a dict of classes by name. If it is not set,
-    return None.
+    If the key holds a table of several classes, return a dict of classes by name. If the key is not
+    set, return None.
 
     Args:
         spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from

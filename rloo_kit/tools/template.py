@@ -21,7 +21,7 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
         settings: Keyword arguments for the chat template.
 
     Returns:
-        Trainer attributes from which TRL's loop reads the template, as name -> value.
+        The trainer attributes from which TRL's loop reads the template, as name -> value.
 
     Raises:
         ConfigError: The tokenizer is a processor for images, it has no default chat template, the
@@ -58,8 +58,8 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
     def render(messages: list[Message], **how: Any) -> Any:
         """Apply the chat template to messages with a dummy thought in each turn of the model.
 
-        Without it, Qwen3's template adds an empty thought to a turn only if the turn is the last,
-        and would therefore seem to change earlier turns.
+        Qwen3's template adds an empty thought to a turn without one, but only to the last turn.
+        Without the dummy it would therefore seem to change earlier turns.
         """
         thought = {"reasoning_content": "dummy"}
         shown = [thought | one if one["role"] == "assistant" else one for one in messages]
@@ -124,7 +124,7 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     for tool in tools:
         try:
             found.append(get_json_schema(tool))
-        except Exception as exc:  # transformers has several
+        except Exception as exc:  # transformers raises errors of several types
             raise ConfigError(
                 f"tool {getattr(tool, '__name__', tool)} cannot be shown to the model "
                 f"({first_line(exc)}): give each parameter a type, and a line under Args: in the "

@@ -70,48 +70,42 @@ def metrics(**changes):
     return [*rows, {"step": STEPS, "train_runtime": 24.0}]
 
 
-def completions(text=None, score=None):
-    """Rows of completions.jsonl; a function gets step, group and row."""
-    text = text or (lambda step, group, row: f"{step} {group} {row % 5} </think> {row}")
-    score = score or (lambda step, group, row: float((row + group + step) % 3 > 0))
+def thoughtful(step, group, row):
+    return f"{step} {group} {row % 5} </think> {row}"
+
+
+def completions(text):
+    """Rows of completions.jsonl; ``text`` returns the text for a step, group and row."""
     return [
-        {"step": step, "group": group, "truncated": False, "score": of(score, step, group, row),
-         "completion": [{"role": "assistant", "content": of(text, step, group, row)}]}
+        {"step": step, "group": group, "truncated": False,
+         "completion": [{"role": "assistant", "content": text(step, group, row)}]}
         for step in range(1, STEPS + 1) for group in range(GROUPS) for row in range(SIZE)
     ]  # fmt: skip
 
 
-def of(value, *place):
-    return value(*place) if callable(value) else value
+def scored(accuracy):
+    """One of the two evaluations in evaluation.json, on 100 prompts."""
+    scores = [float(place < round(accuracy * 100)) for place in range(100)]
+    samples = [{"prompt": "p", "completion": "c", "rewards": {"accuracy": s}} for s in scores]
+    return {"rewards": {"accuracy": accuracy}, "num_prompts": 100, "samples": samples}
 
 
-def held_out(before, after, name="accuracy", num=100):
-    """evaluation.json with so many prompts right."""
+def record(rows=None, *, text=thoughtful, held=(), settings=()):
+    """The record of a healthy run, except for ``rows``.
 
-    def one(share):
-        scores = [float(place < round(share * num)) for place in range(num)]
-        samples = [{"prompt": "p", "completion": "c", "rewards": {name: s}} for s in scores]
-        return {"rewards": {name: share}, "num_prompts": num, "samples": samples}
-
-    return {"before": one(before), "after": one(after)}
-
-
-def record(rows=None, *, text=None, score=None, held=None, settings=()):
+    ``held`` has the accuracy on held-out prompts before and after the training.
+    """
     return RunRecord(
         metrics(**(rows or {})),
-        completions(text, score),
-        held_out(*held) if held else {},
+        completions(text),
+        dict(zip(("before", "after"), map(scored, held), strict=False)),
         config(*settings),
     )
 
 
-def late(before, after):
-    """One thing in the first half of the run, another in the second."""
-    return lambda *place: of(before if place[0] < STEPS / 2 else after, *place)
-
-
-def of_row(step, group, row):
-    return f"{step} {group} {row}"
+def late(text):
+    """Different texts in the first half of the run, and this one in the second."""
+    return lambda *place: str(place) if place[0] < STEPS / 2 else text
 
 
 GONE = line(0.02)[: STEPS // 2] + line(6.0)[STEPS // 2 :]
@@ -140,20 +134,19 @@ SPOILED = {
     "all_truncated": record({**all_of(0.0), "completions/truncated": line(1.0)}),
     "empty_output": record(
         {"completions/mean_length": line(28, 1)},
-        text=late(of_row, " "),
+        text=late(" "),
         held=(0.5, 0.0),
     ),
     "no_thought": record(
         {**all_of(-1.0), "rewards/thinking/mean": [-1.0] * 24},
-        text="It is 4.",
-        score=-1.0,
+        text=lambda *place: "It is 4.",
     ),
     "length_explosion": record(
         {"completions/mean_length": line(28, 48), "completions/truncated": line(0.0, 1.0)},
         held=(0.5, 0.0),
     ),
-    "constant_reward": record(all_of(0.5), score=0.5),
-    "cold_start": record(all_of(0.0), score=0.0),
+    "constant_reward": record(all_of(0.5)),
+    "cold_start": record(all_of(0.0)),
     "reward_collapse": record(
         {
             "reward": line(0.5, 0.8)[:16] + [0.0] * 8,
@@ -163,14 +156,13 @@ SPOILED = {
     "reward_hacking": record(held=(0.6, 0.3)),
     "entropy_collapse": record(
         {**FLAT, "policy/entropy_avg": line(2.0, 0.01)},
-        text=late(of_row, "same"),
-        score=0.5,
+        text=late("same"),
         held=(0.5, 0.5),
     ),
     "no_signal": record({**FLAT, "signal/groups_without": line(0.97, 0.97, 0.02)}),
     "no_signal, at little temperature": record(
         {**FLAT, "signal/groups_without": line(0.99, 0.99, 0.01)},
-        text="same",
+        text=lambda *place: "same",
         settings=["trainer.temperature=0.01"],
     ),
     "learning_rate_too_low": record(
@@ -178,10 +170,24 @@ SPOILED = {
         settings=["trainer.learning_rate=1e-9"],
     ),
     "tools_never_called": record({"tools/call_frequency": [0.0] * 24}),
+    "tools_never_called, at a cost for calls": record(
+        {
+            "tools/call_frequency": line(0),
+            "rewards/tool_use/mean": line(0),
+            "rewards/tool_use/std": line(0),
+        }
+    ),
     "tool_calls_fail": record(
         {"tools/call_frequency": [1.0] * 24, "tools/failure_frequency": line(0.1, 0.7)}
     ),
     "calls_without_answer": record({"tools/unread_frequency": line(0.0, 0.3)}),
+    "calls_without_answer, of most completions": record(
+        {
+            **all_of(0.0),
+            "completions/truncated": line(0.95),
+            "tools/unread_frequency": line(0.95),
+        }
+    ),
     "tool_results_cut": record({"tools/cut_frequency": line(0.0, 0.3)}),
     "needless_calls": record(
         {"tools/score_gain": line(-0.1, -0.3), "tools/compared_frequency": [0.8] * 24}
@@ -227,8 +233,7 @@ WELL = {
     "shorter and better": record({"completions/mean_length": line(40, 3)}, held=(0.3, 0.9)),
     "certain and better": record(
         {"policy/entropy_avg": line(2.0, 0.001)},
-        text=late(of_row, "same"),
-        score=1.0,
+        text=late("same"),
         held=(0.3, 0.9),
     ),
     "clipped a little at further passes": record({"clip_ratio/region_mean": [0.0, 0.1] * 12}),
@@ -242,6 +247,13 @@ WELL = {
         held=(0.5, 0.52),
     ),
     "jumping and rising": record({"reward": line(0.0, 2.0, 0.3)}),
+    "a penalty that no completion earned": record(
+        {"rewards/soft_overlong/mean": line(0), "rewards/soft_overlong/std": line(0)}
+    ),
+    "a reward that never gave a score": record(
+        {"rewards/broken/mean": [math.nan] * STEPS, "rewards/broken/std": [math.nan] * STEPS}
+    ),
+    "thoughts closed in the text": record({"rewards/thinking_format/mean": line(0.5, 0.95)}),
     "a sampler within rounding": record(
         {
             "sampling/adapter_reached": line(1.0, 1.0, 0.1),
@@ -289,62 +301,62 @@ def test_a_rate_that_a_resume_has_lowered_is_not_recommended():
     assert finding.setting.startswith("trainer.learning_rate=0.001, ")
 
 
-def test_an_easier_level_comes_before_more_generations():
-    (finding,) = find_in_run(
-        record(all_of(0.0), settings=["data.prompts=countdown", "data.level=5"])
-    )
-    assert finding.setting == "data.level=4"
-
-
-def test_the_learning_rate_is_that_of_the_model():
-    low = "trainer.learning_rate=1e-8"
-    rows = {**FLAT, "kl/sequence": line(0), "learning_rate": line(1e-8)}
-    (tiny,) = find_in_run(record(rows, settings=[low]))
-    (other,) = find_in_run(record(rows, settings=[low, "model.name=some/model"]))
-    assert tiny.setting == "trainer.learning_rate=0.001"
-    assert other.setting == "trainer.learning_rate=1e-05"
-
-
-# --- cause and effect -----------------------------------------------------------------------------
+STILL = {**FLAT, "kl/sequence": line(0), "learning_rate": line(1e-8)}
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "expected"),
     [
-        ({**FLAT, "kl": GONE}, ["max_grad_norm=0.1"], "trainer.beta=0.1"),
-        (
-            {"effective_sample_size": [1.0, 0.8, 0.3] * 8},
-            ["partial_rollouts=true", "max_rollout_age=1"],
-            "trainer.learning_rate=0.0003",
+        (  # the stricter max_grad_norm stays
+            {**FLAT, "kl": GONE},
+            ["trainer.max_grad_norm=0.1"],
+            "trainer.learning_rate=0.0003, trainer.beta=0.1",
         ),
         (
+            {"effective_sample_size": [1.0, 0.8, 0.3] * 8},
+            ["trainer.partial_rollouts=true"],
+            "trainer.rollout_correction=token",
+        ),
+        (  # max_rollout_age cannot be lower
+            {"effective_sample_size": [1.0, 0.8, 0.3] * 8},
+            [
+                "trainer.partial_rollouts=true",
+                "trainer.max_rollout_age=1",
+                "trainer.rollout_correction=token",
+            ],
+            "trainer.learning_rate=0.0003",
+        ),
+        (  # the batch holds whole groups
             {**FLAT, "reward": line(0.5, 0.5, 0.5)},
-            ["num_generations=5", "per_device_train_batch_size=20"],
-            "trainer.per_device_train_batch_size=24",
+            ["trainer.num_generations=5", "trainer.per_device_train_batch_size=20"],
+            "trainer.num_generations=8, trainer.per_device_train_batch_size=24",
+        ),
+        # an easier level comes before more generations
+        (all_of(0.0), ["data.prompts=countdown", "data.level=5"], "data.level=4"),
+        # the learning rate is the usual one of the model
+        (STILL, ["trainer.learning_rate=1e-8"], "trainer.learning_rate=0.001"),
+        (
+            STILL,
+            ["trainer.learning_rate=1e-8", "model.name=some/model"],
+            "trainer.learning_rate=1e-05",
+        ),
+        (  # the budget of a thought was reached, not the limit of a completion
+            {
+                **all_of(0.0),
+                "completions/truncated": line(1.0),
+                "completions/max_length": line(20.0),
+            },
+            ["trainer.thinking_budget=8"],
+            "trainer.thinking_budget=32",
         ),
     ],
 )
-def test_no_setting_loosens_what_is_strict_or_repeats_what_is_set(rows, settings, expected):
-    found = find_in_run(record(rows, settings=[f"trainer.{one}" for one in settings]))
-    assert found[0].setting.split(", ")[-1] == expected
+def test_the_suggested_setting_fits_the_run(rows, settings, expected):
+    (finding,) = find_in_run(record(rows, settings=settings))
+    assert finding.setting == expected
 
 
-def test_a_thought_cut_by_its_budget_needs_a_larger_budget():
-    cut = {"completions/truncated": line(1.0), "completions/max_length": line(20.0)}
-    settings = ["trainer.thinking_budget=8"]
-    (finding,) = find_in_run(record({**all_of(0.0), **cut}, settings=settings))
-    assert finding.setting == "trainer.thinking_budget=32"
-
-
-def test_a_thought_written_as_plain_text_is_closed():
-    rows = {"rewards/thinking_format/mean": line(0.5, 0.95)}
-    run = record(rows, text=lambda *place: f"<think>{place}</think>4")
-    assert "no_thought" not in kinds(run)
-
-
-def test_a_penalty_that_no_completion_earned_is_no_fault():
-    rows = {"rewards/soft_overlong/mean": line(0), "rewards/soft_overlong/std": line(0)}
-    assert find_in_run(record(rows)) == []
+# --- cause and effect -----------------------------------------------------------------------------
 
 
 def test_a_completion_that_ends_with_a_call_is_not_empty():
@@ -386,12 +398,6 @@ def test_one_reward_of_several_that_never_paid_is_named():
     rows = {"rewards/format/mean": line(0), "rewards/format/std": line(0)}
     (finding,) = find_in_run(record(rows))
     assert (finding.kind, finding.level, finding.reward) == ("constant_reward", "warning", "format")
-
-
-def test_a_reward_that_never_gave_a_score_did_not_give_zero():
-    none = [math.nan] * STEPS
-    rows = {"rewards/broken/mean": none, "rewards/broken/std": none}
-    assert find_in_run(record(rows)) == []
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -482,20 +488,13 @@ def test_odd_metrics_raise_no_error(name, odd):
 # --- runs that a finding ended --------------------------------------------------------------------
 
 
-def ended(**end):
-    finding = find_in_run(record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}))[0]
-    assert finding.kind == "kl_explosion"
-    return {"how": "stopped", "finding": asdict(finding), **end}
-
-
 def test_the_finding_that_stopped_a_run_stays_first():
-    run = replace(
-        record({"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}, held=(0.4, 0.7)),
-        end=ended(kept_step=7),
-    )
-    found = find_in_run(run)
-    assert found[0].kind == "kl_explosion"
-    said = verdict(run, found)
+    rows = {"kl": line(0.1, 3.0), "reward": line(0.9, 0.1)}
+    finding = find_in_run(record(rows))[0]
+    end = {"how": "stopped", "finding": asdict(finding), "kept_step": 7}
+    run = replace(record(rows, held=(0.4, 0.7)), end=end)
+    assert find_in_run(run)[0].kind == finding.kind == "kl_explosion"
+    said = verdict_of(run)
     assert "stopped by kl_explosion" in said
     assert "after step 7: accuracy" in said
 

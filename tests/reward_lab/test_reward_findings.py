@@ -160,10 +160,18 @@ def test_cut_off_completions_excuse_dull_rewards_only_where_nothing_is_learned()
     assert (finding.kind, finding.level) == ("truncated", "warning")
 
 
-def test_one_completion_a_prompt_leaves_the_verdict_open():
-    findings, text = find([probed([0, 1, 0, 1])], batch(4, 1))
-    assert findings == []
+@pytest.mark.parametrize(
+    ("scores", "size", "kinds", "remedy"),
+    [
+        ([0, 1, 0, 1], 1, [], "it needs two per prompt"),
+        ([None] * 4, 2, ["never_applies"], "fix the error below first"),
+    ],
+)
+def test_the_verdict_is_open_without_two_scored_completions(scores, size, kinds, remedy):
+    findings, text = find([probed(scores)], batch(4 // size, size))
+    assert [finding.kind for finding in findings] == kinds
     assert "no prompt has two scored completions" in text
+    assert remedy in text
 
 
 def test_the_docs_explain_every_kind():

@@ -19,6 +19,7 @@ from rloo_kit.errors import ConfigError, DataError, ModelError
 from rloo_kit.reward_lab import lab
 from rloo_kit.reward_lab.lab import check_rewards
 from rloo_kit.reward_lab.rules import KINDS
+from rloo_kit.text.wording import text_of
 
 CLOSE = 151668
 END = 2
@@ -72,7 +73,7 @@ def kinds(found):
 
 
 def texts_of(completions):
-    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [text_of(completion) for completion in completions]
 
 
 def half(completions, **_):
@@ -169,7 +170,7 @@ CALL = """
 
 
 def with_calls(calling):
-    """Return the rows, of which so many in each group call a tool."""
+    """Return the rows as conversations. In each group of 8, the first ``calling`` call a tool."""
     rows = []
     for number, row in enumerate(ROWS):
         turns = yaml.safe_load(CALL) if number % 8 < calling else []
@@ -184,6 +185,8 @@ def calls_cost(completions, answer, **_):
     return [score if len(turns) == 1 else -1.0 for score, turns in pairs]
 
 
+UNANSWERED = changed(completion=yaml.safe_load(CALL)[:1], truncated=True)
+COST = {"name": "tool_use", "called": 0, "cost": 0.4}
 FAULTS = [
     ("raises", [splits], {}),
     ("raises", [lacks_its_model], {}),
@@ -206,7 +209,8 @@ FAULTS = [
     ("no_signal", [by_level], {}),
     ("fragile", [last_digit], {}),
     ("length_in_disguise", [thorough], {}),
-    ("tools_never_called", ["accuracy"], {"source": "tools", "rows": with_calls(0)}),
+    ("tools_never_called", ["accuracy", COST], {"source": "tools", "rows": with_calls(0)}),
+    ("calls_without_answer", ["accuracy"], {"source": "tools", "rows": UNANSWERED}),
     ("needless_calls", [calls_cost], {"source": "tools", "rows": with_calls(4)}),
 ]
 
@@ -328,15 +332,12 @@ def test_a_column_keeps_its_values_under_any_name(tmp_path):
 
 
 def test_completions_of_a_run_get_the_columns_of_their_prompts(tmp_path):
-    prompts = rk.load_prompts("arithmetic", num_prompts=2)["prompt"]
-    answers = rk.load_prompts("arithmetic", num_prompts=2)["answer"]
     rows = [
-        {"step": 1, "group": n, "prompt": prompt, "completion": f"</think>{answers[n]}{end}"}
-        for n, prompt in enumerate(prompts)
-        for end in ("", "9")
+        {"step": 1, "group": n, "prompt": row["prompt"], "completion": f"</think>{answer}"}
+        for n, row in enumerate(rk.load_prompts("arithmetic", num_prompts=2))
+        for answer in (row["answer"], "none")
     ]
-    file = tmp_path / "completions.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    file = write(tmp_path / "completions.jsonl", rows)
     found = rk.check_rewards("quickstart", completions=file, rewards=["accuracy"], say=str)
     assert [sample["rewards"]["accuracy"] for sample in found.samples] == [1.0, 0.0] * 2
     gone = ["data.prompts=no/such.jsonl"]
@@ -476,6 +477,7 @@ class Adder:
     def reset(self, answer, **row):
         self.right = answer
         self.calls = 0
+        return " "
 
     def calculator(self, expression: str) -> str:
         \"\"\"Compute.
@@ -520,6 +522,8 @@ def test_a_check_plays_environments_before_the_run(tmp_path):
     assert [row.name for row in found.table] == ["accuracy", "Adder"]
     assert found.notes == ["note: calls reads the environments, so it was not checked"]
     assert kinds(found) == []
+    prompts = [sample["prompt"][-1]["content"] for sample in found.samples]
+    assert {prompt[-1] for prompt in prompts} == {" "}  # as in training, they end with what it said
     played = [sample["rewards"]["Adder"] for sample in found.samples]
     assert 0 < sum(played) < len(played)
     again = check_rewards(

@@ -49,14 +49,16 @@ def write_pairs(path, rows):
     return path
 
 
+def train(folder, rows=ROWS, say=str, **settings):
+    return train_reward_model(rows, output_dir=folder / "taste", say=say, **settings)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What the training on a file returned and said."""
+    """The result of a training on a file, and the lines that it printed."""
     folder = tmp_path_factory.mktemp("trained")
     lines = []
-    pairs = write_pairs(folder / "pairs.jsonl", ROWS)
-    result = train_reward_model(pairs, output_dir=folder / "taste", say=lines.append, **QUICK)
-    return result, lines
+    return train(folder, write_pairs(folder / "pairs.jsonl", ROWS), lines.append, **QUICK), lines
 
 
 def held_out_columns():
@@ -158,8 +160,7 @@ def test_the_folder_holds_an_adapter_a_calibration_and_the_facts(trained):
 @pytest.mark.long
 def test_a_base_that_is_4_bit_on_disk_keeps_its_score_head(packed_thinker, tmp_path):
     equal = {"prompt": "x", "chosen": "y", "rejected": "y"}  # left out
-    how = {"output_dir": tmp_path / "taste", "say": lambda _: None, **SHORT}
-    result = train_reward_model([*ROWS, equal], str(packed_thinker), **how)
+    result = train(tmp_path, [*ROWS, equal], model=str(packed_thinker), **SHORT)
     assert result.num_pairs + result.num_held_out == len(ROWS)
     reward = RewardModel(str(result.folder))
     first, second = reward(prompts=["x", "x"], completions=["a", "b c"])
@@ -200,24 +201,23 @@ def test_calibrated_scores_have_mean_0_and_standard_deviation_1(trained):
 )
 def test_a_bad_setting_is_refused_with_the_remedy(tmp_path, settings, remedy):
     with pytest.raises(ConfigError, match=remedy):
-        train_reward_model(ROWS, output_dir=tmp_path / "new" / "taste", **settings)
+        train(tmp_path / "new", **settings)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_base_that_is_no_model_is_refused(tmp_path):
     for model in (tmp_path, write_pairs(tmp_path / "model.gguf", [])):
         with pytest.raises(ModelError, match=r"the base .* cannot be loaded"):
-            train_reward_model(ROWS, model, output_dir=tmp_path / "taste")
+            train(tmp_path, model=model)
 
 
 def test_scores_that_are_not_finite_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch):
-    how = {**SHORT, "learning_rate": 1e36, "max_grad_norm": 1e9, "say": lambda line: None}
     what = "scores that are NaN or Inf, so nothing is saved"
     with pytest.raises(DivergedError, match=f"{what}: lower learning_rate"):
-        train_reward_model(ROWS, output_dir=tmp_path / "taste", **how)
+        train(tmp_path, **{**SHORT, "learning_rate": 1e36, "max_grad_norm": 1e9})
     monkeypatch.setattr(reward_model, "logits", lambda *_: [math.nan])
     with pytest.raises(DivergedError, match=f"{what}: name another base model"):
-        train_reward_model(ROWS, output_dir=tmp_path / "taste", **how)
+        train(tmp_path, **SHORT)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,8 +226,7 @@ def test_a_training_keeps_its_result_if_another_one_takes_its_folder(tmp_path):
         if "to train on" in line:
             (tmp_path / "taste" / "theirs").mkdir(parents=True)
 
-    how = {**SHORT, "logging_steps": np.int64(1)}  # JSON has no such number
-    result = train_reward_model(ROWS, output_dir=tmp_path / "taste", say=say, **how)
+    result = train(tmp_path, say=say, logging_steps=np.int64(1), **SHORT)  # JSON has no np.int64
     assert result.folder == tmp_path / "taste-2"
     facts = json.loads((result.folder / "reward_model.json").read_text())
     assert facts["settings"]["logging_steps"] == 1
@@ -242,7 +241,7 @@ def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
     with pytest.raises(
         DataError, match=r"both answers of each of the 3 pairs are the same .*set keep_thought"
     ):
-        train_reward_model(rows, output_dir=tmp_path / "taste", held_out=1)
+        train(tmp_path, rows, held_out=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,13 +282,12 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path, monkeypatch, capsys)
 def test_out_of_memory_is_one_sentence_and_leaves_nothing(monkeypatch, tmp_path):
     import transformers
 
-    def train(self):
+    def runs_out(self):
         raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(transformers.Trainer, "train", train)
-    place = tmp_path / "new" / "taste"
+    monkeypatch.setattr(transformers.Trainer, "train", runs_out)
     with pytest.raises(MemoryRanOutError, match="lower per_device_train_batch_size"):
-        train_reward_model(ROWS, output_dir=place, say=lambda line: None, **SHORT)
+        train(tmp_path / "new", **SHORT)
     assert list(tmp_path.iterdir()) == []
 
 

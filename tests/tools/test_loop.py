@@ -114,8 +114,8 @@ def made(tokenizer, tools=(calculator,), environments=None, **how):
     return ToolLoop(tools, environments, tokenizer, {}, limits, run_tool_loop)
 
 
-def sample(tool_loop, script, rows=1, **columns):
-    rows = [{"prompt": PROMPT, **columns}] * rows if isinstance(rows, int) else rows
+def sample(tool_loop, script, rows=1):
+    rows = [{"prompt": PROMPT}] * rows if isinstance(rows, int) else rows
     return tool_loop.sample(
         rows, script, contextlib.nullcontext, ends={script.tokenizer.eos_token_id}
     )
@@ -133,15 +133,15 @@ def played(*rounds, tools=(calculator,), rows=1, **how):
 
 @pytest.mark.parametrize("log_probs", [True, False])
 @pytest.mark.parametrize(
-    ("make", "call", "end"),
+    ("make", "call"),
     [
-        (tiny_caller, CALL, "<|im_end|>"),
-        (qwen3, f"<think>\n{CALL}", "<|im_end|>"),
-        (lambda: qwen3("qwen2_5"), CALL, "<|im_end|>"),
-        (lambda: qwen3("qwen3_instruct_2507"), CALL, "<|im_end|>"),
-        (qwen3_thinking, CALL, "<|im_end|>"),
-        (several, CALL, "<|im_end|>"),
-        (llama, IN_LLAMA, "<|eot_id|>"),
+        (tiny_caller, CALL),
+        (qwen3, f"<think>\n{CALL}"),
+        (lambda: qwen3("qwen2_5"), CALL),
+        (lambda: qwen3("qwen3_instruct_2507"), CALL),
+        (qwen3_thinking, CALL),
+        (several, CALL),
+        (llama, IN_LLAMA),
     ],
     ids=[
         "tiny-caller",
@@ -153,8 +153,9 @@ def played(*rounds, tools=(calculator,), rows=1, **how):
         "llama3.1",
     ],
 )
-def test_what_is_trained_is_what_was_sampled(make, call, end, log_probs):
+def test_what_is_trained_is_what_was_sampled(make, call, log_probs):
     tokenizer = make()
+    end = tokenizer.eos_token
     rounds = [f"no call{end}", call + end], [call + end], [f"23 again{end}"]
     script = Script(tokenizer, *rounds, log_probs=log_probs)
     found = sample(made(tokenizer), script, rows=2)
@@ -519,17 +520,15 @@ def test_an_observation_with_half_a_character_is_read():
         def reset(self, **row):
             return " \ud800"
 
-    tokenizer = qwen3()
-    found = sample(made(tokenizer, [], Broken), Script(tokenizer, ["no<|im_end|>"]))
-    assert found.prompts[0][-1]["content"] == "What is 20 + 3? ?"
+    (prompt,) = Environments(Broken).begin([{"prompt": PROMPT}])
+    assert prompt[-1]["content"] == "What is 20 + 3? ?"
 
 
 def test_an_observation_follows_a_prompt_in_parts():
-    tokenizer = qwen3()
     parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 20 + 3?"}]
     rows = [{"prompt": [{"role": "user", "content": parts}], "number": 4}]
-    found = sample(made(tokenizer, [], Guess), Script(tokenizer, ["no<|im_end|>"]), rows)
-    assert found.prompts[0][-1]["content"] == "What is 20 + 3? I have a number."
+    (prompt,) = Environments(Guess).begin(rows)
+    assert prompt[-1]["content"] == "What is 20 + 3? I have a number."
 
 
 def test_rows_choose_an_environment_by_name():
@@ -553,9 +552,8 @@ def test_rows_choose_an_environment_by_name():
 
 
 def test_a_reset_that_raises_is_named():
-    tokenizer = qwen3()
     with pytest.raises(DataError, match=r"Guess.reset raised TypeError.*number"):
-        sample(made(tokenizer, [], Guess), Script(tokenizer))
+        Environments(Guess).begin([{"prompt": PROMPT}])
 
 
 # --- refused before the training -----------------------------------------------------------------

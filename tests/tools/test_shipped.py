@@ -10,7 +10,7 @@ from rloo_kit.errors import ConfigError, KitError
 from rloo_kit.tools.calculator import calculator
 from rloo_kit.tools.games import DIRECTIONS, GuessNumber, Maze
 from rloo_kit.tools.python import python
-from rloo_kit.tools.specs import ENVIRONMENTS, TOOLS, load_environment, load_tools
+from rloo_kit.tools.specs import ENVIRONMENTS, load_environment, load_tools
 
 
 def test_the_calculator_is_exact_and_runs_no_code():
@@ -29,12 +29,6 @@ def test_python_returns_what_a_program_prints_and_its_error():
     assert (
         python("print(1, flush=True)\nwhile True: pass") == "1\n\nThe program was ended: timeout."
     )
-
-
-@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
-def test_a_tool_has_a_description_for_the_model(tool):
-    schema = get_json_schema(tool)["function"]
-    assert all(one["description"] for one in schema["parameters"]["properties"].values())
 
 
 def test_a_number_is_found_by_halves():
