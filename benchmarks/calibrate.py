@@ -1,11 +1,12 @@
-"""What calibrate is for: the embedded model trained at each of three levels, and at the one chosen.
+"""Benefit of calibrate: the embedded model, trained at three levels and at the calibrated one.
 
     python benchmarks/calibrate.py     # two minutes of one core
 
-Level 1 is sums of two three-digit numbers without a carry, level 2 any such sums, level 3 sums of
-three numbers. Each level trains the same steps from the same seed on 256 prompts of its own; the
-held-out score, sampled at temperature 1, is that of 128 others of the same level. "Calibrated" is
-the run file that rloo-kit calibrate wrote from all levels.
+Level 1 has sums of two three-digit numbers without a carry, level 2 any sums of two such numbers,
+and level 3 sums of three. Each level has its own 256 prompts, and trains for the same number of
+steps with the same seed. The held-out score is the accuracy on 128 other prompts of the level,
+sampled at temperature 1. "Calibrated" is the run file that rloo-kit calibrate has written from all
+levels.
 """
 
 import os
@@ -24,13 +25,13 @@ STEPS = 16
 
 
 def without_carry(rng: random.Random) -> list[int]:
-    """Two numbers of three digits, no column of which sums to ten."""
+    """Return two three-digit numbers whose digits add up to less than ten in every column."""
     pairs = [(x, rng.randint(1, 9 - x)) for x in (rng.randint(1, 8) for _ in range(3))]
     return [int("".join(str(pair[one]) for pair in pairs)) for one in (0, 1)]
 
 
 def make_rows(level: int, num: int) -> list[dict]:
-    """Return different problems of one level."""
+    """Return ``num`` different problems of a level."""
     rng = random.Random(level)
     found = {}
     while len(found) < num:
@@ -43,7 +44,10 @@ def make_rows(level: int, num: int) -> list[dict]:
 
 
 def write_levels(name: str, levels: tuple[int, ...]) -> str:
-    """Write prompts of these levels, the held-out ones last, and a run file; return its name."""
+    """Write prompts of these levels and a run file that trains on them; return the file's name.
+
+    The held-out prompts of all levels are the last ones.
+    """
     rows = {level: make_rows(level, TRAIN + HELD_OUT) for level in levels}
     order = [
         row for part in (slice(TRAIN), slice(TRAIN, None)) for r in rows.values() for row in r[part]
@@ -52,13 +56,17 @@ def write_levels(name: str, levels: tuple[int, ...]) -> str:
 
 
 def train(file: str) -> dict[str, float]:
-    """Return the held-out accuracy before and after, and the mean share of groups with signal."""
+    """Train, and return a dict with the results.
+
+    ``before`` and ``after`` are the held-out accuracy, ``groups_with_signal`` is the mean share of
+    groups whose scores differ, and ``prompts`` is the number of prompts.
+    """
     result = rk.train(file, ["output_dir=runs/trained"], say=lambda line: None)
     rows = [row for row in read_lines(result.folder / "metrics.jsonl") if "reward" in row]
     without = [row["signal/groups_without"] for row in rows]
-    parts = {"before": result.before, "after": result.after}
     return {
-        **{name: one.rewards["accuracy"] for name, one in parts.items()},
+        "before": result.before.rewards["accuracy"],
+        "after": result.after.rewards["accuracy"],
         "groups_with_signal": 1 - sum(without) / len(without),
         "prompts": len(read_lines(Path(rk.read_run_file(file).data.prompts))) - HELD_OUT,
     }

@@ -1,4 +1,4 @@
-"""Trainers that benchmarks set beside each other."""
+"""Trainers that the benchmarks compare: the kit's, and TRL's RLOO and GRPO."""
 
 import tempfile
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 import rloo_kit as rk
 
-environment = rk.setup()  # before TRL
+environment = rk.setup()  # before TRL is imported
 
 import torch
 from datasets import Dataset
@@ -23,7 +23,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "trl-rloo": (RLOOTrainer, RLOOConfig),
     "trl-grpo": (GRPOTrainer, GRPOConfig),
 }
-RECOMPUTES = torch.cuda.is_available()  # activations, in all arms; in each row of a result
+RECOMPUTES = torch.cuda.is_available()  # activations, in every arm
 
 
 def prepare() -> None:
@@ -42,7 +42,17 @@ def make_trainer(
     trainer_class: Any = None,
     **settings: Any,
 ) -> Any:
-    """Return one of ``TRAINERS``, in float32 by default, without checkpoints, reports, progress."""
+    """Return a trainer, by default in float32, without checkpoints, reports and progress bars.
+
+    Args:
+        kind: Key of the trainer in ``TRAINERS``.
+        policy: The model and its tokenizer.
+        reward: The reward function.
+        prompts: Dataset of the prompts.
+        callbacks: Additional callbacks.
+        trainer_class: Class to use instead of the one in ``TRAINERS``.
+        **settings: Settings of the trainer's config.
+    """
     of_kind, config_class = TRAINERS[kind]
     fixed = {"bf16": False, "use_cpu": not torch.cuda.is_available()}
     fixed |= {"gradient_checkpointing": RECOMPUTES}

@@ -1,8 +1,8 @@
-"""How long rloo-kit eval takes: 256 prompts, 4 completions each, the embedded model.
+"""Seconds of rloo-kit eval: 256 prompts with 4 completions each, with the embedded model.
 
     python benchmarks/evaluate.py    # prints, and writes benchmarks/results/evaluate_cpu.json
 
-Loading libraries and model is given apart: it is the same for any number of prompts.
+The seconds for loading the libraries are separate: they do not depend on the number of prompts.
 """
 
 import json
@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print the result, and write it."""
     began = time.monotonic()
     import rloo_kit as rk
 

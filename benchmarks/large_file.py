@@ -1,9 +1,9 @@
-"""What a million prompts cost: wall time and peak memory of a one-step run, against a thousand.
+"""Wall time and peak memory of a one-step run with a million prompts, against a thousand.
 
     python benchmarks/large_file.py      # about two minutes
 
 Each run is a process of its own, in the order A B A B; the first pair warms up. The file is
-.jsonl, with a prompt and an answer in a row. Peak memory is the process's largest resident set.
+.jsonl, with a prompt and an answer in each row. Peak memory is the process's largest resident set.
 """
 
 import functools

@@ -1,16 +1,16 @@
-"""The learning step: rloo-kit against stock TRL, same completions, same gradient, one process.
+"""Learning step of rloo-kit against that of stock TRL, on the same completions in one process.
 
     python benchmarks/learn_step.py                      # every cell: hours on two CPU cores
     python benchmarks/learn_step.py --longest 256        # shorter completions: minutes a pair
-    python benchmarks/learn_step.py --cells skewed/half  # some of them
+    python benchmarks/learn_step.py --cells skewed/half  # some cells
     python benchmarks/learn_step.py --geometry qwen3-0.6b --load-in-4bit   # on a GPU
     python benchmarks/learn_step.py --report             # tables and picture from the results
 
-Both arms get the completions of one length distribution and the same scores, and run in the order
-A B A B (A: TRL's RLOOTrainer, B: LeaveOneOutTrainer) from the same adapter. What is timed is
-``training_step`` without generation: log-prob passes, advantages, loss and backward. The weights
-are random. Stock TRL needs Unsloth's kernel on a CPU, so Unsloth is imported in both arms. The
-first pair is not timed: it warms up, and its peaks of memory are the ones reported.
+Both arms get the same completions, whose lengths follow one distribution, and the same scores. They
+start from the same adapter, and run in turn, A B A B (A: TRL's RLOOTrainer, B: LeaveOneOutTrainer).
+``training_step`` is timed without generation: log-prob passes, advantages, loss and backward. The
+weights are random. On a CPU stock TRL needs Unsloth's kernel, so Unsloth is imported in both arms.
+The first pair warms up and is not timed; the reported peaks of memory are those of this pair.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from rloo_kit.models.shape import TINY_THINKER
 
 TABLE = shared.RESULTS / "learn_step_cpu.json"
 LONG = shared.RESULTS / "learn_step_cpu_long.json"
-# One pair of every cell with two iterations, gradients of both steps
+# One pair of every cell with two iterations, with the gradients of both steps
 SECOND = shared.RESULTS / "learn_step_cpu_second_step.json"
 PICTURE = shared.ROOT / "docs" / "pictures" / "learn_step.svg"
 GENERATIONS = 4
@@ -51,20 +51,20 @@ MICRO_BATCH = 4
 
 
 def uniform(longest: int) -> list[int]:
-    """Every completion within a tenth of the same length."""
+    """Return lengths that differ by at most 10% from the same value."""
     rng = random.Random(0)
     return [round(longest / 3 * rng.uniform(0.9, 1.1)) for _ in range(PROMPTS * GENERATIONS)]
 
 
 def skewed(longest: int) -> list[int]:
-    """As thinking runs are: log-normal, about three padded tokens for each real one."""
+    """Return log-normal lengths, as in runs with thoughts: three padded tokens per real token."""
     rng = random.Random(3)
     raw = [rng.lognormvariate(0.0, 0.9) for _ in range(PROMPTS * GENERATIONS)]
     return [max(4, round(length / max(raw) * longest)) for length in raw]
 
 
 def outlier(longest: int) -> list[int]:
-    """One completion ten times as long as the others."""
+    """Return lengths, one of which is ten times as long as the others."""
     rng = random.Random(2)
     short = [round(longest / 10 * rng.uniform(0.9, 1.1)) for _ in range(PROMPTS * GENERATIONS - 1)]
     return [*short[:13], longest, *short[13:]]
@@ -76,7 +76,7 @@ SIGNALS = {"all": 1.0, "half": 0.5, "none": 0.0}
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting of the comparison."""
+    """Settings of one comparison."""
 
     lengths: str
     signal: str
@@ -88,9 +88,9 @@ class Cell:
 
 
 def make_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
-    """A random Qwen3 with a LoRA adapter of rank 16 that already does something."""
+    """Return a random Qwen3 with a LoRA adapter of rank 16 that changes the output."""
     name, again = options.geometry, options.checkpointing
-    if options.load_in_4bit:  # as users load it: through Unsloth where it can
+    if options.load_in_4bit:  # as users load it: with Unsloth if possible
         folder = model_folder(Path(tempfile.gettempdir()), name, load_in_4bit=True, device=device)
         model, _ = rk.load_model(folder, max_seq_length=8192, load_in_4bit=True)
         model = rk.attach_lora(model, r=16, lora_alpha=16, use_gradient_checkpointing=again)
@@ -103,24 +103,25 @@ def make_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
 
 
 def lengths_of(cell: Cell, longest: int) -> list[int]:
-    """Lengths of the completions, group after group."""
+    """Return the lengths of the completions, group after group."""
     lengths = DISTRIBUTIONS[cell.lengths](longest)
     random.Random(3).shuffle(lengths)
     return lengths
 
 
 def completions_of(cell: Cell, longest: int, vocabulary: int, eos: int) -> list[list[int]]:
-    """Random tokens of those lengths, each ended by EOS."""
+    """Return random token ids of these lengths, each ended by EOS."""
     rng = random.Random(3)
     lengths = lengths_of(cell, longest)
     return [[rng.randrange(5, vocabulary) for _ in range(n - 1)] + [eos] for n in lengths]
 
 
 def scores_of(cell: Cell, longest: int) -> list[float]:
-    """Scores that differ in as many groups as asked for, and there only.
+    """Return scores that differ within the share of groups that ``cell.signal`` asks for.
 
-    Which groups: those that together hold nearest to their share of all tokens, so that the result
-    does not hang on whether the longest completion is among them.
+    In any other group all scores are equal. The groups are chosen so that their share of all tokens
+    is as close as possible to their share of all groups. So the result does not depend on whether
+    the longest completion is among them.
     """
     rng = random.Random(4)
     lengths = lengths_of(cell, longest)
@@ -138,18 +139,18 @@ def scores_of(cell: Cell, longest: int) -> list[float]:
 
 
 def arm(base: type) -> type:
-    """``base`` that keeps gradients and counts the seconds of its steps."""
+    """Return a subclass of ``base`` that keeps its gradients and the seconds of its steps."""
+
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
 
     class Timed(base):
         seconds = 0.0
 
         def training_step(self, *args: object, **kwargs: object) -> torch.Tensor:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             loss = super().training_step(*args, **kwargs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            wait()
             self.seconds += time.perf_counter() - start
             return loss
 
@@ -164,7 +165,7 @@ def arm(base: type) -> type:
 
 
 class Recorded(RLOOTrainer):
-    """TRL's, with recorded completions in the place of generation."""
+    """TRL's trainer with recorded completions instead of generation."""
 
     recorded: list[list[int]]
     double_sums = False
@@ -202,7 +203,7 @@ class Bench:
             "beta": cell.beta,
             "max_completion_length": options.longest,
             "learning_rate": 1e-4,
-            "optim": "sgd",  # Adam steps by the sign at first, and so turns rounding into steps
+            "optim": "sgd",  # Adam's first step is the gradient's sign, which rounding may flip
             "max_grad_norm": 1e9,
             "bf16": options.load_in_4bit,
             "gradient_checkpointing": options.checkpointing,
@@ -217,7 +218,7 @@ class Bench:
             ("trl", "trl-rloo", Recorded),
             ("kit", "kit", rk.LeaveOneOutTrainer),
         ):
-            self.place(name, noise=0.0)  # where the reference, a copy of now, belongs
+            self.place(name, noise=0.0)  # the reference is a copy of these weights
             extra = {"tokens_per_micro_batch": options.budget} if name == "kit" else {}
             trainer = make_trainer(
                 kind,
@@ -239,7 +240,7 @@ class Bench:
         return made
 
     def place(self, name: str, noise: float) -> None:
-        """Put the adapter of one arm at its starting weights plus so much noise."""
+        """Set the adapter of one arm to its starting weights plus ``noise`` times normal noise."""
         for parameter_name, parameter in self.models[name].named_parameters():
             if parameter_name in self.start[name]:
                 start = self.start[name][parameter_name]
@@ -250,9 +251,9 @@ class Bench:
     def run(
         self, name: str, trainer: object, *, trim: bool = False
     ) -> tuple[float, int, list[torch.Tensor]]:
-        """Return seconds, peak and gradients of one optimizer step per iteration.
+        """Train one optimizer step per iteration; return (seconds, peak memory, gradients).
 
-        ``trim`` starts from as little memory as possible.
+        ``trim`` releases unused memory first, so that the peak starts as low as possible.
         """
         self.place(name, noise=0.01)  # away from the reference
         trainer.gradients = []
@@ -272,17 +273,18 @@ class Bench:
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of ``a``; where that is 0, of ``b``."""
+    """Return the norm of ``a - b`` divided by that of ``a``; if ``a`` is 0, the norm of ``b``."""
     size = float(a.norm())
     return float((a - b).norm()) / size if size else float(b.norm())
 
 
 def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
-    """Run A B A B and return ratios (stock over kit) and the largest gradient differences.
+    """Run the arms A B A B, and return a row: ratios (stock / kit), largest gradient differences.
 
-    A second iteration has a ratio other than 1, and TRL takes it from the difference of two sums of
-    a completion's log-probabilities: at 2,000 nats float32 is 1e-4 apart, and so are gradients. The
-    first pair is run with those sums in float64, to tell that from a difference of method.
+    In a second iteration, the probability ratios are not 1. TRL computes them from the difference
+    between two sums of a completion's log-probabilities. For a sum of 2,000 nats, float32 has an
+    error of 1e-4, and so have the gradients. In the first pair, these sums are in float64, which
+    shows whether the gradients differ by rounding only.
     """
     trainers = bench.trainers(cell)
     runs: dict[str, list] = {"trl": [], "kit": []}
@@ -322,7 +324,7 @@ def compare(bench: Bench, cell: Cell, pairs: int) -> dict[str, object]:
     return row
 
 
-# Column of the tables -> the value in a row, and its form
+# Column of the tables -> (name in a row, format)
 COLUMNS = {
     "lengths": ("lengths", ""),
     "signal": ("signal", ""),
@@ -337,7 +339,7 @@ COLUMNS = {
 
 
 def cells_of(row: dict[str, object]) -> list[str]:
-    """The columns of a row; ratios end with an x."""
+    """Return the table cells of a row; ratios end with an x."""
     return [
         f"{row[name]:{form}}{'x' if name.endswith('ratio') else ''}"
         for name, form in COLUMNS.values()
@@ -345,7 +347,7 @@ def cells_of(row: dict[str, object]) -> list[str]:
 
 
 def second_steps(content: dict) -> str:
-    """Return the largest gradient differences of the cells with two iterations."""
+    """Return a sentence with the largest gradient differences of the cells with two iterations."""
     names = "gradient_difference", "second_step_difference", "second_step_difference_double_sums"
     first, second, exact = (max(row[name] for row in content["rows"]) for name in names)
     return (
@@ -355,7 +357,7 @@ def second_steps(content: dict) -> str:
 
 
 def summary(content: dict) -> str:
-    """The two rows that the README names."""
+    """Return the README's table, which has two rows."""
     rows = {row["cell"]: row for row in content["rows"]}
     head = ["learning step against stock TRL", "faster", "peak memory", "gradient differs by"]
     chosen = {
@@ -367,7 +369,7 @@ def summary(content: dict) -> str:
 
 
 def picture(content: dict) -> None:
-    """Speed-up of every cell with one iteration."""
+    """Draw the speed-up of every cell with one iteration."""
     rows = [row for row in content["rows"] if row["iterations"] == 1]
     figure, axes = shared.start_pyplot().subplots(figsize=(7.2, 4.6), layout="constrained")
     names = [f"{r['lengths']}, signal in {r['signal']}, beta {r['beta']:g}" for r in rows]
@@ -399,15 +401,15 @@ def write_report() -> None:
 def main() -> None:
     parser = shared.parser_of(__doc__)
     add = parser.add_argument
-    add("--cells", nargs="*", default=[""], help="parts of LENGTHS/SIGNAL/BETA/ITERATIONS")
+    add("--cells", nargs="*", default=[""], help="any parts of LENGTHS/SIGNAL/BETA/ITERATIONS")
     add("--geometry", choices=["12m", *PUBLISHED], default="12m")
     add("--load-in-4bit", action="store_true")
     add("--checkpointing", action="store_true")
     add("--longest", type=int, default=2048, help="tokens of the longest completion")
     add("--pairs", type=int, default=5)
     add("--budget", type=int, help="tokens_per_micro_batch of the kit")
-    add("--name", help="of the file in benchmarks/results")
-    add("--report", action="store_true", help="tables and picture from results")
+    add("--name", help="name of the file in benchmarks/results")
+    add("--report", action="store_true", help="only write tables and picture, from the results")
     options = parser.parse_args()
     if options.report:
         write_report()

@@ -1,14 +1,14 @@
 """Learning rate, rank, alpha and layers of the adapter: one short training for each combination.
 
     python benchmarks/learning_rate.py                            # the embedded model, all cells
-    python benchmarks/learning_rate.py --cells /r8/ seed1        # those with both in the name
+    python benchmarks/learning_rate.py --cells /r8/ seed1        # cells with both texts in the name
     python benchmarks/learning_rate.py --model smollm2 --minutes 60
-    python benchmarks/learning_rate.py --report                  # the picture and the page, of both
+    python benchmarks/learning_rate.py --report                  # picture and page, of all models
 
-A cell is a run file of examples/ with another ``learning_rate``, ``r``, ``lora_alpha``,
-``target_modules`` and ``seed``. Its result is appended to a file in benchmarks/results as one
-line, and cells that are there are not run again: stop it when you like, and start it again.
-``--minutes`` begins no further cell after that time.
+A cell is a run file of examples/ with its own ``learning_rate``, ``r``, ``lora_alpha``,
+``target_modules`` and ``seed``. Its result is appended as one line to a file in benchmarks/results.
+Cells that are in this file are not run again, so the program can be stopped at any time and started
+again. After ``--minutes``, it starts no further cell.
 """
 
 import itertools
@@ -26,14 +26,14 @@ PAGE = shared.ROOT / "docs" / "explanation" / "learning-rate.md"
 PICTURE = shared.ROOT / "docs" / "pictures" / "learning_rate.svg"
 RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 ATTENTION = "[q_proj,k_proj,v_proj,o_proj]"
-# Rank, alpha, layers: one differs from the first
+# (rank, alpha, layers); each shape differs from the first one in one value
 SHAPES = ((8, 16, "all"), (1, 16, "all"), (32, 16, "all"), (8, 32, "all"), (8, 16, "attention"))
 LAYERS = {"all": f"{ATTENTION[:-1]},gate_proj,up_proj,down_proj]", "attention": ATTENTION}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run file, what a cell changes in it, and how many seeds tell a difference from chance."""
+    """Run file of a model, with the number of seeds, the metric, and the settings to change."""
 
     run_file: str
     seeds: int
@@ -68,11 +68,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The settings in one word, for ``--cells``."""
+        """Name of the cell, from which ``--cells`` selects."""
         return f"{self.learning_rate:g}/r{self.r}/alpha{self.alpha}/{self.layers}/seed{self.seed}"
 
     def overrides(self) -> list[str]:
-        """The settings as they are given to a run file."""
+        """Return the settings as overrides of the run file."""
         return [
             f"trainer.learning_rate={self.learning_rate}",
             f"lora.r={self.r}",
@@ -83,24 +83,24 @@ class Cell:
 
 
 def cells(subject: Subject) -> Iterator[Cell]:
-    """Every cell, seed by seed, so that a run that is stopped early has seen most settings."""
+    """Yield every cell, seed by seed, so that a sweep that stops early has run every setting."""
     for seed in range(1, subject.seeds + 1):
         for shape in SHAPES:
             yield from (Cell(rate, *shape, seed) for rate in subject.rates)
 
 
 def results(model: str) -> Path:
-    """The file of a model's cells."""
+    """Return the path of the result file of a model."""
     return shared.RESULTS / f"learning_rate_{model}.jsonl"
 
 
 def read(model: str) -> list[dict]:
-    """The cells that have been run, one dict each."""
+    """Return the cells that have been run, one dict each."""
     return shared.read_lines(results(model))
 
 
 def run(cell: Cell, subject: Subject) -> dict:
-    """Train and score one cell."""
+    """Train one cell, and return its settings and results."""
     import rloo_kit as rk
     from rloo_kit.diagnosis.record import read_run
 
@@ -143,13 +143,13 @@ def sweep(model: str, wanted: list[str], minutes: float) -> None:
 
 
 def mean_and_range(rows: list[dict]) -> tuple[float, float, float]:
-    """Mean, lowest and highest score of the seeds of one setting; a run that diverged scores 0."""
+    """Return mean, lowest and highest score of some seeds; a run that diverged scores 0."""
     scores = [row["score"] or 0.0 for row in rows]
     return statistics.fmean(scores), min(scores), max(scores)
 
 
 def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
-    """Rows by (layers, alpha, r) and learning rate."""
+    """Return a dict: (layers, alpha, r) -> learning rate -> rows."""
     found: dict[tuple, dict[float, list[dict]]] = {}
     for row in sorted(read(model), key=lambda row: (row["layers"], row["alpha"], row["r"])):
         setting = row["layers"], row["alpha"], row["r"]
@@ -157,12 +157,12 @@ def grouped(model: str) -> dict[tuple, dict[float, list[dict]]]:
     return found
 
 
-# A rate whose mean score is nearer than this to the score before training teaches nothing
+# A rate teaches nothing if its mean score is closer than this to the score before training
 NOTHING = 0.01
 
 
 def table(model: str) -> str:
-    """Held-out score of every setting and every rate that teaches anything, as Markdown."""
+    """Return a Markdown table of the held-out scores, without rates too low to teach anything."""
     settings = grouped(model)
     rows = read(model)
     subject = SUBJECTS[model]
@@ -200,7 +200,10 @@ def teaches_nothing(
 
 
 def picture(models: list[str]) -> None:
-    """Score over learning rate, a line for each setting, bars from the lowest seed to the best."""
+    """Draw the score over the learning rate, with one line for each setting.
+
+    Bars reach from the lowest to the highest score of the seeds.
+    """
     figure, panels = shared.start_pyplot().subplots(
         1, len(models), figsize=(6.4 * len(models), 3.8), layout="constrained", squeeze=False
     )
@@ -222,12 +225,12 @@ def picture(models: list[str]) -> None:
 
 
 def main() -> None:
-    """Run cells, or write what they found."""
+    """Run cells, or write the picture and the page."""
     parser = shared.parser_of(__doc__)
     parser.add_argument("--model", choices=SUBJECTS, default="tiny-thinker")
-    parser.add_argument("--cells", nargs="*", default=[], help="only those with all these texts")
+    parser.add_argument("--cells", nargs="*", default=[], help="only cells with all these texts")
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--report", action="store_true", help="picture and page from the results")
+    parser.add_argument("--report", action="store_true", help="only write picture and page")
     arguments = parser.parse_args()
     if arguments.report:
         models = [model for model in SUBJECTS if read(model)]

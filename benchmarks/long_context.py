@@ -1,14 +1,15 @@
 """Completions of 1k to 16k tokens on a CPU: seconds and peak memory of every phase of a step.
 
     python benchmarks/long_context.py           # about ten minutes of one core
-    python benchmarks/long_context.py --draw    # the picture and the tables, from the JSON
-    python benchmarks/long_context.py --only window   # one arm again, beside the others in the JSON
+    python benchmarks/long_context.py --draw    # write picture and tables, from the JSON
+    python benchmarks/long_context.py --only window   # measure one arm again, keep the others
 
-Every completion has exactly so many tokens, and every step one prompt with two completions, each in
-a pass of its own. An arm runs in a process of its own, its lengths in rising order, and trains one
-step at each by the kit's own trainer. Weights are random but for the embedded model's. Seconds are
-of the processor and not of the clock, with one thread, so that other programs hardly change them.
-Memory is the peak of the resident memory over what the process held right before the step.
+All completions of a step have the same given length. A step has one prompt with two completions,
+and each completion has a forward pass of its own. Each arm runs in a process of its own, which
+trains one step at each length, the shortest first, with the kit's own trainer. Weights are random,
+except those of the embedded model. Seconds are CPU time of one thread, so that other programs
+hardly change them. Memory is the peak of the resident memory, minus the resident memory right
+before the step.
 """
 
 import argparse
@@ -38,7 +39,7 @@ MIB = 1024**2
 Fit = dict[str, float]
 
 SMALL = {
-    # two layers under the vocabulary of a real model: all logits of 16k tokens would be 2 GiB
+    # two layers, but the vocabulary of a real model: the logits of 16k tokens would take 2 GiB
     "vocab_size": 32_768, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
 }  # fmt: skip
@@ -55,10 +56,11 @@ class Arm:
     attention: str = "sdpa"
     checkpointing: bool = False
     embedded: bool = False
-    """The whole of ``rloo-kit train`` on the embedded model, which samples; to the other arms the
-    completions are given."""
+    """Run the whole of ``rloo-kit train`` on the embedded model, which samples. The other arms get
+    given completions."""
     beta: float = 0.05
-    """Without a KL penalty there is no reference pass, and here no old pass either."""
+    """Weight of the KL penalty. With 0 there is no reference pass, and here no pass for the old
+    log-probabilities either."""
     lengths: tuple[int, ...] = LENGTHS
 
 
@@ -77,11 +79,14 @@ ARMS = (
 PASSES = ("reference pass", "old pass", "learning")
 
 
-# --- what is measured ----------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds and peak memory by phase; what a phase calls that is one itself counts there."""
+    """Clock for the seconds and the peak memory of each phase.
+
+    If a phase calls a function that is a phase itself, that function counts only as its own phase.
+    """
 
     def __init__(self) -> None:
         self.begin()
@@ -116,7 +121,7 @@ class Clock:
 
 
 def watched() -> Clock:
-    """Return a clock on every phase of the kit's trainer and recorder."""
+    """Patch the kit's trainer and recorder, and return the clock that measures their phases."""
     from rloo_kit.rloo.learner import Learner
     from rloo_kit.runs.recorder import RunRecorder
     from rloo_kit.training.policy import Policy
@@ -147,19 +152,23 @@ def blocks_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """Attend to the last ``sliding_window`` tokens in blocks of that many: linear in the length.
+    """Compute attention to the last ``sliding_window`` tokens, in time linear in the length.
 
-    transformers gives its attention functions a mask of length times length where there is a
-    window. Here a block of queries meets its own keys and those of the block before, no others.
+    For a window, transformers gives its attention functions a mask of shape ``(T, T)``. Here the
+    tokens are split into blocks of the window's size. A block of queries attends only to the keys
+    of its own block and of the block before.
 
     Args:
         module: The attention layer.
-        query: ``(B, heads, T, D)``.
-        key: ``(B, kv heads, T, D)``.
-        value: As ``key``.
-        attention_mask: Not looked at: no row is padded on the left.
-        scaling: Of the scores.
-        sliding_window: Tokens that are seen, the query's own included.
+        query: Tensor of shape ``(B, heads, T, D)``.
+        key: Tensor of shape ``(B, kv heads, T, D)``.
+        value: Tensor of the shape of ``key``.
+        attention_mask: Ignored, since no row is padded on the left.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        sliding_window: Number of tokens to which a query attends, its own token included.
+
+    Returns:
+        The output of shape ``(B, T, heads, D)``, and None in the place of attention weights.
     """
     import torch
     from torch.nn.functional import scaled_dot_product_attention as attend
@@ -167,7 +176,7 @@ def blocks_attention(
     groups = module.num_key_value_groups
     key = key.repeat_interleave(groups, 1)
     value = value.repeat_interleave(groups, 1)
-    # split, and no slices: the gradient of a slice is as long as what it was cut from
+    # split, not sliced: the gradient of a slice is as large as the tensor it was cut from
     queries, keys, values = (part.split(sliding_window, 2) for part in (query, key, value))
     found = [attend(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
     for place in range(1, len(queries)):
@@ -187,7 +196,7 @@ def blocks_attention(
 
 
 def make_model(arm: Arm) -> Any:
-    """A random Qwen3 with a LoRA adapter."""
+    """Return a Qwen3 with random weights and a LoRA adapter, for an arm."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("blocks", blocks_attention)
@@ -197,7 +206,7 @@ def make_model(arm: Arm) -> Any:
 
 
 class Given:
-    """An engine that knows the completions beforehand."""
+    """Engine whose completions are random tokens of a given length."""
 
     name = "given completions"
     sync_seconds = 0.0
@@ -228,7 +237,7 @@ class Given:
 
 
 def attention_seconds(arm: Arm, length: int) -> float:
-    """Measure what attention alone takes of a step: the same calls on random numbers."""
+    """Return the seconds of attention in a step, measured by the same calls on random tensors."""
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -251,7 +260,7 @@ def attention_seconds(arm: Arm, length: int) -> float:
     forward().sum().backward()
     alone = middle - started
     both = time.process_time() - middle
-    passes = 2 * (arm.beta > 0) + arm.checkpointing  # reference, old pass; what is recomputed
+    passes = 2 * (arm.beta > 0) + arm.checkpointing  # reference pass, old pass; recomputation
     return ROWS * SMALL["num_hidden_layers"] * (passes * alone + both)
 
 
@@ -259,7 +268,7 @@ def attention_seconds(arm: Arm, length: int) -> float:
 
 
 def step_of_random(arm: Arm, length: int, folder: str) -> None:
-    """Train one step of a random model by the trainer."""
+    """Train one step of a random model with the kit's trainer."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -295,7 +304,7 @@ def step_of_random(arm: Arm, length: int, folder: str) -> None:
 
 
 def step_of_embedded(length: int, folder: str) -> None:
-    """``rloo-kit train`` on the embedded model: one step, its record, adapter and report."""
+    """Run ``rloo-kit train`` on the embedded model: one step, its record, adapter and report."""
     import rloo_kit as rk
     from rloo_kit.config.run_file import make_run_config
 
@@ -327,7 +336,7 @@ def step_of_embedded(length: int, folder: str) -> None:
 
 
 def run_arm(arm: Arm) -> None:
-    """Print one line of JSON for every length."""
+    """Measure an arm in this process, and print one line of JSON for every length."""
     import rloo_kit as rk
 
     rk.setup()
@@ -363,7 +372,7 @@ def run_arm(arm: Arm) -> None:
 
 
 def in_child(arm: Arm) -> list[dict[str, Any]]:
-    """Run an arm in a process of its own."""
+    """Measure an arm in a child process, and return its results, one dict for every length."""
     command = [sys.executable, __file__, "--arm", arm.name]
     environment = {**os.environ, "RLOO_KIT_LIVE": "off", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
@@ -377,21 +386,21 @@ def in_child(arm: Arm) -> list[dict[str, Any]]:
     return points
 
 
-# --- what it amounts to --------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
 def passes_of(point: dict[str, Any]) -> float:
-    """Seconds of the passes of a step: what the policy and its reference compute."""
+    """Return the seconds of a step's passes of the policy and of its reference."""
     return sum(point["seconds"].get(name, 0.0) for name in PASSES)
 
 
 def others_of(point: dict[str, Any]) -> float:
-    """Seconds of those passes outside of attention."""
+    """Return the seconds of these passes without attention."""
     return passes_of(point) - point["attention"]
 
 
 def peak_of(point: dict[str, Any]) -> float:
-    """MiB of those passes over what the process held."""
+    """Return the peak memory of these passes in MiB, minus the memory before the step."""
     return max(point["over"].get(name, 0) for name in PASSES) / MIB
 
 
@@ -400,11 +409,12 @@ def sampling_of(point: dict[str, Any]) -> float:
 
 
 def fitted(points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> Fit:
-    """Fit a straight line through a quantity by least squares.
+    """Fit a straight line to a quantity over the length by least squares.
 
     Returns:
-        The slope per token, the constant, the largest error of the line over the largest value, and
-        the factor of a doubling between the last two lengths: 2 is linear, 4 is quadratic.
+        Dict with the slope per token, the constant, the line's largest error divided by the largest
+        value, and the factor by which the quantity grows if the length doubles. This factor comes
+        from the last two lengths: 2 means linear, 4 means quadratic.
     """
     lengths = [p["length"] for p in points]
     values = [value(p) for p in points]
@@ -420,7 +430,7 @@ def fitted(points: list[dict[str, Any]], value: Callable[[dict[str, Any]], float
 
 
 def fits(arms: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Fit]]:
-    """Fit every quantity of every arm."""
+    """Return the fits of every quantity of every arm."""
     found = {}
     for name, points in arms.items():
         found[name] = {"seconds": fitted(points, passes_of), "mib": fitted(points, peak_of)}
@@ -450,7 +460,7 @@ CURVES = {
 
 
 def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw seconds and memory against tokens; a thin dashed line is the fit."""
+    """Draw seconds and memory over the number of tokens; the thin dashed lines are the fits."""
     figure = shared.start_pyplot().figure(figsize=(10, 3.6), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(1, 3), CURVES.items(), strict=True):
         for name, words, value, style in curves:
@@ -471,7 +481,10 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """Seconds and memory of the passes at the longest length, where attention was measured."""
+    """Return a Markdown table of the passes at the longest length.
+
+    It has the arms whose attention was measured at that length.
+    """
     head = "model", "reference", "old", "learning", "attention", "without it, ms a token", "MiB"
     rows = []
     for name, points in arms.items():
@@ -488,7 +501,7 @@ def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def growth_table(found: dict[str, dict[str, Fit]]) -> str:
-    """What a doubling of the length multiplies, as Markdown."""
+    """Return a Markdown table of the factors by which a doubling of the length multiplies."""
     head = "model", "seconds", "without attention", "MiB at k thousand tokens", "off by"
     rows = []
     for name, fit in found.items():
@@ -502,7 +515,7 @@ def growth_table(found: dict[str, dict[str, Fit]]) -> str:
 
 
 def draw() -> None:
-    """Write the picture and the page's tables."""
+    """Write the picture, and the tables of the page."""
     arms = json.loads(RESULT.read_text())["arms"]
     picture(arms)
     shared.write_part(PAGE, "long-passes", passes_table(arms))
@@ -515,7 +528,7 @@ ARM = {arm.name: arm for arm in ARMS}
 def main() -> None:
     parser = shared.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ARM), help="measure these arms again")
-    parser.add_argument("--draw", action="store_true", help="write picture and tables again")
+    parser.add_argument("--draw", action="store_true", help="only write picture and tables")
     parser.add_argument("--arm", choices=list(ARM), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.arm:

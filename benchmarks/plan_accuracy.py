@@ -1,16 +1,16 @@
-"""The planner on a CPU against the peak resident memory of real ``rloo-kit train`` processes.
+"""Planned memory against the measured peak of ``rloo-kit train`` processes, on a CPU.
 
-    python benchmarks/plan_accuracy.py                     # all of them, into benchmarks/results/
-    python benchmarks/plan_accuracy.py --only tiny-4bit    # one, in its place there
-    python benchmarks/plan_accuracy.py --again             # the same peaks, planned again
+    python benchmarks/plan_accuracy.py                     # all runs, into benchmarks/results/
+    python benchmarks/plan_accuracy.py --only tiny-4bit    # one run, keep the other results
+    python benchmarks/plan_accuracy.py --again             # new plans, keep the measured peaks
 
-Each run is a process of its own of two steps, with random weights made on the spot and completions
-that are all of full length, so that the worst case that is planned is what happens. The peak is the
-largest of what the kernel counted before the first step (VmHWM, polled) and what the trainer
-measured in each step. The second step matters: what the first one left in the heap is there.
+Each run is a process of its own with two steps. Weights are random, and all completions have full
+length, so that the planned worst case is what happens. The peak is the largest of two measurements:
+the kernel's (VmHWM, polled) and the trainer's in each step. The second step matters, because the
+first one leaves memory in the heap.
 
-``python benchmarks/plan_accuracy.py --libraries`` measures LIBRARIES (planning/memory.py): what
-is left in a process that has trained and released everything.
+``python benchmarks/plan_accuracy.py --libraries`` measures LIBRARIES (planning/memory.py), the
+memory that a process still holds after it has trained and released everything.
 """
 
 import json
@@ -30,8 +30,8 @@ PAGE = ROOT / "docs" / "how-to" / "plan.md"
 MIB = 1024**2
 TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
-# SmolLM2-135M's, the same with six layers, and a small Qwen3: kind, hidden, inner, layers, heads,
-# key and value heads, vocabulary; heads have 64 dimensions, embeddings are tied
+# SmolLM2-135M, the same with six layers, and a small Qwen3. Each has: model type, hidden size,
+# intermediate size, layers, heads, key-value heads, vocabulary. Heads have 64 dimensions.
 GEOMETRIES = {
     "135M": ("llama", 576, 1536, 30, 9, 3, 49_152),
     "50M": ("llama", 576, 1536, 6, 9, 3, 49_152),
@@ -54,7 +54,7 @@ def settings(model, bits, rows, length, *others):
     ]
 
 
-# Name -> settings over examples/quickstart.yaml.
+# Name -> settings that override examples/quickstart.yaml
 RUNS = {
     "tiny-4bit": settings("tiny-thinker", 4, 64, 48),
     "tiny-4bit-long": settings("tiny-thinker", 4, 128, 128),
@@ -78,7 +78,7 @@ RUNS = {
 
 
 def make_model(geometry, folder):
-    """Write a model of random weights with the embedded model's tokenizer."""
+    """Write a model with random weights and the embedded model's tokenizer to a folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -108,7 +108,7 @@ def make_model(geometry, folder):
 
 
 def with_model(name, scratch):
-    """Return a run's settings with the folder of its model in them."""
+    """Return a run's settings with the folder of its model, which is made if it is missing."""
     model = RUNS[name][0].partition("=")[2]
     if model == "tiny-thinker":
         return RUNS[name]
@@ -127,7 +127,7 @@ def planned(overrides):
 
 
 def high_water(pid):
-    """Return VmHWM of a process, bytes; 0 once it is over."""
+    """Return the peak resident memory (VmHWM) of a process in bytes, or 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -136,7 +136,7 @@ def high_water(pid):
 
 
 def measured(overrides, folder):
-    """Train, and return the most resident memory and what was printed."""
+    """Train, and return the peak resident memory in bytes and the printed text."""
     command = [sys.executable, "-m", "rloo_kit", "train", "quickstart"]
     for setting in [*overrides, f"output_dir={folder}"]:
         command += ["--set", setting]
@@ -156,7 +156,7 @@ def measured(overrides, folder):
 
 
 def libraries():
-    """Print what is left of a process that has trained and given everything back, for a backend."""
+    """Print for each backend what a process still holds after it has released everything."""
     for backend in ("unsloth", "transformers"):
         with tempfile.TemporaryDirectory() as scratch:
             overrides = [*RUNS["tiny-4bit"], f"model.backend={backend}"]
@@ -180,7 +180,7 @@ def known():
 
 
 def planned_again(row, scratch):
-    """Return a row with the plan of now; its peak is the one that was measured."""
+    """Return a row with a new plan for its measured peak."""
     plan = planned(with_model(row["name"], scratch))
     error = plan.peak_bytes / row["measured"] - 1
     return row | {"planned": plan.peak_bytes, "error": error, "phase": plan.memory.phase}
@@ -211,14 +211,15 @@ def write_table(rows):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=sorted(RUNS), help="these, in their places")
+    parser.add_argument("--only", nargs="+", choices=sorted(RUNS), help="only these runs")
     parser.add_argument(
-        "--again", action="store_true", help="plan again what was measured, after a change of plans"
+        "--again", action="store_true", help="only plan again, for the measured peaks"
     )
-    parser.add_argument("--libraries", action="store_true", help="measure the libraries' share")
+    parser.add_argument("--libraries", action="store_true", help="only measure the libraries")
     options = parser.parse_args()
     if options.libraries:
-        return libraries()
+        libraries()
+        return
     rows = {row["name"]: row for row in known() if options.again or options.only}
     with tempfile.TemporaryDirectory(prefix="plan-accuracy-") as folder:
         scratch = Path(folder)
@@ -229,7 +230,6 @@ def main():
             print(row_of(row), flush=True)
             write([rows[known] for known in RUNS if known in rows])
     write_table([rows[name] for name in RUNS if name in rows])
-    return None
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""How far sampler and learner differ in bf16 and in float16, both by transformers on a CPU.
+"""Log-probabilities of sampler against learner, in bf16 and in float16, on a CPU.
 
-    python benchmarks/precision.py     # a minute and a half; SmolLM2 by scripts/fetch_smollm2.py
+    python scripts/fetch_smollm2.py
+    python benchmarks/precision.py     # a minute and a half
 
-Mean |log p(sampler) - log p(learner)| of 512 sampled tokens, in nats: what ``rloo-kit calibrate
---precision`` compares.
+The result is the mean of |log p(sampler) - log p(learner)| over 512 sampled tokens, in nats. This
+is the number that ``rloo-kit calibrate --precision`` compares. Sampler and learner use
+transformers.
 """
 
 from shared import write_result

@@ -1,11 +1,12 @@
-"""A run exported in every kind and loaded elsewhere: does it answer as the run does?
+"""Answers of the exports of a run, loaded by other libraries, against those of the run itself.
 
     python benchmarks/round_trip.py runs/quickstart
     python benchmarks/round_trip.py runs/smollm2 --llama-python A --vllm-python B
 
-Greedy, on the run's held-out prompts, scored by what judges them first. llama.cpp is xllamacpp or
-llama-cpp-python in an environment of its own, vLLM in the one that `make setup-vllm` builds; where
-neither is given, only transformers loads. Writes benchmarks/results/round_trip_NAME.json.
+The prompts are the run's held-out ones. The answers are greedy, and the first held-out reward
+scores them. llama.cpp is xllamacpp or llama-cpp-python, in an environment of its own. vLLM is in
+the environment that `make setup-vllm` builds. If neither is given, only transformers loads the
+exports. The result is benchmarks/results/round_trip_NAME.json.
 """
 
 import json
@@ -56,13 +57,13 @@ json.dump({"name": "vLLM", "texts": [one.outputs[0].text for one in found]}, ope
 
 
 def main() -> None:
-    """Export, load, score, print and write."""
+    """Export the run, load and score each export, and write the result."""
     parser = parser_of(__doc__)
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--num-prompts", type=int)
     parser.add_argument("--llama-python", metavar="PATH")
     parser.add_argument("--vllm-python", metavar="PATH")
-    parser.add_argument("--base", help="as rloo-kit export takes it")
+    parser.add_argument("--base", help="base model, as in rloo-kit export --base")
     args = parser.parse_args()
     rk.setup()
     from rloo_kit.data.lengths import prompt_ids
@@ -70,6 +71,7 @@ def main() -> None:
     from rloo_kit.evaluation.trained import find_trained, load_base
     from rloo_kit.sampling.completer import as_completions
     from rloo_kit.scoring.contract import call_reward, reward_columns
+    from rloo_kit.text.numbers import mean_or_none
 
     trained = find_trained(args.run)
     exam = read_held_out([trained], num_prompts=args.num_prompts)
@@ -77,10 +79,9 @@ def main() -> None:
     wanted = []
 
     def note(name: str, texts: list[str], values: list[float | None]) -> None:
-        known = [value for value in values if value is not None]
         wanted[:] = wanted or texts
         same = sum(a.strip() == b.strip() for a, b in zip(texts, wanted, strict=True))
-        rows[name] = {"score": sum(known) / len(known), "same_texts": same, "prompts": len(texts)}
+        rows[name] = {"score": mean_or_none(values), "same_texts": same, "prompts": len(texts)}
         print(f"{name:<40} {rows[name]['score']:.4f}  {same} of {len(texts)} texts as the run")
 
     def here(name: str, one: object, of: object) -> None:
@@ -105,7 +106,7 @@ def main() -> None:
                 env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
             )  # fmt: skip
             if done.returncode:
-                raise SystemExit(f"{name} was not loaded elsewhere:\n{done.stderr[-2000:]}")
+                raise SystemExit(f"{python} could not load {name}:\n{done.stderr[-2000:]}")
             found = json.loads(Path(file.name).read_text())
         ids = [
             one.tokenizer(text, add_special_tokens=False)["input_ids"] for text in found["texts"]

@@ -1,10 +1,11 @@
-"""The transformers sampler against ``generate``: tokens a second and peak memory, A B A B.
+"""Tokens per second and peak memory of the transformers sampler, against ``generate``.
 
     python benchmarks/sampler.py --name sampler_smollm2        # about 10 minutes on two CPU cores
 
-SmolLM2-135M with an adapter, two prompts with eight completions each; their lengths are given (mean
-52, longest 256, as it draws them in training), so that both decode the same tokens. Peak memory is
-the process's largest resident set while it samples, beyond what it had before.
+SmolLM2-135M with an adapter samples eight completions for each of two prompts. Their lengths are
+given (mean 52, longest 256, as the model samples them in training), so that both arms decode the
+same number of tokens. The arms run in turn, A B A B. Peak memory is the largest resident set of the
+process while it samples, minus the resident set before.
 """
 
 import functools
@@ -19,7 +20,7 @@ from shared import ROOT, SMOLLM2, in_turn, parser_of, ratios, read_lines, write_
 
 import rloo_kit as rk
 
-environment = rk.setup()
+rk.setup()
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -34,7 +35,11 @@ MIB = 1024**2
 
 
 class GivenLengths(LogitsProcessor):
-    """Ends each completion at its length; its first token says which one it is."""
+    """Logits processor that ends each completion at its given length.
+
+    It forces the first token of a completion to 1000 plus the number of its row. Later it reads the
+    number from there, because the sampler drops the rows that have ended.
+    """
 
     def __init__(self, lengths: list[int], start: int, end: int) -> None:
         self.lengths = torch.tensor(lengths)
@@ -43,22 +48,21 @@ class GivenLengths(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         done = input_ids.size(1) - self.start
-        if not done:
-            return torch.full_like(scores, -torch.inf).scatter(
-                1, torch.arange(len(scores))[:, None] + 1000, 0.0
-            )
-        ends = self.lengths[input_ids[:, self.start].cpu() - 1000] == done + 1
         scores = scores.clone()
+        if not done:
+            rows = torch.arange(len(scores))
+            scores[:] = -torch.inf
+            scores[rows, rows + 1000] = 0.0
+            return scores
+        ends = self.lengths[input_ids[:, self.start] - 1000] == done + 1
         scores[:, self.end] = -torch.inf
-        return torch.where(
-            ends[:, None], torch.full_like(scores, -torch.inf).index_fill(
-                1, torch.tensor(self.end), 0.0
-            ), scores,
-        )  # fmt: skip
+        scores[ends] = -torch.inf
+        scores[ends, self.end] = 0.0
+        return scores
 
 
 def measure(draw: Callable[[], list[list[int]]]) -> tuple[float, float]:
-    """Return tokens a second, and MiB beyond those before."""
+    """Return the tokens per second, and the peak memory in MiB minus the memory before."""
     gc.collect()
     before = psutil.Process().memory_info().rss
     take_peak()
@@ -73,7 +77,7 @@ def measure(draw: Callable[[], list[list[int]]]) -> tuple[float, float]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--name", help="of the file in benchmarks/results")
+    parser.add_argument("--name", help="name of the file in benchmarks/results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()

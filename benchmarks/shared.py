@@ -1,4 +1,7 @@
-"""Arms in turn, results in JSON, intervals and pictures, the same way in every benchmark."""
+"""Functions that the benchmarks share: arms in turn, results in JSON, intervals, tables, run files.
+
+An arm is one of the variants that a benchmark compares, such as a trainer class.
+"""
 
 import argparse
 import json
@@ -16,12 +19,12 @@ from pages import write_part  # noqa: F401 # for reports
 RESULTS = ROOT / "benchmarks" / "results"
 SMOLLM2 = ROOT / ".cache" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = ("torch", "trl", "transformers", "peft", "unsloth", "vllm")
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t, by the number of seeds
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by number of seeds
 Found = TypeVar("Found")
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser that says what a program's docstring begins with."""
+    """Return a parser whose description is the first line of a program's docstring."""
     return argparse.ArgumentParser(description=str(doc).splitlines()[0])
 
 
@@ -30,7 +33,15 @@ def in_turn(
     pairs: int,
     say: Callable[[str, Found], None] = lambda name, found: None,
 ) -> dict[str, list[Found]]:
-    """Run the arms A B A B ... and return what each found; the first of each warms up."""
+    """Run the arms in turn, A B A B ..., and return the results of each arm.
+
+    The first run of each arm is a warm-up, whose result is left out.
+
+    Args:
+        arms: Name of an arm -> function that runs it once.
+        pairs: Number of runs of each arm after the warm-up.
+        say: Function that is called with the name and the result of every run.
+    """
     found: dict[str, list[Found]] = {name: [] for name in arms}
     for _ in range(pairs + 1):
         for name, arm in arms.items():
@@ -40,22 +51,23 @@ def in_turn(
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> tuple[float, list[float]]:
-    """Return the median of the ratios pair by pair, and all of them."""
+    """Return the median of the ratios of each pair (one / other), and all of these ratios."""
     found = [one / other for one, other in zip(ones, others, strict=True)]
     return statistics.median(found), found
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of two to five seeds, and the ends of its 95% interval."""
+    """Return the mean of the values of two to five seeds, and the ends of its 95% interval."""
     mean = statistics.fmean(values)
     half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
 def write_result(name: str | None, **content: Any) -> None:
-    """Write a result with command, machine and versions; without a name nothing is written.
+    """Write a result to ``benchmarks/results/NAME.json``, with command, machine and versions.
 
-    It is called after each row, so that a benchmark that is stopped leaves the rows before.
+    If there is no name, nothing is written. Benchmarks call this function after each row, so that
+    the rows that are finished remain if the benchmark is stopped.
     """
     if not name:
         return
@@ -72,23 +84,18 @@ def write_result(name: str | None, **content: Any) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file with one in each line; [] without the file."""
+    """Return the rows of a JSON Lines file, or [] if there is no such file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def recomputed(row: Mapping[str, Any]) -> bool:
-    """Return whether an arm recomputed activations; in rows that do not tell, TRL's arms did."""
-    return row.get("gradient_checkpointing", True)
-
-
 def write_lines(path: str | Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write such a file; return its path."""
+    """Write rows to a JSON Lines file, and return its path."""
     Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return Path(path)
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to it."""
+    """Append a row to a JSON Lines file."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -96,7 +103,15 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
 def write_run(
     name: str, prompts: str, rows: Iterable[dict[str, Any]], held_out: int, **trainer: Any
 ) -> str:
-    """Write prompts, and the quickstart's run file with them; return its name."""
+    """Write a file of prompts, and a run file that trains on them; return the run file's name.
+
+    Args:
+        name: Name of the run.
+        prompts: Name of the file of prompts.
+        rows: The prompts.
+        held_out: Number of held-out prompts, the last ones.
+        **trainer: Settings of the section ``trainer`` that differ from the quickstart's.
+    """
     import yaml
 
     from rloo_kit.config.run_file import EXAMPLES
@@ -113,7 +128,7 @@ def write_run(
 def random_qwen3(
     shape: Mapping[str, int], *, checkpointing: bool, device: str = "cpu", **config: Any
 ) -> Any:
-    """Return a Qwen3 of random weights with a LoRA adapter of rank 16."""
+    """Return a Qwen3 with random weights and a LoRA adapter of rank 16."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -130,13 +145,13 @@ def random_qwen3(
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     head, *lines = (f"| {' | '.join(line)} |" for line in (columns, *rows))
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
 def start_pyplot() -> Any:
-    """Return pyplot for files in SVG; the same results give the same file."""
+    """Return pyplot, set up so that equal results give identical SVG files."""
     import matplotlib as mpl
 
     mpl.use("svg")

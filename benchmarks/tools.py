@@ -1,9 +1,9 @@
-"""What ``rloo-kit train tools`` learns: when to call the calculator, over several seeds.
+"""Calls and accuracy before and after ``rloo-kit train tools``, over several seeds.
 
     python benchmarks/tools.py --seeds 5 --name tools_cpu        # about two minutes a seed
 
-Held-out sums before and after: accuracy on large ones, and the share of small ones with a call,
-which is needless. docs/how-to/tools.md shows the result.
+Both are measured on held-out sums. A large sum needs a call of the calculator, a small one does
+not. docs/how-to/tools.md shows the result.
 """
 
 import tempfile
@@ -15,7 +15,7 @@ import rloo_kit as rk
 
 
 def shares(samples: list[dict[str, Any]]) -> dict[str, float]:
-    """Return accuracy and share of calls, for small and for large sums."""
+    """Return the accuracy and the share of completions with a call, for small and large sums."""
     found = {}
     for size in ("small", "large"):
         rewards = [
@@ -32,7 +32,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--set", nargs="*", default=[], help="settings of the run")
-    parser.add_argument("--name", help="of the file in benchmarks/results")
+    parser.add_argument("--name", help="name of the file in benchmarks/results")
     options = parser.parse_args()
     rows = []
     for seed in range(1, options.seeds + 1):

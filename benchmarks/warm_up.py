@@ -1,12 +1,13 @@
-"""What a warm-up is for: examples before RLOO, in a form that the model knows and in a new one.
+"""Benefit of a warm-up on examples before RLOO, for a known and for a new form of answers.
 
     python benchmarks/warm_up.py     # a quarter of an hour of one core
 
-The embedded model adds three-digit numbers, as in the quickstart. In the task "known" the answer
-is written as it writes it, 633; in the task "new" as =633, which it never does. The examples are
-worked sums without a forgotten carry, in the form of the task. Arms of every seed: the warm-up;
-RLOO after it; RLOO alone for as long as both, counted in steps of RLOO. The held-out score is the
-accuracy on 128 sums, sampled at temperature 1.
+The embedded model adds three-digit numbers, as in the quickstart. In the task "known", an answer
+has the form that the model writes, such as 633. In the task "new", it has the form =633, which the
+model never writes. The examples are worked sums without a forgotten carry, in the form of the task.
+The arms of every seed are the warm-up alone, RLOO after the warm-up, and RLOO alone for the same
+total time, converted to steps of RLOO. The held-out score is the accuracy on 128 sums, sampled at
+temperature 1.
 """
 
 import json
@@ -25,7 +26,7 @@ from worked_thought import worked_thought
 
 import rloo_kit as rk
 
-FORMS = {"known": "", "new": "="}  # task -> what stands before the answer
+FORMS = {"known": "", "new": "="}  # task -> text before the answer
 EXAMPLES_GIVEN = 64
 TRAIN = 256
 HELD_OUT = 128
@@ -34,7 +35,7 @@ WARM_UP = {"epochs": 4, "learning_rate": 3e-3}
 
 
 def write_files(task: str) -> None:
-    """Write examples, other prompts of which the last are held out, and a run file."""
+    """Write the examples of a task, other prompts whose last ones are held out, and a run file."""
     rng = random.Random(1)
     rows = {}
     while len(rows) < EXAMPLES_GIVEN + TRAIN + HELD_OUT:
@@ -49,7 +50,7 @@ def write_files(task: str) -> None:
 
 
 def train(task: str, seed: int, steps: int, *more: str) -> Any:
-    """Train by RLOO; return the result."""
+    """Train with RLOO, and return the result."""
     settings = (f"seed={seed}", f"trainer.max_steps={steps}", *more)
     return rk.train(f"{task}.yaml", settings, say=lambda line: None)
 

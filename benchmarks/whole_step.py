@@ -1,4 +1,4 @@
-"""The whole step, sampling and rewards included: rloo-kit against TRL's RLOO and GRPO trainers.
+"""Whole step, with sampling and rewards: rloo-kit against TRL's RLOO and GRPO trainers.
 
     python benchmarks/whole_step.py                          # every cell: hours on two CPU cores
     python benchmarks/whole_step.py --cells embedded --pairs 1
@@ -6,15 +6,15 @@
     .venv-vllm/bin/python benchmarks/whole_step.py --cells smollm2 --sampler vllm --name ...
     python benchmarks/whole_step.py --report                 # tables and picture from the results
 
-Arms (kit, trl-rloo, trl-grpo) train in one process and take their steps in turn, A B C A B C, so
-what slows the machine down slows all of them. They have the same adapter at the start, prompts,
-reward, seed and settings. TRL's classes are those that Unsloth patches, where it is installed.
-Completions differ from arm to arm, since each draws its own, so tokens are printed too. Each step
-is timed whole, and sampling, rewards and learning (the rest) apart. The first steps of each arm
-warm up and are not counted: with partial rollouts until the groups in flight have their usual
-ages. Counted steps are summed up in pairs of ``--steps`` steps of each arm. SmolLM2 is fetched by
-scripts/fetch_smollm2.py; with it, set MALLOC_ARENA_MAX=1, so that all arms use the same 13 GiB, and
-not 13 GiB each.
+The arms (kit, trl-rloo, trl-grpo) train in one process and take their steps in turn, A B C A B C,
+so that whatever slows the machine down slows all of them. They start from the same adapter, and
+have the same prompts, reward, seed and settings. If Unsloth is installed, TRL's classes are those
+that Unsloth has patched. Each arm samples its own completions, so the numbers of tokens differ and
+are printed too. Each step is timed as a whole, and also its sampling, its rewards and its learning
+(the rest). The first steps of each arm are a warm-up, which is not counted. With partial rollouts,
+it lasts until the groups in flight have their usual ages. The counted steps form pairs, with
+``--steps`` steps of each arm in a pair. scripts/fetch_smollm2.py fetches SmolLM2; with this model,
+set MALLOC_ARENA_MAX=1, so that all arms share 13 GiB of memory instead of using 13 GiB each.
 """
 
 import argparse
@@ -50,7 +50,7 @@ CELL_TITLES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A model, its prompts and what is drawn."""
+    """Model, prompts and batch of a comparison."""
 
     model: str
     prompts: str
@@ -72,7 +72,7 @@ CELLS = {
 
 
 def prompts_of(cell: Cell, steps: int) -> Dataset:
-    """Return as many prompts as the steps take."""
+    """Return the prompts for a number of steps."""
     if cell.prompts == "arithmetic":
         return rk.load_prompts("arithmetic", num_prompts=cell.groups * steps, seed=SEED)
     posts = shared.read_lines(shared.ROOT / "examples" / "posts.jsonl")
@@ -87,14 +87,17 @@ def prompts_of(cell: Cell, steps: int) -> Dataset:
 
 @dataclass
 class Clock:
-    """Seconds and tokens so far."""
+    """Seconds of sampling and of rewards so far, and the lengths of the completions of a step."""
 
     sampling: float = 0.0
     rewards: float = 0.0
     tokens: list[int] = field(default_factory=list)
 
     def sampled(self, draw, ids_of=lambda drawn: drawn[0] if isinstance(drawn, tuple) else drawn):
-        """Return ``draw``, timed; ``ids_of`` its result are the ids of the completions."""
+        """Return a function that calls ``draw`` and measures it.
+
+        ``ids_of`` returns the token ids of the completions in the result of ``draw``.
+        """
 
         def timed(*args, **kwargs):
             start = time.perf_counter()
@@ -106,7 +109,7 @@ class Clock:
         return timed
 
     def reward(self, completions, **columns):
-        """Different for each text, and cheap: the share of letters among its characters."""
+        """Return cheap scores that differ between texts: the share of letters in each."""
         start = time.perf_counter()
         texts = [one[-1]["content"] if isinstance(one, list) else one for one in completions]
         scores = [sum(map(str.isalpha, text)) / (len(text) + 1) for text in texts]
@@ -115,7 +118,7 @@ class Clock:
 
 
 class Turns:
-    """The order in which arms take their steps, each in a thread of its own."""
+    """Order in which the arms, each in a thread of its own, take their steps."""
 
     def __init__(self, order: Sequence[str]) -> None:
         self.order = order
@@ -124,14 +127,18 @@ class Turns:
         self.failed: BaseException | None = None
 
     def wait(self, arm: str) -> None:
-        """Wait until it is the arm's turn, or another arm failed."""
+        """Wait until it is the arm's turn.
+
+        Raises:
+            RuntimeError: Another arm has failed.
+        """
         with self.changed:
             self.changed.wait_for(lambda: self.failed or self.order[self.place] == arm)
             if self.failed:
                 raise RuntimeError("another arm failed")
 
     def give_on(self, arm: str) -> bool:
-        """Let the next arm take its step; return whether this one has another."""
+        """Let the next arm take its step, and return whether this arm has another step."""
         with self.changed:
             self.place += 1
             self.changed.notify_all()
@@ -145,7 +152,7 @@ class Turns:
 
 
 class Arm(TrainerCallback):
-    """One trainer class on a model of its own; ``steps`` has the seconds and tokens of each."""
+    """One trainer class with its own model; ``steps`` has the seconds and tokens of each step."""
 
     def __init__(self, name: str, cell: Cell, options: argparse.Namespace, save) -> None:
         self.name = name
@@ -161,13 +168,13 @@ class Arm(TrainerCallback):
 
     @property
     def warm_up(self) -> int:
-        """Steps that are not counted."""
+        """Number of steps that are not counted."""
         return max(1, 2 * self.options.in_flight if self.name == "kit" else 1)
 
     def trainer(self):
         """Make the trainer."""
         cell, clock = self.cell, self.clock
-        # partial rollouts begin no prompts towards the end of a training, so it is longer
+        # partial rollouts start no prompts near the end of a training, which is not counted either
         steps = 2 * self.warm_up + self.options.steps * self.options.pairs
         settings = {
             "max_steps": steps,
@@ -176,7 +183,7 @@ class Arm(TrainerCallback):
             "max_completion_length": cell.longest,
             "temperature": 1.0,
             "beta": cell.beta,
-            "learning_rate": 1e-6,  # so that lengths stay what they are
+            "learning_rate": 1e-6,  # so small that lengths stay the same
             "logging_strategy": "no",
             "seed": SEED,
         }
@@ -268,7 +275,7 @@ def compare(name: str, options: argparse.Namespace, rows: list[dict]) -> None:
 
 
 def row_of(name: str, options: argparse.Namespace, counted: dict[str, list]) -> dict[str, object]:
-    """Return medians of all pairs, and the ratios pair by pair."""
+    """Return a row with the medians of all pairs, and the ratios of each pair."""
     row: dict[str, object] = {"cell": name, "sampler": options.sampler, "steps": options.steps}
     row["batches in flight"] = options.in_flight or 1
     for arm, found in counted.items():
@@ -278,7 +285,7 @@ def row_of(name: str, options: argparse.Namespace, counted: dict[str, list]) -> 
         speeds = {one: [t["tokens"] / t["sampling"] for t in counted[one]] for one in (arm, "kit")}
         costs = {one: [t["step"] / t["tokens"] for t in counted[one]] for one in (arm, "kit")}
         faster, all_ratios = shared.ratios(steps[arm], steps["kit"])
-        cheaper, _ = shared.ratios(costs[arm], costs["kit"])  # whatever the lengths that were drawn
+        cheaper, _ = shared.ratios(costs[arm], costs["kit"])  # does not depend on the lengths
         speed, _ = shared.ratios(speeds["kit"], speeds[arm])
         row[f"faster than {arm}"] = faster
         row[f"ratios to {arm}"] = all_ratios
@@ -293,14 +300,14 @@ def row_of(name: str, options: argparse.Namespace, counted: dict[str, list]) -> 
 
 
 def read_rows() -> list[dict]:
-    """The cells of every result file."""
+    """Return the rows of every result file."""
     files = sorted(shared.RESULTS.glob("whole_step_*.json"))
     found = [row for file in files for row in json.loads(file.read_text())["rows"]]
     return sorted(found, key=lambda row: (list(CELL_TITLES).index(row["cell"]), row["sampler"]))
 
 
 def table() -> str:
-    """Seconds of a step and ratios, as Markdown."""
+    """Return a Markdown table of the seconds of a step and the ratios."""
     columns = ["cell, the kit's sampler", "kit s", "TRL RLOO", "TRL GRPO", "faster than RLOO"]
     columns += ["than GRPO", "sampled tokens a second against RLOO"]
     others = [f"faster than {arm}" for arm in list(TITLES)[1:]]
@@ -319,14 +326,14 @@ def table() -> str:
 
 
 def speedup(row: dict) -> str:
-    """Return by how much the kit's step is faster than TRL's two, and with which model."""
+    """Return a text with the ratios of a row to TRL's two trainers, and the model."""
     names = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M"}
     model = names.get(row["cell"], row["cell"])
     return f"{row['faster than trl-rloo']:.1f}x and {row['faster than trl-grpo']:.1f}x on {model}"
 
 
 def sentence() -> str:
-    """What the README says."""
+    """Return the sentence for the README."""
     found = [speedup(row) for row in read_rows() if row["sampler"] == "transformers"]
     return (
         "A whole step is faster than that of TRL's RLOO and of its GRPO, if all sample with "
@@ -335,7 +342,7 @@ def sentence() -> str:
 
 
 def in_flight() -> str:
-    """What the page about partial rollouts says."""
+    """Return the sentence for the page about partial rollouts."""
     names = ("embedded", "smollm2", "smollm2_vllm")
     files = [shared.RESULTS / f"partial_rollouts_{name}.json" for name in names]
     rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
@@ -351,7 +358,7 @@ def in_flight() -> str:
 
 
 def sampler() -> str:
-    """Return speed and memory of the sampler against ``generate``."""
+    """Return the sentences about the sampler's speed and memory, against ``generate``."""
     content = json.loads((shared.RESULTS / "sampler_smollm2.json").read_text())
     kit, other = (
         f"{content[name]['tokens_per_second']:.1f} tokens a second with "
@@ -367,7 +374,7 @@ def sampler() -> str:
 
 
 def picture() -> None:
-    """What a step consists of, for each cell and arm."""
+    """Draw the parts of a step for each cell and arm."""
     found = read_rows()
     figure, axes = shared.start_pyplot().subplots(
         1, len(found), figsize=(3.2 * len(found), 3.2), layout="constrained", squeeze=False
@@ -398,13 +405,13 @@ def main() -> None:
     parser = shared.parser_of(__doc__)
     add = parser.add_argument
     add("--cells", nargs="*", default=list(CELLS), choices=CELLS)
-    add("--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit first")
+    add("--arms", nargs="*", default=list(TRAINERS), choices=TRAINERS, help="kit must be first")
     add("--sampler", default="transformers", choices=["transformers", "vllm"])
-    add("--steps", type=int, default=3, help="optimizer steps of a pair")
-    add("--in-flight", type=int, default=0, help="batches of the kit's partial rollouts")
+    add("--steps", type=int, default=3, help="optimizer steps of each arm in a pair")
+    add("--in-flight", type=int, default=0, help="batches in flight, with partial rollouts")
     add("--pairs", type=int, default=5)
-    add("--name", help="of the file in benchmarks/results")
-    add("--report", action="store_true", help="tables and picture from results")
+    add("--name", help="name of the file in benchmarks/results")
+    add("--report", action="store_true", help="only write tables and picture, from the results")
     options = parser.parse_args()
     if options.report:
         write_report()

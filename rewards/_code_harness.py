@@ -72,7 +72,7 @@ def expected_values(cases: list[dict[str, Any]]) -> dict[int, str]:
         case["value"] = ""
         left, right = case.pop("sides") or ("", "")
         for side, other in ((right, left), (left, right)):
-            names: dict[str, Any] = {"__name__": "program"}  # as classes of the program say
+            names: dict[str, Any] = {"__name__": "program"}  # the module of the program's classes
             try:
                 for statement in case["setup"]:
                     with contextlib.suppress(Exception):

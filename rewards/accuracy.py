@@ -10,8 +10,8 @@ from rloo_kit.types import Score
 from ._text import check_choices, check_least, expected_text
 from .thinking import AnswerReward, TextReward
 
-# A number: any sign but a hyphen between two characters of a word, digits (whole, or in groups of
-# three), a decimal part, an exponent; ".5" too.
+# A number has a sign (unless it is a hyphen after a word), digits (whole, or in groups of three), a
+# decimal part and an exponent. ".5" is a number too
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[+-])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
@@ -71,7 +71,7 @@ def last_number(text: str) -> Decimal | None:
 
 # Only the end of an answer is searched for a letter
 _MAX_CHOICE_CHARACTERS = 4000
-# Counts are bounded below, or long runs of the same marks would be tried from each of them.
+# Counts are limited: a long run of the same mark would otherwise be searched from each mark
 _NOT_IN_WORD = r"(?![A-Za-z0-9_'])"
 _LETTER = (
     r"[\s*_:([{$\"'`]{0,12}(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{[\s*(]{0,4}){0,3}"
@@ -98,7 +98,8 @@ _MARKED = re.compile(
     r"|^[ \t]*([A-Z])(?:[.):]|[ \t]*$)",
     re.MULTILINE,
 )
-# A letter on its own; "I" before another word is a word itself, as "A" is that begins a sentence.
+# A letter that stands alone. "I" before another word is a word itself, and so is an "A" that begins
+# a sentence
 _ALONE = re.compile(rf"(?<![A-Za-z0-9_'.])(?:[B-HJ-Z]|[AI](?!\s+\w)|(?<=[a-z,:] )A){_NOT_IN_WORD}")
 _WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
 

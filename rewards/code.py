@@ -102,7 +102,7 @@ class Code(AnswerReward):
     memory_mib: int = 512
     """Limit of one run's memory (address space), in MiB."""
     max_workers: int | None = None
-    """Number of programs that run at the same time; None: one per core."""
+    """Number of programs that run at the same time; None: one per core that the process may use."""
     allow_weak: bool = False
     """Run programs even on a machine that cannot keep them from files and the network."""
 
@@ -130,7 +130,10 @@ class Code(AnswerReward):
         tests = [_read_tests(value, self.column) for value in column]
         rows = self.rows(completions, prompts, tests)
         stopped = threading.Event()
-        with ThreadPoolExecutor(self.max_workers or os.cpu_count() or 1, "rloo-kit code") as pool:
+        # With more programs than cores, each takes longer and may exceed its limit of wall time
+        affinity = getattr(os, "sched_getaffinity", None)  # None on macOS
+        cores = len(affinity(0)) if affinity else os.cpu_count()
+        with ThreadPoolExecutor(self.max_workers or cores, "rloo-kit code") as pool:
             try:
                 return list(pool.map(lambda row: self._score(*row, stopped=stopped), rows))
             finally:  # an error, Ctrl-C and a time limit wait only for the programs that run
@@ -290,8 +293,8 @@ def _unfolded(body: list[ast.stmt]) -> list[ast.stmt]:
 def _does_nothing(node: ast.stmt, coroutines: Collection[str] = ()) -> bool:
     """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``.
 
-    Code that runs only as a script has none either, since the tests run in a module. Nor has a call
-    of one of the ``coroutines`` that is not awaited.
+    Code under ``if __name__ == "__main__"`` has no effect either, since the tests run in a module.
+    The same is true of a call of one of the ``coroutines`` that is not awaited.
     """
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):

@@ -293,7 +293,7 @@ def _reference_text(reference: object, *, keep_thought: bool) -> str:
 
 
 def _check_server(url: str, name: object) -> None:
-    # The value is not shown. A ValueError would be shown with all parameters
+    # The value may be a key, so it is not shown. A ValueError would be shown with all parameters
     if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(name)):
         raise RewardLoadError(
             "api_key_env of reward 'judge' is not the name of an environment variable "

@@ -64,7 +64,7 @@ _RELATIVES = [{"bs", "hr"}, {"id", "ms"}, {"nn", "no"}]
 # and all of these had at most 18 letters.
 _PASSAGE_LETTERS = 20
 
-# Counts are bounded, or a long run of opening marks would be searched from each of them.
+# Counts are limited: a long run of opening marks would otherwise be searched from each mark
 _NOT_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`"  # code
     r"|\$[^$\n]{1,200}\$|\\[(\[].{0,200}?\\[)\]]|\\[A-Za-z]+"  # LaTeX
@@ -214,13 +214,3 @@ def _is_in(text: str, language: str) -> bool:
     likely = dict(_identifier().rank(text))
     best = max(likely.pop(code) for code in passing)
     return 2 * best >= max(likely.values())
-
-
-def __getattr__(name: str) -> Language:
-    """Create the reward with its defaults when ``language`` is read from this module.
-
-    The reward is not created on import, because it needs py3langid and the module does not.
-    """
-    if name == "language":
-        return Language()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,11 +111,6 @@ class LengthBand(ThoughtTokens, TokenReward, TemplateAware):
             return super().bind(tokenizer)
         return super(ThoughtTokens, self).bind(tokenizer)  # words need no token ids
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the reward cannot do without."""
-        return super().reads if self.unit == "tokens" else ()
-
     def _tokens(self, turns: list[list[int]], opened: bool) -> Sequence[int] | None:
         if self.part == "completion":
             return [*chain(*turns)]
@@ -156,8 +151,8 @@ class SoftOverlong(TokenReward):
     __name__ = "soft_overlong"
 
     max_completion_length: int
-    """Number of tokens at which the score reaches -1. Set it to the trainer's
-    max_completion_length, which truncates completions, or less."""
+    """Number of tokens at which the score reaches -1. Set it to at most the trainer's
+    max_completion_length, at which completions are truncated."""
     soft_punish_cache: int
     """Number of tokens below ``max_completion_length`` over which the score falls from 0 to -1.
     With 0, it falls at once above ``max_completion_length``. DAPO uses a fifth of that length

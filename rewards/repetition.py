@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from ._text import check_choices, check_least, n_grams
-from .thinking import IdsReward
+from .thinking import TokenReward
 
 
 @dataclass(frozen=True)
-class Repetition(IdsReward):
+class Repetition(TokenReward):
     """Penalise n-grams that are repeated in a completion, including its thought.
 
     Range: [max_penalty, 0.0], higher is better. The score is ``max_penalty`` times the share of
@@ -45,13 +46,9 @@ class Repetition(IdsReward):
             )
         check_choices(self)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the reward cannot do without."""
-        return super().reads if self.unit == "tokens" else ()
-
-    def _score(self, text: str, opened: bool, ids: list[int] | None = None) -> float:
-        found = n_grams(text.lower().split() if ids is None else ids, self.ngram_size)
+    def _score(self, text: str, opened: bool, turns: list[list[int]] | None = None) -> float:
+        units = text.lower().split() if turns is None else [*chain(*turns)]
+        found = n_grams(units, self.ngram_size)
         repeated = len(found) - len(set(found))
         return self.max_penalty * repeated / len(found) if repeated else 0.0
 

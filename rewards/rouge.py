@@ -62,7 +62,7 @@ class Rouge(TextReward):
         sizes = {
             "precision": len(given),
             "recall": len(wanted),
-            "f1": (len(given) + len(wanted)) / 2,  # of 2PR / (P + R), with P and R put in
+            "f1": (len(given) + len(wanted)) / 2,  # F1 = 2PR / (P + R), simplified
         }
         return common / sizes[self.measure] if common else 0.0
 

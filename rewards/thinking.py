@@ -152,11 +152,8 @@ class RowReward(Rows):
     ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
         columns["prompts"] = prompts
-        read = [self._column(name, columns) for name in self.reads]
+        read = [column_of(columns, name, self.__name__) for name in self.reads]
         return [self._score(*row) for row in self.rows(completions, prompts, *read)]
-
-    def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
-        return column_of(columns, name, self.__name__)
 
 
 class TextReward(RowReward, TemplateAware):
@@ -233,10 +230,20 @@ class ThoughtTokens(Bound):
         )
 
 
-class IdsReward(RowReward):
-    """Base class of rewards that score each row from the token ids of its completion."""
+class TokenReward(RowReward):
+    """Base class of rewards that score each row from the token ids of each turn of the model.
+
+    The last item of a row is a list with one list of token ids for each turn. Without tools, a
+    completion is a single turn. If a subclass has a parameter ``unit`` and it is not ``tokens``,
+    the reward reads no token ids.
+    """
 
     _reads = ("completion_ids",)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the arguments that the reward cannot do without."""
+        return super().reads if getattr(self, "unit", "tokens") == "tokens" else ()
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - ids before prompts
         self,
@@ -246,19 +253,10 @@ class IdsReward(RowReward):
         **columns: Any,
     ) -> Scores:
         """Return one score per completion; None for a row to which the reward does not apply."""
-        return super().__call__(completions, prompts, completion_ids=completion_ids, **columns)
-
-
-class TokenReward(IdsReward):
-    """Base class of rewards that score each row from the token ids of each turn of the model.
-
-    The last item of a row is a list with one list of token ids for each turn. Without tools, a
-    completion is a single turn.
-    """
-
-    def _column(self, name: str, columns: dict[str, Any]) -> list[Any]:
-        ids = super()._column(name, columns)
-        return columns.get("completion_turns") or [[own] for own in ids]
+        if completion_ids is not None:
+            turns = columns.get("completion_turns") or [[ids] for ids in completion_ids]
+            columns["completion_ids"] = turns
+        return super().__call__(completions, prompts, **columns)
 
 
 @dataclass(frozen=True)

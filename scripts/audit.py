@@ -17,7 +17,7 @@ from typing import Any
 # Time limit of the whole audit
 SECONDS = 35.0
 SECONDS_PER_ANSWER = 5
-# Printed also if the audit took longer than `SECONDS`
+# Also printed if the audit took longer than `SECONDS`
 UNREACHABLE = (
     "dependencies were not audited: the database of advisories cannot be reached from here"
 )
@@ -78,7 +78,7 @@ def verdict(report: dict[str, Any] | None) -> tuple[list[str], int]:
     if unknown := len(packages) - len(asked):
         lines.append(f"{unknown} packages were not found in the database")
     if code:
-        lines.append("take the fixed versions: make lock, then make test")
+        lines.append("get the fixed versions: run make lock, then make test")
     return lines, code
 
 

@@ -10,7 +10,6 @@ licence of llama.cpp (MIT). If the converter is already there, the script downlo
 
 import argparse
 import os
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -60,15 +59,16 @@ def fetch(out: Path) -> Path:
     """Download the converter into a folder, unless it is there already, and return the folder.
 
     Raises:
-        FetchError: The converter cannot be downloaded.
+        FetchError: The converter cannot be downloaded, or the folder has other files.
     """
     if (out / SCRIPT).is_file():
         return out
+    if out.is_dir() and any(out.iterdir()):
+        raise FetchError(f"{out} has files but no {SCRIPT}: give a new folder to --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=out.parent) as place:
         fresh = Path(place) / "llama.cpp"
         unpack(download(Path(place)), fresh)
-        shutil.rmtree(out, ignore_errors=True)
         os.replace(fresh, out)
     return out
 

@@ -17,9 +17,9 @@ from pathlib import Path
 OUT = Path(__file__).resolve().parents[1] / "examples" / "posts.jsonl"
 # Number of held-out situations, the last ones of `SITUATIONS`
 HELD_OUT_SITUATIONS = 12
-TRAIN_POSTS = 8
+# Number of posts for each held-out situation, and for each other situation
 HELD_OUT_POSTS = 4
-"""Number of posts that are made for each held-out situation (`TRAIN_POSTS`: for each other one)."""
+TRAIN_POSTS = 8
 QUESTION = "Sum up this post in one short sentence, in the first person."
 
 HE = ("he", "him", "his")
@@ -63,7 +63,7 @@ AFTER = [
     "Please be honest with me.",
     "Has this happened to anyone else?",
 ]
-SITUATIONS = [  # whom it is about, title, post, summary
+SITUATIONS = [  # key of PEOPLE, title, story, reference summary
     (
         "mate",
         "Who eats my {food}?",

@@ -130,21 +130,7 @@ def batch(
         practises = len(rows) < PRACTICE * size
         texts = practice_of(row, rng) if practises else text_of(row, rng, CALLS)
         rows.append([tokenizer(text)["input_ids"] for text in texts])
-    width = max(sum(map(len, parts)) for parts in rows)
-    ids = torch.full((size, width), tokenizer.pad_token_id)
-    labels = torch.full((size, width), -100)
-    for number, parts in enumerate(rows):
-        end = 0
-        for place, part in enumerate(parts):
-            start, end = end, end + len(part)
-            ids[number, start:end] = torch.tensor(part)
-            if place % 2:
-                labels[number, start:end] = ids[number, start:end]
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != tokenizer.pad_token_id).long(),
-        "labels": labels,
-    }
+    return thinker.padded(rows, tokenizer)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -111,38 +111,53 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Draw a training sum at random and return (prompt_ids, completion_ids).
-
-    Held-out sums are never drawn.
-    """
-    a = rng.randint(100, 999)
-    b = rng.randint(100, 999)
-    while is_held_out(a, b):
+def draw_sum(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
+    """Draw two three-digit numbers at random whose sum is, or is not, held out."""
+    while True:
         a = rng.randint(100, 999)
         b = rng.randint(100, 999)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": arithmetic_prompt(a, b)}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+        if is_held_out(a, b) == held_out:
+            return a, b
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerFast, a: int, b: int) -> str:
+    """Return the prompt that asks for a sum, rendered by the chat template."""
+    messages = [{"role": "user", "content": arithmetic_prompt(a, b)}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def sample(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Draw a training sum at random, and return (prompt_ids, completion_ids)."""
+    a, b = draw_sum(rng, held_out=False)
     thought, answer = worked_thought(a, b, forgets=lambda: rng.random() < FORGET_CARRY)
     completion = f"{thought}\n</think>\n\n{answer}<|im_end|>"
-    return tokenizer(prompt)["input_ids"], tokenizer(completion)["input_ids"]
+    return tokenizer(prompt_text(tokenizer, a, b))["input_ids"], tokenizer(completion)["input_ids"]
 
 
 def batch(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, size: int
 ) -> dict[str, torch.Tensor]:
     """Return a right-padded training batch, with labels only for the completions."""
-    rows = [sample(rng, tokenizer) for _ in range(size)]
-    width = max(len(p) + len(c) for p, c in rows)
-    ids = torch.full((size, width), tokenizer.pad_token_id)
-    labels = torch.full((size, width), -100)
-    for row, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        ids[row, :end] = torch.tensor(prompt + completion)
-        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
+    return padded([sample(rng, tokenizer) for _ in range(size)], tokenizer)
+
+
+def padded(
+    rows: Sequence[Sequence[list[int]]], tokenizer: PreTrainedTokenizerFast
+) -> dict[str, torch.Tensor]:
+    """Return a right-padded batch of rows whose token ids are in parts.
+
+    The parts at odd positions have labels; the loss ignores the other parts.
+    """
+    shape = (len(rows), max(sum(map(len, parts)) for parts in rows))
+    ids = torch.full(shape, tokenizer.pad_token_id)
+    labels = torch.full(shape, -100)
+    for number, parts in enumerate(rows):
+        end = 0
+        for place, part in enumerate(parts):
+            start, end = end, end + len(part)
+            ids[number, start:end] = torch.tensor(part)
+            if place % 2:
+                labels[number, start:end] = ids[number, start:end]
     return {
         "input_ids": ids,
         "attention_mask": (ids != tokenizer.pad_token_id).long(),
@@ -192,20 +207,8 @@ def accuracy(
 ) -> float:
     """Return the share of right answers over ``num`` held-out sums."""
     rng = random.Random(SEED + 1)
-    sums = []
-    while len(sums) < num:
-        a = rng.randint(100, 999)
-        b = rng.randint(100, 999)
-        if is_held_out(a, b):
-            sums.append((a, b))
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": arithmetic_prompt(a, b)}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for a, b in sums
-    ]
+    sums = [draw_sum(rng, held_out=True) for _ in range(num)]
+    texts = [prompt_text(tokenizer, a, b) for a, b in sums]
     inputs = tokenizer(texts, return_tensors="pt", padding=True)
     torch.manual_seed(SEED)
     out = model.generate(**inputs, max_new_tokens=64, do_sample=do_sample)

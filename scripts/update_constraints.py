@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Minor version of torch -> extras. vLLM pins torch: 0.26 takes 2.11, 0.27 to 0.32 take 2.13. The
+# Minor version of torch -> extras. vLLM pins torch: 0.26 needs 2.11, 0.27 to 0.32 need 2.13. The
 # plug-in in the extra vllm is for vLLM 0.28 and later.
 SETS = {"2.11": ("unsloth",), "2.13": ("unsloth", "vllm")}
 PYTHONS = ("3.11", "3.12", "3.13")

@@ -155,7 +155,7 @@ def rewards() -> str:
     for entry in describe_rewards():
         about = _markdown(re.split(r"\n\n|\n>>>", entry.text.partition("\n\n")[2])[0])
         about = " ".join(re.split(r"(?<=[.)]) (?=[A-Z`])", about)[:SENTENCES])
-        about = about.replace(", higher is better", "")  # of all of them
+        about = about.replace(", higher is better", "")  # this is so for all rewards
         rows = [_parameter(p) for p in entry.parameters if p.name not in COMMON]
         parts.append("\n".join([f"## {entry.name}\n", f"{entry.summary} {about}\n", *rows, ""]))
     return "\n".join(parts)
@@ -258,13 +258,10 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
-    """Find a class in the sources below some folders and return its syntax tree.
+def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef | None:
+    """Return the syntax tree of a class whose source is below one of some folders, else None.
 
     The class is not imported, since this would load torch.
-
-    Raises:
-        LookupError: There is no such class.
     """
     for root in roots:
         for path in sorted(root.rglob("*.py")):
@@ -273,7 +270,7 @@ def _class(name: str, roots: Iterable[Path]) -> ast.ClassDef:
                 for node in ast.parse(source).body:
                     if isinstance(node, ast.ClassDef) and node.name == name:
                         return node
-    raise LookupError(name)
+    return None
 
 
 def _yaml(default: object) -> str:
@@ -316,9 +313,8 @@ def _methods(name: str, roots: list[Path]) -> set[str]:
 
     A class whose source is not below one of the folders is left out.
     """
-    try:
-        node = _class(name, roots)
-    except LookupError:
+    node = _class(name, roots)
+    if node is None:
         return set()
     bases = (ast.unparse(base).rpartition(".")[2] for base in node.bases)
     return {n.name for n in node.body if isinstance(n, ast.FunctionDef)}.union(

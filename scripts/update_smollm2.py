@@ -23,6 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "smollm2_cpu.json"
 PAGE = ROOT / "docs" / "tutorials" / "smollm2.md"
 POSTS = ROOT / "examples" / "posts.jsonl"
 JUDGE = "rouge"
+PARTS = ("before", "after")  # before and after the training
 # Number of held-out posts whose completions are shown, evenly spread and not selected
 SHOWN = 1
 
@@ -41,7 +42,7 @@ def kept(run: Path) -> dict:
                 {"completion": one["completion"], "rewards": one["rewards"]}
                 for one in evaluation[part]["samples"]
             ]
-            for part in ("before", "after")
+            for part in PARTS
         },
     }
 
@@ -124,23 +125,22 @@ def table(content: dict, posts: list[dict]) -> str:
         "format": "paid: one sentence in the first person",
         "words": "words of an answer",
     }
-    for name, title in names.items():
-        before, after = (scores(content, part, name) for part in ("before", "after"))
-        means = [f"{statistics.fmean(values):.3f}" for values in (before, after)]
-        lines.append(f"| {title} | {' | '.join(means)} | {interval(difference(before, after))} |")
-    judged = [scores(content, part, JUDGE) for part in ("before", "after")]
-    own = [about_the_post(content, part, posts) for part in ("before", "after")]
-    apart = {
-        "judge, minus the mean score with references of other situations": own,
-        "judge, by situation (12 means)": [by_situation(values, posts) for values in judged],
+    found = {
+        title: [scores(content, part, name) for part in PARTS] for name, title in names.items()
     }
-    for title, twice in apart.items():
+    found["judge, minus the mean score with references of other situations"] = [
+        about_the_post(content, part, posts) for part in PARTS
+    ]
+    found["judge, by situation (12 means)"] = [
+        by_situation(values, posts) for values in found[names[JUDGE]]
+    ]
+    for title, twice in found.items():
         means = [f"{statistics.fmean(values):.3f}" for values in twice]
         lines.append(f"| {title} | {' | '.join(means)} | {interval(difference(*twice))} |")
     if content["greedy"]:
         means = [f"{mean:.3f}" for mean in content["greedy"]["means"]]
-        found = Difference(**content["greedy"]["found"])
-        lines.append(f"| judge, of greedy answers | {' | '.join(means)} | {interval(found)} |")
+        cell = interval(Difference(**content["greedy"]["found"]))
+        lines.append(f"| judge, of greedy answers | {' | '.join(means)} | {cell} |")
     return "\n".join(lines)
 
 
@@ -176,7 +176,7 @@ def samples(content: dict, posts: list[dict]) -> str:
     for place in range(0, len(posts), len(posts) // SHOWN):
         text = " ".join(posts[place]["post"].split())
         lines.append(f"> {text}\n>\n> reference: {posts[place]['reference']}\n>")
-        for part in ("before", "after"):
+        for part in PARTS:
             one = content[part][place]
             text = " ".join(re.sub(r"([\\`*_<>\[\]|#])", r"\\\1", one["completion"]).split())
             lines.append(f"> {part} ({one['rewards'][JUDGE]:.2f}): {text}\n>")

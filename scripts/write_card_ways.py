@@ -22,8 +22,8 @@ from rloo_kit.planning.facts import make_job, read_facts
 from rloo_kit.planning.memory import Job
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/how-to/more_than_one_card.md"
-RUN_FILE = "qwen3-14b-24gb"  # its rows, lengths and adapter, with another base
-SETTINGS = ["trainer.tokens_per_micro_batch=2048"]  # passes of one longest row: the least memory
+RUN_FILE = "qwen3-14b-24gb"  # batch, lengths and adapter, for other base models
+SETTINGS = ["trainer.tokens_per_micro_batch=2048"]  # one longest row per pass: the least memory
 SETUPS = {
     "2 x 24 GB": (2, 24),
     "4 x 24 GB": (4, 24),
@@ -34,7 +34,7 @@ LARGE = {"8 x 80 GB": (8, 80)}
 # Words in the planner's name of a way -> its name on the page, which explains it
 SHORT = {"(DDP)": "DDP", "server": "vLLM's server"}
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Of the published config.json: the four numbers above, the type, heads of keys, tokens
+# Values of the published config.json: those of NAMES, model type, key-value heads, vocabulary
 BASES = {
     "14B (Qwen3-14B)": (5120, 17408, 40, 40, "qwen3", 8, 151_936),
     "32B (Qwen3-32B)": (5120, 25600, 64, 64, "qwen3", 8, 151_936),

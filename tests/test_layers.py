@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "rloo_kit"
 REWARDS = ROOT / "rewards"
 
-# Packages and top-level modules, lowest first: each imports only what is above it in this list.
+# Packages and top-level modules, lowest layer first. Each may import only from lower layers
 LAYERS = [
     {"errors", "types", "text", "output_folder"},
     {"config"},
@@ -42,22 +42,22 @@ LAYERS = [
 
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
-# Libraries that take seconds to load: imported inside functions ...
+# Libraries that take seconds to load; they are imported inside functions
 HEAVY = {"torch", "unsloth", "trl", "transformers", "peft", "vllm", "datasets"}
 
-# ... except in packages that are all tensors or subclass TRL (ruff's TID253 lists the files).
+# Packages that may import them at the top, for tensors or TRL's classes (TID253 lists the files)
 TENSOR_PACKAGES = {
     "rloo", "training", "checkpoints", "sampling", "diagnosis", "live", "runs", "machine"
 }  # fmt: skip
 
 
 def name_in_kit(path):
-    """The package of a module, or its own name at the top level."""
+    """Return the package of a module, or the name of a module at the top level."""
     return path.relative_to(CORE).parts[0].removesuffix(".py")
 
 
 def imported(tree):
-    """Packages and top-level modules of the kit that a module imports, inside functions too."""
+    """Yield the kit's packages and top-level modules that a module imports, also in functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,7 +72,7 @@ def imported(tree):
 
 
 def loaded_at_import(tree):
-    """Packages that importing the module imports: nothing in functions or TYPE_CHECKING."""
+    """Yield the packages that are imported with a module: not in functions or TYPE_CHECKING."""
     waiting = [*tree.body]
     while waiting:
         node = waiting.pop()
@@ -96,11 +96,11 @@ def files(folder, pattern):
     )
 
 
-def upward_imports(core=CORE):
-    """Imports of a module from a package that is lower in the list: (module, package)."""
+def upward_imports():
+    """Return (module, package) for each import from the same or a higher layer."""
     return [
-        (str(path.relative_to(core)), name)
-        for path in sorted(core.rglob("*.py"))
+        (str(path.relative_to(CORE)), name)
+        for path in sorted(CORE.rglob("*.py"))
         for name in sorted(set(imported(parse(path))) - {name_in_kit(path)})
         if name != "__init__" and RANK[name] >= RANK[name_in_kit(path)]
     ]
@@ -112,12 +112,12 @@ def test_every_package_has_a_layer():
 
 
 def test_no_module_is_imported_from_a_higher_layer():
-    inside_the_first = {"errors", "types", "text"}  # of which the others of that layer know
+    inside_the_first = {"errors", "types", "text"}  # which the rest of that layer may import
     assert [(p, name) for p, name in upward_imports() if name not in inside_the_first] == []
 
 
 def importers(core):
-    """Modules that each module of a package imports, for types and inside functions too."""
+    """Return the modules that each module of a package imports, also for types and in functions."""
     package = ".".join(core.relative_to(ROOT).parts)
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in core.rglob("*.py")
@@ -134,7 +134,7 @@ def importers(core):
 
 
 def circles(edges):
-    """Groups of modules that import each other in a circle."""
+    """Return the groups of modules that import each other in a circle."""
 
     def reached_from(name):
         seen = set()
@@ -173,7 +173,7 @@ def test_parts_of_a_step_take_what_they_use_and_not_the_trainer():
 
 
 def functions_outside_callbacks(tree):
-    """Functions and methods, without those of callbacks, which transformers calls."""
+    """Return functions and methods, except those of callbacks, which transformers calls."""
     hooks = {
         id(inside)
         for node in ast.walk(tree)
@@ -211,7 +211,7 @@ def test_the_checks_see_imports():
 
 
 def loaded_by(code, names):
-    """The packages of ``names`` that are loaded in a fresh interpreter after ``code``."""
+    """Return the packages of ``names`` that are loaded after ``code`` in a fresh interpreter."""
     code = f"{code}\nimport sys\nprint('loaded', *sorted({names!r} & set(sys.modules)))"
     return set(run_python(code).splitlines()[-1].split()[1:])
 
@@ -264,7 +264,7 @@ def test_examples_in_docstrings_are_true(name):
 
 @pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
 def test_programs_import_names_that_exist(folder):
-    """Most programs of these folders take too long for a test to run."""
+    """Most programs in these folders take too long to be run by a test."""
     wanted = {
         (node.module, alias.name)
         for path in (ROOT / folder).glob("*.py")

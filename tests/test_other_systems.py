@@ -1,4 +1,4 @@
-"""Windows and macOS: the kit without what POSIX alone has, in a process that hides it."""
+"""Windows and macOS: the kit in a process that hides what only POSIX or Linux has."""
 
 import json
 import os
@@ -74,11 +74,11 @@ print(json.dumps(facts | {"refused": refused}))
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    """What the program found, in a process of its own."""
+    """The results of the program, which runs in a process of its own."""
     env = os.environ | {
         "PYTHONPATH": f"{HIDES}{os.pathsep}{ROOT}",
         "PYTHONWARNDEFAULTENCODING": "1",
-        "PYTHONIOENCODING": "cp1252",  # a Windows console's, where output is redirected
+        "PYTHONIOENCODING": "cp1252",  # as on Windows if output is redirected
     }
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(ROOT)],

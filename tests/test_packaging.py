@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def project_files():
-    """Paths that git tracks or would add; the working tree without what is ignored."""
+    """Return the paths of all files that git tracks or would add."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listing = subprocess.run(
@@ -34,7 +34,7 @@ def project_files():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Names in the wheel, which is built from the sdist."""
+    """Names of the files in the wheel, which is built from the sdist."""
     source = tmp_path_factory.mktemp("source")
     out = tmp_path_factory.mktemp("dist")
     for name in project_files():
@@ -51,11 +51,12 @@ def built(tmp_path_factory):
 
 
 def test_the_wheel_holds_the_kit_its_rewards_examples_and_model(built):
+    packed = ("rloo_kit/", "rewards/", "examples/", "requirements/constraints-")
     expected = {
-        f"rloo_kit/{path}"
+        f"rloo_kit/{path.removeprefix('rloo_kit/')}"
         for path in map(Path.as_posix, project_files())
-        if path.startswith(("rewards/", "examples/", "requirements/constraints-"))
-    } | {path for path in map(Path.as_posix, project_files()) if path.startswith("rloo_kit/")}
+        if path.startswith(packed)
+    }
     assert {
         "rloo_kit/py.typed", "rloo_kit/rewards/accuracy.py", "rloo_kit/examples/quickstart.yaml",
         "rloo_kit/examples/posts.jsonl", "rloo_kit/assets/tiny-thinker/model.safetensors",
@@ -107,7 +108,7 @@ def test_pre_commit_runs_what_make_lint_runs():
 
 # --- what is written in the files -----------------------------------------------------------------
 
-# In parts, so that this file does not name them either.
+# In parts, so that this file does not name them itself
 REGISTRIES = [
     ("pypi", "org"), ("files.python" + "hosted", "org"), ("pytorch", "org/whl"),
     ("anaconda", "org"),
@@ -139,7 +140,7 @@ TEXT = (".py", ".md", ".ipynb", ".txt", ".yaml", ".sh", "")
 
 
 def installs_of_the_kit(text):
-    """Commands that ask an index for the kit; adjacent parts of a string are read as one."""
+    """Return the commands that ask an index for the kit; strings in several parts are joined."""
     joined = re.sub(r"[\"'] *\n *f?[\"']", "", text.replace('\\"', '"'))
     commands = re.findall(r"pip install ([^\n;`|]*)", joined)
     return [c for c in commands if re.search(r"(?:^|[\s\"'])rloo[-_.]kit(?:$|[^\w/.-])", c)]
@@ -149,7 +150,7 @@ def test_no_command_installs_the_unpublished_name():
     assert installs_of_the_kit('uv pip install --quiet "rloo-kit[unsloth]" vllm')
     found = []
     for name in project_files():
-        kept = ("CHANGELOG.md", "benchmarks/results", "tests/test_packaging.py")  # what was printed
+        kept = ("CHANGELOG.md", "benchmarks/results", "tests/test_packaging.py")  # quotations
         if name.as_posix().startswith(kept) or name.suffix not in TEXT:
             continue
         text = (ROOT / name).read_text(encoding="utf-8")

@@ -44,7 +44,7 @@ def test_python_compiles_and_uses_public_names(text):
             assert open_ended or {word.arg for word in node.keywords} <= set(takes)
 
 
-# Whole programs.
+# Python blocks that are whole programs
 RUN = [
     "how-to/change_the_step-0",
     "how-to/code_sandbox-0",
@@ -87,7 +87,7 @@ def test_settings_in_troubleshooting_are_valid():
 @pytest.mark.parametrize("name", ["how_it_works", "the_method"])
 def test_the_site_includes_the_file_that_a_page_shows(name):
     page = (ROOT / f"docs/explanation/{name}.md").read_text()
-    (name,) = re.findall(r"^--8<--\n(.+)\n--8<--$", page, re.M)  # else the site shows the marks
+    (name,) = re.findall(r"^--8<--\n(.+)\n--8<--$", page, re.M)  # else the site shows these
     assert (ROOT / name).exists()
 
 
@@ -117,7 +117,7 @@ def block_of(page, language, containing):
 
 @pytest.mark.long
 def test_readme_program_runs(tmp_path, monkeypatch, capsys):
-    """In a process of its own: notebooks/01_quickstart.ipynb."""
+    """notebooks/01_quickstart.ipynb runs the same program in a process of its own."""
     monkeypatch.chdir(tmp_path)
     source = block_of(README, "python", "rk.LeaveOneOutTrainer")
     few = '**{**run.trainer, "max_steps": 2, "per_device_train_batch_size": 16}'

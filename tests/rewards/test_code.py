@@ -1,5 +1,6 @@
-"""Code: a program earns the share of its tests that it passes, and nothing by other means."""
+"""Code: the score is the share of the tests that pass, and a program cannot forge it."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,6 @@ BLOCKS = {
     "```Python3\nx\n```": "x\n",
     "a\n  ```python\r\nx\r\n```": "x\r\n",
     "```python\na\n```\n```python\nb\n```": "b\n",
-    "```python\na\n```\n```\noutput\n```": "a\n",
     "```bash\npip\n```": None,
     "```python\nx": None,
     "```python\n```": "",
@@ -234,7 +234,7 @@ def test_the_expected_value_is_in_no_file_of_the_program():
 @strong
 def test_the_expected_value_is_not_in_the_memory_of_the_program():
     assert score(SEARCH, ["assert add(271828, 543656) == 815484"]) == 0.0
-    # Only of an equation: another test is judged where the program runs, and can be searched.
+    # This protects only equations: any other test runs inside the program, which can search it
     assert score(SEARCH, ["assert add(271828, 543656) in [815484]"]) == 1.0
 
 
@@ -286,12 +286,12 @@ ATTACKS = [
 @pytest.mark.long
 @strong
 def test_attacks_in_one_batch_cost_their_own_rewards_and_nothing_else(tmp_path, monkeypatch):
-    """What an attack is after is what its test expects: it scores if it succeeds."""
+    """The test of each attack expects the result that the attack tries to reach."""
     monkeypatch.chdir(tmp_path)
-    programs = [*ATTACKS, *[f"{ADD}\n{attack}" for attack in ATTACKS]]  # by asserts as well
+    programs = [*ATTACKS, *[f"{ADD}\n{attack}" for attack in ATTACKS]]  # with asserts too
     expected = [[{"input": "", "output": "done"}]] * len(ATTACKS)
     tests = [*expected, *[TESTS] * len(ATTACKS)]
-    for row in range(0, 2 * len(ATTACKS) + 9, 9):  # good ones among them
+    for row in range(0, 2 * len(ATTACKS) + 9, 9):  # good programs among them
         programs.insert(row, f"{ADD}\nprint('a b')")
         tests.insert(row, [TESTS, ECHO][row % 2])
     reward = Code(timeout_seconds=1, max_workers=16, memory_mib=256)
@@ -406,6 +406,21 @@ def test_ctrl_c_ends_what_has_not_begun(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Code(max_workers=1)(completions=[fenced(ADD)] * 40, tests=[TESTS] * 40)
     assert len(runs) < 5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux and BSD have it")
+def test_no_more_programs_run_than_the_process_may_use_cores(monkeypatch):
+    numbers = []
+
+    def pool(number, name):
+        numbers.append(number)
+        return ThreadPoolExecutor(number, name)
+
+    monkeypatch.setattr("rloo_kit.rewards.code.ThreadPoolExecutor", pool)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5})
+    for reward in (Code(), Code(max_workers=7)):
+        reward(completions=["x"], tests=[None])
+    assert numbers == [3, 7]
 
 
 # --- an error in one row --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every built-in reward must hold, and the package itself."""
+"""The contract of every built-in reward; imports and errors of the package."""
 
 import asyncio
 import importlib
@@ -27,7 +27,7 @@ ENTRY = (
     '{"question": "What is 1 + 84?", "answer": "85", "metadata": '
     '{"source_dataset": "chain_sum"}, "settings": {}}'
 )
-"""As ``load_prompts`` writes one of reasoning-gym."""
+"""An entry of reasoning-gym, as ``load_prompts`` writes it."""
 TABLES = """
 code: {timeout_seconds: 5}
 format: {pattern: .*</think>.*}
@@ -35,7 +35,7 @@ language: {language: en}
 soft_overlong: {max_completion_length: 32, soft_punish_cache: 8}
 thinking_budget: {budget: 8, limit: 16}
 """
-"""Parameters of rewards that cannot do without, or are tried with others than the default."""
+"""Parameters of rewards that require some, or whose defaults do not fit these columns."""
 
 
 PER_ROW = """
@@ -71,7 +71,7 @@ COLUMNS = columns_of(TEXTS, IDS)
 
 @pytest.fixture(scope="module")
 def judge_url():
-    """A judge whose grade depends on what it reads, and on nothing else."""
+    """The address of a judge whose grade depends only on the text that it reads."""
     server = Server()
     yield f"{server.url}/v1"
     server.kill()
@@ -88,7 +88,7 @@ def table_of(name, model_folder, judge_url):
 
 @pytest.fixture(params=BUILTIN, scope="module")
 def reward(request, model_folder, judge_url):
-    """The unwrapped reward of every built-in name."""
+    """The reward of every built-in name, without the wrapper that checks it."""
     if request.param == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     reward = load_reward(table_of(request.param, model_folder, judge_url)).func.reward
@@ -98,7 +98,7 @@ def reward(request, model_folder, judge_url):
 
 
 def call(reward, columns):
-    """Return the scores, of a coroutine too."""
+    """Call a reward, which may be async, and return the scores."""
     found = reward(**columns)
     return asyncio.run(found) if inspect.iscoroutine(found) else found
 
@@ -117,7 +117,7 @@ def assert_same(given, expected):
 
 
 def assert_contract(reward, columns, rng):
-    """Length, finite or None, and a row's score its own: in another order, and alone."""
+    """Check the scores: one per row, finite or None, and the same in another order or alone."""
     count = len(columns["completions"])
     scores = call(reward, columns)
     assert isinstance(scores, list)
@@ -186,21 +186,17 @@ def test_importing_every_reward_loads_nothing_heavy_and_needs_no_extra_package()
 
 
 BY_POSITION = {
-    rloo_kit.rewards.Accuracy: "prompts",
-    rloo_kit.rewards.ClosedOnce: "completion_ids",
-    rloo_kit.rewards.Code: "prompts",
-    rloo_kit.rewards.Coverage: "prompts",
-    rloo_kit.rewards.LengthBand: "completion_ids",
-    rloo_kit.rewards.Math: "prompts",
-    rloo_kit.rewards.Repetition: "completion_ids",
-    rloo_kit.rewards.Thinking: "completion_ids",
-    rloo_kit.rewards.ThinkingFormat: "prompts",
+    "completion_ids": "length_band repetition thinking thinking_closed_once",
+    "prompts": "accuracy code coverage math thinking_format",
 }
 
 
-@pytest.mark.parametrize(("kind", "second"), BY_POSITION.items())
-def test_a_reward_may_be_called_by_position(kind, second):
-    reward = kind()
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [(name, second) for second, names in BY_POSITION.items() for name in names.split()],
+)
+def test_a_reward_may_be_called_by_position(name, second):
+    reward = rloo_kit.rewards.BUILTIN[name]()
     rest = {name: values for name, values in COLUMNS.items() if name not in ("completions", second)}
     assert reward(TEXTS, COLUMNS[second], **rest) == reward(**COLUMNS)
 

@@ -1,4 +1,4 @@
-"""Countdown: exact over what is allowed, and nothing else is computed."""
+"""Countdown: allowed expressions are computed exactly, and no others are computed."""
 
 import random
 import re

@@ -105,7 +105,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 
 
 RUN_NOTHING = {"complex_arithmetic"}
-"""Guarded for another reason: nan."""
+"""Tasks whose verifier runs no code; the guard refuses nan."""
 
 
 RUNNING = re.compile(r"\b(eval|exec|parse_expr|sympify|S|compile|literal_eval)\(")
@@ -118,7 +118,7 @@ def test_every_verifier_that_runs_answers_is_guarded():
         for task, (cls, _) in DATASETS.items()
         if RUNNING.search(inspect.getsource(cls.score_answer))
     }
-    # number_sorting runs nothing but the answer that the task made.
+    # number_sorting runs only the answer of the task itself, which _check_what_is_run checks
     assert found - {"number_sorting"} == set(_GUARDS) - RUN_NOTHING
 
 

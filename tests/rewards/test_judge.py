@@ -23,14 +23,14 @@ from rloo_kit.scoring.specs import load_reward
 SECRET = "sk-" + "planted-0123456789"
 FAST = {"timeout_seconds": 5.0, "max_retries": 2}
 WAYS = ["bare", "stop", "skip"]
-"""The reward itself, and as the trainer has it with each ``on_reward_error``."""
+"""``bare``: the reward itself. Others: wrapped as in the trainer, with this ``on_reward_error``."""
 
 
 class Server(ThreadingHTTPServer):
-    """A judge that answers with what ``answer(question, request)`` returns, and counts.
+    """Judge that records requests, and answers with what ``answer(question, request)`` returns.
 
-    A string is the content of a chat completion; a tuple (status, headers, body) is sent as it is;
-    a function gets the handler, and the connection is closed after it.
+    A string is the content of a chat completion. A tuple (status, headers, body) is sent as it is.
+    A function is called with the handler, and then the connection is closed.
     """
 
     daemon_threads = True
@@ -57,7 +57,7 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_):
-        """A client that went away is no news."""
+        """Ignore clients that close the connection."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Print nothing."""
 
 
 def chat(content, **choice):
@@ -131,7 +131,7 @@ def ask(server, texts, **parameters):
 
 
 def block(tag, text):
-    """What stands in the block of a question."""
+    """Return the text in a block of a question."""
     return re.search(rf"<{tag}-(\w+)>\n(.*)\n</{tag}-\1>", text, re.S)[2]
 
 
@@ -212,7 +212,7 @@ def test_a_verdict_is_read_strictly(content, number):
 
 
 def closes(handler):
-    """Not a word."""
+    """Close the connection without an answer."""
 
 
 def hangs(handler):
@@ -259,7 +259,7 @@ def test_no_failure_is_scored(serve, kind):
 
 
 def first(count, answer):
-    """A judge that gives ``answer`` to the first requests, and is right from then on."""
+    """Return a judge that gives ``answer`` to the first requests, and scores all later ones."""
     number = itertools.count()
     return lambda text, _: answer if next(number) < count else by_digit(text)
 
@@ -321,7 +321,7 @@ def test_equal_questions_of_a_call_are_asked_once_and_counts_are_logged(serve):
 
 
 def shown_in_failing(reward, on_failure):
-    """Everything a person may read of a failure."""
+    """Return every text about a failure that a person may read."""
     if on_failure == "skip":
         with pytest.warns(RuntimeWarning) as warned:
             assert score(reward, ["5"]) == [None]

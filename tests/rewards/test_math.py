@@ -1,4 +1,4 @@
-"""Math: answers are compared as mathematics, in a process that may die without harm."""
+"""Math: answers are compared as mathematics, in a process that may end at any time."""
 
 import os
 import signal

@@ -25,6 +25,11 @@ def one(folder, **given):
     return make(folder, **given)(**ROW)[0]
 
 
+def change(file, **values):
+    """Set values in a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 @pytest.fixture(scope="module")
 def reward(model_folder):
     return make(model_folder)
@@ -87,7 +92,7 @@ def test_a_bad_calibration_is_refused(calibrated_folder, content, remedy):
         one(calibrated_folder)
 
 
-# --- 4 bit, and where the weights wait -----------------------------------------------------------
+# --- 4 bit, and the place of the weights between calls -------------------------------------------
 
 
 @pytest.mark.long
@@ -129,7 +134,7 @@ def test_on_a_gpu_the_weights_wait_in_the_machines_memory(model_folder, in_4bit)
 
 @pytest.fixture(scope="module")
 def base_folder(model_folder, tmp_path_factory):
-    """A causal language model: it has no score head."""
+    """Folder of a causal language model, which has no score head."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -142,7 +147,7 @@ def base_folder(model_folder, tmp_path_factory):
 
 @pytest.fixture
 def adapter_folder(base_folder, tmp_path):
-    """A project with models/base and runs/mine, an adapter on it; (folder, expected score)."""
+    """(folder, expected score) of runs/mine, an adapter on models/base in the same project."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -200,9 +205,7 @@ def test_an_adapter_that_records_no_base_does_not_take_the_working_folder(
 ):
     folder, _ = adapter_folder
     (folder / "reward_model.json").write_text("{}")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = None
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    change(folder / "adapter_config.json", base_model_name_or_path=None)
     monkeypatch.chdir(base_folder)
     with pytest.raises(ModelError, match="is an adapter on '', which is missing; give the folder"):
         one(folder)
@@ -225,8 +228,7 @@ def test_another_model_in_the_place_of_the_base_is_refused(adapter_folder, model
 def test_an_adapter_reads_as_it_was_trained_by_default(adapter_folder):
     folder, _ = adapter_folder
     trained = {"keep_thought": True, "max_length": 7, "load_in_4bit": True}
-    facts = json.loads((folder / "reward_model.json").read_text())
-    (folder / "reward_model.json").write_text(json.dumps(facts | trained))
+    change(folder / "reward_model.json", **trained)
     for given in ({}, {"keep_thought": False, "max_length": 9, "load_in_4bit": False}):
         reward = make(folder, **given)
         reward(**ROW)
@@ -283,9 +285,7 @@ def test_pickled_weights_are_never_read(model_folder, adapter_folder, tmp_path):
 def test_code_that_comes_with_a_model_is_not_run(model_folder, tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(model_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    change(folder / "config.json", model_type="mine", auto_map={"AutoConfig": "code.Config"})
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(ModelError, match="cannot be loaded"):
         one(folder)

@@ -1,4 +1,4 @@
-"""ROUGE, by cases worked by hand; the long ones were read off the package rouge-score 0.1.2."""
+"""ROUGE and coverage; long expected values come from the package rouge-score 0.1.2."""
 
 import random
 
@@ -6,7 +6,6 @@ import pytest
 from rloo_kit.rewards import Coverage, Rouge
 from rloo_kit.rewards.rouge import longest_common_subsequence
 
-from rloo_kit.errors import RewardContractError
 from rloo_kit.scoring.specs import load_reward
 
 
@@ -17,7 +16,7 @@ def score(text, reference, prompt="?", **parameters):
 
 POLICE = "police killed the gunman"
 KILL = "police kill the gunman"
-"""Lin 2004, section 3.1: three words of four in order; "the gunman" is the one common pair."""
+"""Lin 2004, section 3.1: three of four words are in order; the only common pair is "the gunman"."""
 
 
 @pytest.mark.parametrize(
@@ -57,19 +56,12 @@ def test_a_row_without_a_reference_does_not_count(reference):
     assert score("the cat", reference) is None
 
 
-def test_another_column_may_hold_the_reference():
-    reward = Rouge(column="gold")
-    assert reward(completions=["a"], gold=["a"]) == [1.0]
-    with pytest.raises(RewardContractError, match="'gold'"):
-        reward(completions=["a"], reference=["a"])
-
-
 def test_a_run_file_may_write_the_kind_as_a_number():
     assert load_reward({"name": "rouge", "kind": 2}).func.reward.kind == "2"
 
 
 def table_of(first, second):
-    """Return the longest common subsequence by the textbook's table."""
+    """Return the length of the longest common subsequence, by dynamic programming."""
     row = [0] * (len(second) + 1)
     for a in first:
         above = row[:]

@@ -153,7 +153,7 @@ def test_a_program_ends_with_its_parent(workers):
         parent.kill()
         parent.wait()
     wait_for(lambda: [*workers()] == [])
-    for folder in Path(place).iterdir():  # the parent had no time to
+    for folder in Path(place).iterdir():  # the parent was killed before it could
         folder.rmdir()
 
 
@@ -184,7 +184,10 @@ except _sandbox.BackendError as error: print(error)
 print(_sandbox.run_python("print('ran')", limits=_sandbox.Limits(allow_weak=True)).stdout, end="")
 print([name for name, holds in _sandbox.protections().items() if not holds])
 """
-"""The kernel without one system call, or without it for one first argument."""
+"""Program that runs the sandbox as if the kernel lacked one system call.
+
+Its arguments are the number of the call, and the first argument for which it is missing (-1: any).
+"""
 
 
 @pytest.mark.long
@@ -219,7 +222,7 @@ AARCH64 = 0xC00000B7
 
 
 def verdict(lines, architecture, number, *arguments):
-    """What the kernel would say: the few operations of BPF that the filter has."""
+    """Return the kernel's verdict; only the BPF operations that the filter uses are known."""
     data = {0: number, 4: architecture}
     data |= {16 + 8 * i: argument for i, argument in enumerate(arguments)}
     at = value = 0
@@ -245,7 +248,7 @@ AARCH64_CALLS = {
     (117,): DENIED,  # ptrace
     (194,): DENIED,  # shmget
     (220, 0x3D0F00): ALLOWED,  # clone, with the flags of a thread
-    (220, 0x1200011): DENIED,  # clone, with those of fork
+    (220, 0x1200011): DENIED,  # clone, with the flags of fork
     (261, 0): ALLOWED,  # prlimit64 of its own
     (261, 1): DENIED,
     (56, 0, 0, os.O_RDONLY): ALLOWED,  # openat
@@ -255,7 +258,7 @@ AARCH64_CALLS = {
 
 @pytest.mark.parametrize(("call", "wanted"), AARCH64_CALLS.items())
 def test_the_filter_on_another_architecture_than_this(call, wanted):
-    """On x86_64 the kernel itself is asked above."""
+    """For x86_64, the tests above ask the kernel itself."""
     assert verdict(_confinement.system_call_filter("aarch64"), AARCH64, *call) == wanted
 
 

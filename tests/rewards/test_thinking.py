@@ -1,4 +1,4 @@
-"""The thinking rewards: tokens of the thought, who opened it, closes, questions, the ids."""
+"""The thinking rewards: length and form of the thought, questions, and the ids of its marks."""
 
 from itertools import chain
 
@@ -97,19 +97,18 @@ def format_score(text, prompt="Q", reward=thinking_format):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
+    ("prompt", "text"),
     [
-        ("Q<think>\n", "hm</think>4", 1.0),
-        ("Q", "so <think>hm</think>4", 0.0),
-        ("Q", "<think>hm</think> \n\t", 0.0),
-        ("Q", "<think>hm</think>4</think>5", 0.0),
-        ("Q", "<think>hm</think>4 <think>", 0.0),
-        ("Q<think>", "<think>hm</think>4", 0.0),
-        ("Q<think>\n\n</think>\n\n", "4", 0.0),
+        ("Q", "so <think>hm</think>4"),
+        ("Q", "<think>hm</think> \n\t"),
+        ("Q", "<think>hm</think>4</think>5"),
+        ("Q", "<think>hm</think>4 <think>"),
+        ("Q<think>", "<think>hm</think>4"),
+        ("Q<think>\n\n</think>\n\n", "4"),
     ],
 )
-def test_one_thought_is_opened_closed_once_and_answered(prompt, text, expected):
-    assert format_score(text, prompt) == expected
+def test_a_thought_that_breaks_the_format_scores_nothing(prompt, text):
+    assert format_score(text, prompt) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_a_close_that_plain_decoding_drops_is_still_read(special_tokenizer, plai
 
 
 TURNS = [[[1, 9, 3], [2, 2, 9, 4]], [[1, 9, 3], [2, 2]], [[7, 3], [2, 9, 4]]]
-"""Thoughts of 3 tokens, of an unclosed last turn, of 1 token."""
+"""Completions with 3 tokens of thought, with an unclosed last turn, and with 1 token of thought."""
 
 
 OF_TURNS = {

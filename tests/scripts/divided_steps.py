@@ -1,9 +1,9 @@
-"""Two steps of the embedded model in float32 on several CPU processes, as a launcher divides it.
+"""Two steps of the embedded model in float32, divided among two CPU processes by a launcher.
 
     python tests/scripts/divided_steps.py [4bit]
 
-Starts itself under DDP, ZeRO-2, ZeRO-3 (where DeepSpeed is installed) and FSDP2, two processes
-each, and compares rewards and gradient norms with those of DDP.
+The script starts itself with DDP, FSDP2 and, if DeepSpeed is installed, ZeRO-2 and ZeRO-3. It
+compares rewards, gradient norms and adapters with those of DDP.
 """
 
 import json
@@ -62,7 +62,7 @@ def bytes_here(parameter) -> int:
 
 
 def use_fsdp_on_a_cpu() -> None:
-    """Let accelerate apply FSDP here: it does on GPUs alone, though torch can on a CPU too."""
+    """Let accelerate apply FSDP on a CPU, which torch can do; accelerate allows it only on GPUs."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -91,7 +91,7 @@ def run(name: str) -> tuple[str, list[dict], dict]:
 
 
 def main() -> None:
-    """Compare all of them."""
+    """Run all of them, and compare each with DDP."""
     reference = None
     for name in NAMES:
         kind, rows, adapter = run(name)

@@ -1,11 +1,11 @@
-"""Python code in a process of its own."""
+"""Function that runs Python code in a process of its own."""
 
 import subprocess
 import sys
 
 
 def run_python(code, *arguments, **how):
-    """Run code; return what it prints, or fail with its errors.
+    """Run code and return what it prints; fail if its exit code is not 0.
 
     Args:
         code: Source text.

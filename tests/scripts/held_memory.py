@@ -1,10 +1,10 @@
-"""A process whose memory is looked at from outside.
+"""Process whose memory a test measures from outside.
 
     python held_memory.py bare            # libraries and, on a GPU, their context
     python held_memory.py transformers    # loads, trains two steps, releases
     python held_memory.py vllm            # the same, sampled by vLLM in this process
 
-It prints a line of JSON when it is done and waits for the end of its input.
+When it has finished, it prints a line of JSON and waits for the end of its input.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Kill trainings at random moments, resume them, and compare them with runs that nobody killed.
+"""Kill trainings at random moments, resume them, and compare them with uninterrupted runs.
 
     python tests/scripts/kill_and_resume.py [--kills 200] [--seed 1] [--settings NAME ...]
 
-Every run is killed by SIGKILL again and again, while it loads, trains, writes a checkpoint or ends,
-and resumed each time until it finishes. Then its adapter and its completions must be those of the
-uninterrupted run, byte for byte, and its metrics and scores too, but for times and memory. The exit
-code is 1 where anything differs or a run could not be resumed.
+Every run is killed by SIGKILL several times, while it loads, trains, writes a checkpoint or ends.
+It is resumed each time until it finishes. Then its adapter and its completions must be equal to
+those of the uninterrupted run, byte for byte. Its metrics and scores must be equal too, except for
+times and memory. The exit code is 1 if anything differs or a run could not be resumed.
 """
 
 import argparse
@@ -154,7 +154,7 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-"""Name -> what it is, and how its run file differs from the quickstart's with BASE."""
+"""Name -> (description, changes of the quickstart's run file after those of BASE)."""
 TIMES = (
     "time",
     "step_time",
@@ -166,13 +166,13 @@ TIMES = (
     "train_samples_per_second",
     "train_steps_per_second",
 )
-"""How the metrics begin that differ between any two runs."""
+"""Beginnings of the names of metrics that differ between any two runs."""
 MOST_KILLS = 8
-"""Of one run; then it may finish."""
+"""Number of kills after which a run may finish."""
 
 
 def write_run_file(folder: Path, overrides: dict[str, object]) -> Path:
-    """Write RUN.yaml, and the reward file beside it; its run goes to FOLDER/run."""
+    """Write RUN.yaml and the files that it names; the folder of its run is FOLDER/run."""
     content = yaml.safe_load(QUICKSTART.read_text())
     for key, value in {**BASE, **overrides, "output_dir": str(folder / "run")}.items():
         section, _, name = key.partition(".")
@@ -191,7 +191,7 @@ def write_run_file(folder: Path, overrides: dict[str, object]) -> Path:
 
 
 def differences(reference: Path, run: Path) -> list[str]:
-    """Return what a finished run has that the uninterrupted one does not, in words."""
+    """Return a text for each difference between a finished run and the uninterrupted one."""
     found = []
     for name in ("adapter/adapter_model.safetensors", "completions.jsonl"):
         mine = _bytes(run / name)
@@ -234,7 +234,7 @@ def _without_times(path: Path) -> object:
 
 @dataclass
 class Count:
-    """What came of one setting."""
+    """Results of one setting."""
 
     setting: str
     what: str
@@ -242,13 +242,13 @@ class Count:
     kills: int = 0
     while_loading: int = 0
     while_writing: int = 0
-    """A checkpoint was half written."""
+    """Kills while a checkpoint was half written."""
     while_ending: int = 0
-    """The adapter was written."""
+    """Kills after the adapter was written."""
     while_in_turns: int = 0
-    """Some trajectories of a batch had called a tool."""
+    """Kills after some trajectories of a batch had called a tool."""
     resumed_from: list[int] = field(default_factory=list)
-    """Steps; 0: from the start."""
+    """Steps from which runs were resumed; 0: from the start."""
     lost: int = 0
     """Runs that could not be resumed."""
     different: list[str] = field(default_factory=list)
@@ -264,7 +264,7 @@ class Reference:
 
 
 def run_reference(folder: Path, overrides: dict[str, object]) -> Reference:
-    """Train without interruption, or raise RuntimeError."""
+    """Train without interruption; raise RuntimeError if that fails."""
     life = begin(["train", write_run_file(folder, overrides)], folder / "output.txt")
     if life.finish(300):
         raise RuntimeError(f"the uninterrupted run failed:\n{life.text}")
@@ -273,7 +273,7 @@ def run_reference(folder: Path, overrides: dict[str, object]) -> Reference:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """Return the step of the newest whole checkpoint; 0 where there is none."""
+    """Return the step of the newest complete checkpoint, or 0 if there is none."""
     steps = [
         int(folder.name.removeprefix("checkpoint-"))
         for folder in run.glob("checkpoint-*")
@@ -283,7 +283,7 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def checkpoint_parts(run: Path) -> set[str]:
-    """Return what lies in the folder of checkpoints, whole or not."""
+    """Return the names of all checkpoints of a run, complete or not."""
     try:
         return {name for name in os.listdir(run) if "checkpoint" in name}
     except FileNotFoundError:
@@ -293,11 +293,11 @@ def checkpoint_parts(run: Path) -> set[str]:
 def kill_somewhere(
     life: Life, run: Path, expected: float, chance: random.Random, in_turns: bool
 ) -> bool:
-    """Kill it at a random moment; return False where it had ended before.
+    """Kill a training at a random moment; return False if it had ended before.
 
-    Half of the moments are spread over the whole life, half lie shortly after the write of a
-    checkpoint began, most of them within milliseconds. With ``in_turns`` most lie shortly after
-    the first call of a batch.
+    Half of the moments are spread over the whole training. The other half are shortly after the
+    write of a checkpoint began, most of them within milliseconds. With ``in_turns``, most moments
+    are shortly after the first call of a batch.
     """
     if in_turns and chance.random() < 0.85:
         if not has_turn(life, run.parent / "turn", chance):
@@ -317,7 +317,7 @@ def kill_somewhere(
 
 
 def has_turn(life: Life, turn: Path, chance: random.Random) -> bool:
-    """Return whether it lives and has been in the turns of one of its next batches for a moment."""
+    """Wait until a training is in the turns of a batch; return False if it ends before."""
     turn.unlink(missing_ok=True)
     return all(
         life.wait_for(lambda: not turn.exists(), 60) and life.wait_for(turn.exists, 60)
@@ -326,7 +326,7 @@ def has_turn(life: Life, turn: Path, chance: random.Random) -> bool:
 
 
 def note_kill(count: Count, life: Life, run: Path) -> None:
-    """Count where in its life it was killed."""
+    """Count a kill, and the phase of the training in which it happened."""
     count.kills += 1
     if any(name.startswith(".") for name in checkpoint_parts(run)):
         count.while_writing += 1
@@ -345,9 +345,9 @@ def kill_until_finished(
     chance: random.Random,
     count: Count,
 ) -> None:
-    """Train, kill and resume until the run is finished; count what came of it.
+    """Train, kill and resume until the run is finished; add the results to ``count``.
 
-    The folder of a run that came out right is removed.
+    The folder of a run without differences is removed.
     """
     count.runs += 1
     kills = 0
@@ -413,7 +413,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--rows", type=Path, help="folder for kills.json, of which a page is made")
+    parser.add_argument("--rows", type=Path, help="folder for kills.json, which a page shows")
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="rloo-kit-kills-"))
     counts = kill_and_resume(work, args.kills, args.settings, args.seed, args.rows)

@@ -5,7 +5,7 @@ Exact: the same weights dequantised to float32, the same adapter, the same batch
 
     python lora_gradients.py BACKEND MODEL
 
-A second line is for bitsandbytes' inference layout put back, the fault that the kit keeps away.
+The second line has the cosine with bitsandbytes' inference layout, which the kit turns off.
 """
 
 import copy

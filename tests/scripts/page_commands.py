@@ -29,7 +29,7 @@ FEW = [
     "--set", "trainer.max_steps=1", "--set", "data.held_out=4", "--set", "data.num_prompts=16",
     "--set", "trainer.per_device_train_batch_size=8", "--set", "trainer.num_generations=4",
 ]  # fmt: skip
-# Command -> arguments that make it small.
+# Command -> additional arguments that make it quick
 EXTRA = {
     "train": FEW,
     "quickstart": FEW,
@@ -80,7 +80,7 @@ def commands(page):
 
 @functools.cache
 def trained_run():
-    """Return the folder of a run of one step, made once in a process; copy it."""
+    """Return the folder of a run of one step, which is made once per process; copy it to use it."""
     folder = tempfile.TemporaryDirectory()
     with contextlib.chdir(folder.name):
         assert main(["quickstart", *FEW]) == 0
@@ -88,7 +88,7 @@ def trained_run():
 
 
 def put_run(folder, *, trained):
-    """Put a run into a folder: a real one, or rows and settings where no weights are read."""
+    """Put a run into a folder: a trained one, or only metrics and settings."""
     if trained:
         shutil.copytree(trained_run()[1], folder)
         return
@@ -147,12 +147,12 @@ def run_kit(arguments, command):
         content = yaml.safe_load(find_run_file(arguments[1]).read_text())
         make_run_config(content)
         if content["model"]["name"] != "tiny-thinker":
-            return  # a model that is not here
+            return  # its model is not on this machine
     make_files(Path(), arguments)
     few = EXTRA.get(" ".join(arguments[:2]), EXTRA.get(arguments[0], []))
     if {"adapter", "hub", "--completions"} & set(arguments):  # nothing is sampled
         few = []
-    if "--resume" in arguments:  # of a finished run; with more steps it trains one
+    if "--resume" in arguments:  # the run has finished; with more steps, one is trained
         few = ["--set", "trainer.max_steps=2"] if "max_steps" in command else []
     try:
         code = main([*arguments, *few])

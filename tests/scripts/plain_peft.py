@@ -1,10 +1,11 @@
-"""transformers and PEFT alone, without Unsloth and without the kit: what others are compared with.
+"""Reference results of transformers and PEFT alone, without Unsloth and without the kit.
 
     python plain_peft.py ORDER.json ANSWER.safetensors
 
-The order names a base folder, adapter folders (null: none), a device and a dtype, and either
-``rows`` of [prompt ids, completion ids], whose log-probabilities and gradients are wanted, or
-``prompts``, whose greedy completions are wanted with the gap to the second likeliest token.
+The order has a base folder, adapter folders (null: no adapter), a device and a dtype. It also has
+``rows`` of [prompt ids, completion ids] or ``prompts``. For rows, the answer has log-probabilities
+and gradients. For prompts, it has greedy completions, and for each token the gap between its
+log-probability and that of the second likeliest token.
 """
 
 import json
@@ -27,7 +28,7 @@ def load(order, adapter):
 
 
 def gradients(order):
-    """Log-probabilities of the completion tokens, and the gradient of minus their mean."""
+    """Return log-probabilities of the completion tokens, and the gradient of minus their mean."""
     model = load(order, order["adapters"][0])
     log_probs = []
     for prompt, completion in order["rows"]:
@@ -49,7 +50,7 @@ def gradients(order):
 
 @torch.inference_mode()
 def greedy(order):
-    """Tokens of each row under each adapter, and their gaps; padding after the end."""
+    """Return the tokens of each row with each adapter, padded at the end, and their gaps."""
     answer = {}
     lengths = {len(prompt) for prompt in order["prompts"]}
     for number, adapter in enumerate(order["adapters"]):

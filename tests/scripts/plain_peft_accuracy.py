@@ -2,8 +2,8 @@
 
     python plain_peft_accuracy.py ADAPTER_FOLDER
 
-Nothing of the kit is imported: base and adapter come from the folder's own config, 4-bit as in the
-run; sampled like the run's own evaluation, with another seed's noise left over.
+The kit is not imported. The base is the one that the adapter's config names, in 4 bit as in the
+run. Sampling is as in the run's own evaluation, except for the seed.
 """
 
 import random

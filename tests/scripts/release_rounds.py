@@ -1,4 +1,4 @@
-"""Load, train and release with vLLM, several times in one process; print what is held after each.
+"""Load, train and release with vLLM, several times in a process; print the memory after each.
 
 python release_rounds.py ROUNDS (ends|raises|interrupted) [MODEL]
 """
@@ -25,7 +25,7 @@ def lengths(completions, **_):
 
 
 def train(generation, reward=lengths, name="tiny-thinker"):
-    """Make two steps; return the number of those made."""
+    """Train for two steps, and return the number of steps made."""
     model, tokenizer = rk.load_model(name, load_in_4bit=False, max_seq_length=128)
     trainer = rk.LeaveOneOutTrainer(
         model=rk.attach_lora(model, r=16),

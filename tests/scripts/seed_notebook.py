@@ -100,7 +100,7 @@ print(f"length_reward: beta {trainer.beta} {rloo_config.beta} steps {trainer.sta
 
 
 class RewardModel:
-    """Stands for the notebook's trained reward model: the share of odd characters."""
+    """Replacement of the notebook's trained reward model: the share of odd characters."""
 
     def get_rewards(self, prompts, completions):
         return [sum(ord(c) % 2 for c in text) / max(1, len(text)) for text in completions]

@@ -58,7 +58,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-# Words of each line of the Zen of Python that are a prompt, as in TRL's data sets
+# Number of words in each line of the Zen of Python that are the prompt, as in TRL's data sets
 STARTS = (4, 2, 3, 1, 4, 3, 1, 4, 3, 3, 2, 6, 6, 11, 2, 4, 7, 5, 5)
 TEXT = {
     "vocab_size": VOCABULARY,
@@ -136,7 +136,7 @@ def make_all(folder: Path) -> None:
 
 
 def make_callers(folder: Path) -> None:
-    """Make the models of TRL's tests of tools, which give the ids of Qwen's real tokenizer."""
+    """Make the models of TRL's tests of tools, which contain ids of Qwen's real tokenizer."""
 
     def make() -> None:
         tokenizer = qwen_tokenizer()
@@ -189,14 +189,14 @@ def qwen_tokenizer() -> Any:
 
 
 def make_tokenizer(image: str = IMAGE, **extra: str) -> Any:
-    """Return a tokenizer over bytes; the words that fill up its vocabulary differ in length.
+    """Return a byte-level tokenizer whose vocabulary is filled up with words of different lengths.
 
-    Random weights draw among 16,384 tokens, so that they hardly ever end a completion, as TRL's
-    tests expect.
+    A model with random weights samples from all 16,384 tokens, so it hardly ever ends a completion.
+    TRL's tests expect this.
 
     Args:
-        image: What its chat template puts where an image is.
-        extra: Names of special tokens that a processor asks for.
+        image: Text that the chat template writes for an image.
+        extra: Special tokens by the names that a processor uses.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"{'x' * (i % 13)}{i:x}" for i in range(len(letters), FIRST_SPECIAL)]
@@ -296,7 +296,7 @@ def _gemma3() -> tuple[nn.Module, Any]:
 
 
 def _gemma4() -> tuple[nn.Module, Any]:
-    tokens = 70  # the fewest that it allows
+    tokens = 70  # the smallest number that it allows
     text = {**TEXT, "hidden_size": 16, "head_dim": 8, "global_head_dim": 8}
     text |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16}
     text |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -354,7 +354,7 @@ def _llava_next() -> tuple[nn.Module, Any]:
 
 def _qwen2_vl(kind: Any) -> tuple[nn.Module, Any]:
     rope = {"rope_type": "default", "mrope_section": [1, 1]}
-    more = {"out_hidden_size": 16, "fullatt_block_indexes": [1]}  # a layer that there is
+    more = {"out_hidden_size": 16, "fullatt_block_indexes": [1]}  # must be one of its two layers
     if kind is tf.Qwen2VLConfig:
         more = {"embed_dim": 64}
     config = kind(
@@ -418,7 +418,7 @@ def _save(folder: Path, name: str, model: Any, processor: Any) -> None:
 
 
 def _add_remote_code(folder: Path) -> None:
-    """Turn the Llama of that name into one whose classes are in its own folder."""
+    """Change tiny-RemoteForCausalLM, a Llama, so that its classes are in its own folder."""
     snapshot = folder / f"hub/models--{OWNER}--tiny-RemoteForCausalLM/snapshots/{REVISION}"
     config = json.loads((snapshot / "config.json").read_text())
     config |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"]}

@@ -3,12 +3,12 @@
     python tests/scripts/trl_tests.py TRL_CHECKOUT/tests/test_rloo_trainer.py
     python tests/scripts/trl_tests.py TRL_CHECKOUT/tests/test_grpo_trainer.py
 
-Of GRPOTrainer's tests, those of tools and environments run, which only it has.
+Of GRPOTrainer's tests, only those of tools and environments run, which RLOOTrainer does not have.
 
-The file is TRL's (Apache 2.0, of the version that is installed) and stays outside of this
-repository. Models and data sets are made once (``trl_models.py``); nothing is fetched.
-``--classes`` takes ``trl``, ``kit`` (the kit's trainer with TRL's ``RLOOConfig``: only the class
-is replaced), ``kit-config`` (``LeaveOneOutConfig``, too) and ``kit-trl`` (with ``step: trl``).
+The test file is TRL's (Apache 2.0, of the installed version) and is not part of this repository.
+Models and data sets are made once (``trl_models.py``); nothing is downloaded. The classes are
+``trl``, ``kit`` (the kit's trainer with TRL's ``RLOOConfig``, so that only the class is replaced),
+``kit-config`` (with ``LeaveOneOutConfig`` too) and ``kit-trl`` (with ``step: trl`` too).
 """
 
 import argparse
@@ -24,9 +24,9 @@ from trl_models import END, IDS, PAD, make_all, make_callers
 
 CLASSES = ("trl", "kit", "kit-config", "kit-trl")
 AROUND = ("__init__.py", "conftest.py", "testing_constants.py", "testing_utils.py")
-"""What TRL's test files import, and lies in their folder."""
+"""Files that TRL's test files import from their folder."""
 CALLS = "(tools or tool_calls or environment) and not multimodal"
-"""Tests of GRPOTrainer that run."""
+"""Expression of pytest's -k that selects the tests of GRPOTrainer."""
 QWEN_IDS = {151643: PAD, 151645: END}
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".cache" / "trl"
@@ -46,7 +46,7 @@ class Outcome:
 def run_all(
     file: Path, classes: list[str], selected: str | None = None, backend: str = "transformers"
 ) -> dict[str, dict[str, Outcome]]:
-    """Make what is missing of models and data sets, and run TRL's file on each of the classes."""
+    """Make the missing models and data sets, and run TRL's file on each class."""
     folder = FOLDER
     if "grpo" in file.name:
         folder = FOLDER.with_name("trl_callers")
@@ -125,7 +125,7 @@ def table(runs: dict[str, dict[str, Outcome]]) -> list[str]:
 
 
 def main() -> int:
-    """Print the table; 1 where the kit fails a test that TRL passes."""
+    """Print the table; return 1 if the kit fails a test that TRL passes, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--classes", default="trl,kit", help=f"some of {', '.join(CLASSES)}")

@@ -30,7 +30,7 @@ busy = False
 
 
 def is_of_the_kit():
-    """Whether the kit, and no other library, makes the call."""
+    """Return whether the kit, and no other library, makes the call."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -42,7 +42,7 @@ def is_of_the_kit():
 
 
 def is_in_use(path):
-    """Whether this process has opened or mapped the file, or one below."""
+    """Return whether this process has opened or mapped the file, or a file in this folder."""
     path = os.path.realpath(path)
     lines = Path("/proc/self/maps").read_bytes().splitlines()
     held = {os.fsdecode(line.split(None, 5)[-1]) for line in lines}
