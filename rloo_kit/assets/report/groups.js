@@ -24,16 +24,16 @@ function summary(group) {
 /** "score 1.00 - mean of the 7 others 0.43 = +0.57", with the price of the KL where there is one. */
 function sumOf(group, completion, beta) {
   const { score, kl, baseline, advantage } = completion;
-  if (score == null) return "no score: it is left out of its group";
+  if (score == null) return "no score: it does not count in its group";
   if (baseline == null) return "no other completion of the group has a score";
   const others = group.completions.filter((one) => one !== completion && one.score != null).length;
   const price = beta && kl ? beta * kl : 0;
   const paid = isZero(price) ? "" : ` ${MINUS} KL ${fixed(kl)} \u00d7 ${format(beta)}`;
   const sum = score - price - baseline;
   const whose = others === 1 ? "the other" : `the ${others} others`;
-  const told = `score ${fixed(score)}${paid} ${MINUS} mean of ${whose} ${fixed(baseline)} = ${signed(sum)}`;
+  const terms = `score ${fixed(score)}${paid} ${MINUS} mean of ${whose} ${fixed(baseline)} = ${signed(sum)}`;
   const same = advantage == null || Math.abs(sum - advantage) < 2e-3 * Math.max(1, Math.abs(sum));
-  return same ? told : `${told}; trained with ${signed(advantage)} (normalised, masked, or by token)`;
+  return same ? terms : `${terms}; trained with ${signed(advantage)} (normalised, masked, or by token)`;
 }
 
 /* --- groups: filters --- */
@@ -118,14 +118,14 @@ function listItem(group, place) {
 
 /* --- groups: one of them --- */
 
-const PICTURE_HINT = "Bar: score, less the KL it pays for. Dashed: mean of the others. Arrow: advantage. "
-  + "Point at a column, or reach it with Tab, for its sum.";
+const PICTURE_HINT = "Bar: score minus KL penalty. Dashed line: mean of the others. Arrow: advantage. "
+  + "Point at a column, or reach it with Tab, to see the calculation.";
 const PICTURE_LABEL = "Score of every completion, the mean of the others as a dashed line, the advantage as "
   + "an arrow between them";
 
 const hashOf = (group) => `#group=${group.step}-${group.group}${several ? `&run=${browser.run + 1}` : ""}`;
 
-function showGroup(place, told = false) {
+function showGroup(place, linked = false) {
   const buttons = byId("group-list").querySelectorAll("button");
   for (const [at, button] of buttons.entries()) {
     button.tabIndex = at === Math.max(0, place) ? 0 : -1;
@@ -135,9 +135,9 @@ function showGroup(place, told = false) {
   browser.current = place;
   const group = browser.found[place];
   byId("group").replaceChildren(group ? groupNode(group)
-    : make("p", { class: "calm" }, "No group is like that: clear the filters."));
+    : make("p", { class: "calm" }, "No group matches: clear the filters."));
   if (group) scrollWithin(byId("group-list"), buttons[place]);
-  if (group && told) {
+  if (group && linked) {
     try { history.replaceState(null, "", hashOf(group)); } catch { /* a frame may not have an address */ }
   }
 }
@@ -229,13 +229,13 @@ function picture(group, beta, cards, sum) {
   const floor = y(Math.min(high, Math.max(low, 0)));
   const columns = rows.map((row, place) => column(group.completions[place], row, { place, pitch, y, floor }));
   columns.forEach((node, place) => {
-    const told = `Completion ${place + 1}: ${sumOf(group, group.completions[place], beta)}`;
-    const tell = (lit) => {
+    const label = `Completion ${place + 1}: ${sumOf(group, group.completions[place], beta)}`;
+    const show = (lit) => {
       cards[place].classList.toggle("lit", lit);
-      sum.textContent = lit ? told : PICTURE_HINT;
+      sum.textContent = lit ? label : PICTURE_HINT;
     };
-    for (const event of ["mouseenter", "focus"]) node.addEventListener(event, () => tell(true));
-    for (const event of ["mouseleave", "blur"]) node.addEventListener(event, () => tell(false));
+    for (const event of ["mouseenter", "focus"]) node.addEventListener(event, () => show(true));
+    for (const event of ["mouseleave", "blur"]) node.addEventListener(event, () => show(false));
     node.addEventListener("click", () => cards[place].scrollIntoView({ block: "nearest" }));
   });
   const width = 36 + pitch * rows.length;

@@ -5,7 +5,7 @@
 function ending(run) {
   const { how, reason, steps, planned, seconds, began, ended } = run.end;
   const of = planned > 0 ? ` of ${planned.toLocaleString("en")}` : "";
-  const open = `Still going, or killed: written at step ${steps}${of}`;
+  const open = `Still running, or killed: written at step ${steps}${of}`;
   const word = how === "open" ? open : how.charAt(0).toUpperCase() + how.slice(1);
   const parts = [make("b", { class: how === "failed" ? "bad" : null }, word)];
   if (how !== "open") parts.push(` after ${plural(steps, "step")}${how === "finished" ? "" : of}`);
@@ -36,16 +36,16 @@ function showHeader() {
 
 function findingOf(finding, level) {
   const { kind, reward, evidence, why, remedy, settings, command } = finding;
-  const told = [["seen", evidence], ["why", why], ["do", remedy]];
-  if (settings.length) told.push(["set", settings.map(copyable)], ["try", copyable(command)]);
+  const parts = [["seen", evidence], ["why", why], ["do", remedy]];
+  if (settings.length) parts.push(["set", settings.map(copyable)], ["try", copyable(command)]);
   return make("article", { class: `finding ${finding.level}` },
     make(level, {}, reward ? `${kind} (${reward})` : kind, make("span", { class: "level" }, finding.level)),
-    make("dl", {}, told.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]).flat()));
+    make("dl", {}, parts.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]).flat()));
 }
 
-const NOTHING_WRONG = "Nothing is wrong with this run, as far as its record tells.";
-const NOTHING_SEEN = "What was recorded before the end shows nothing wrong.";
-const NOTHING_KNOWN = "Nothing can be told of less than two steps.";
+const NOTHING_WRONG = "The doctor found no fault in this run.";
+const NOTHING_SEEN = "The doctor found no fault in the steps before the run ended.";
+const NOTHING_KNOWN = "The doctor needs at least two steps.";
 
 function showFindings() {
   runs.forEach((run, place) => {
@@ -67,7 +67,7 @@ const SIGNS = {
   chance: "may be chance",
   same: "unchanged",
 };
-const NOT_SCORED = "No held-out prompts were scored: set data.held_out to compare before with after.";
+const NOT_SCORED = "No held-out prompts were scored: set data.held_out to compare the model before and after training.";
 
 /** From the ring (before) to the dot (after), with the standard error as a whisker. */
 function shift(row) {
@@ -143,7 +143,7 @@ function samplePair({ prompt, before, after }) {
 function showSamples() {
   const { pairs, total } = runs[Number(byId("sample-run").value)].samples;
   const all = byId("all-samples").checked;
-  byId("all-samples-label").textContent = `Show all that are kept: ${pairs.length} of ${total}`;
+  byId("all-samples-label").textContent = `Show all recorded samples: ${pairs.length} of ${total}`;
   const shown = pairs.slice(0, all ? pairs.length : SAMPLES).map(samplePair);
   byId("samples").replaceChildren(make("div", { class: "pairs" }, shown));
 }
@@ -186,7 +186,7 @@ function configOf(run) {
     settingsTable("Settings that differ from their defaults", head, differing),
     make("details", { hidden: !rows.length },
       make("summary", {}, `All ${rows.length} settings`),
-      settingsTable("The whole run file; what differs is marked", head, rows)));
+      settingsTable("The whole run file, with differences marked", head, rows)));
 }
 
 function madeWith(run) {
