@@ -94,14 +94,14 @@ class LeaveOneOutTrainer(StepTrainer):
             as in TRL's ``GRPOTrainer``. A class needs ``reset(**row)`` and may have
             ``get_reward()``.
         engine: An engine that ``start_engine`` returned for this model. None starts the engine that
-            ``args.generation`` names.
+            ``args.generation`` names. TRL's step cannot use an engine.
         **others: TRL's other arguments, and some older names of TRL's arguments, which cause a
             warning: ``reward_model``, ``config``, ``policy``, ``tokenizer`` and ``ref_policy`` (a
             separate model as the reference).
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice. Or ``args.step`` is ``kit``,
-            but the kit's step cannot run this training.
+            but the kit's step cannot run this training, or TRL's step would get an engine.
         DataError: The dataset has no rows or no column ``prompt``.
         RewardError: A reward cannot be loaded, or does not return scores.
         GenerationError: An engine was requested by name but cannot sample.
@@ -138,7 +138,7 @@ class LeaveOneOutTrainer(StepTrainer):
         args = copy.copy(asked)  # the caller's object does not change
         parts["train_dataset"] = with_prompts(parts["train_dataset"], environment_factory, args)
         reference = _own_reference(others, parts["model"], args)
-        self.step_choice = self._choose_step(args, parts)
+        self.step_choice = self._choose_step(args, parts, engine)
         if engine is None and not self.by_trl:
             check_engine(asked)
         check_prompts(parts["train_dataset"], args)
@@ -229,10 +229,13 @@ class LeaveOneOutTrainer(StepTrainer):
             remedy = "raise trainer.vllm_max_model_length to {}"
             check_lengths(self.train_dataset, self.tokenizer, self.args, longest, remedy=remedy)
 
-    def _choose_step(self, args: LeaveOneOutConfig, parts: dict[str, Any]) -> StepChoice:
+    def _choose_step(
+        self, args: LeaveOneOutConfig, parts: dict[str, Any], engine: Engine | None
+    ) -> StepChoice:
         """Choose the kit's training step or TRL's, adapt ``args`` to it, and return the choice.
 
         Raises:
+            ConfigError: TRL's step is chosen, but the caller passed an engine.
             DataError: The training set is not a dataset, or has no column ``prompt``.
         """
         check_columns("train_dataset", parts["train_dataset"])
@@ -252,6 +255,8 @@ class LeaveOneOutTrainer(StepTrainer):
                 if getattr(type(self), name) is not getattr(LeaveOneOutTrainer, name)
             ],
         )
+        if choice.by_trl and engine:
+            raise ConfigError(f"{choice}; leave out engine, which it cannot use")
         let_trl_sample(args, choice)
         return choice
 

@@ -158,10 +158,10 @@ class TrlStep(RLOOTrainer):
         self.step_log.note("speed/generation_tokens_per_second", num_tokens / seconds)
 
     def release_tables_and_engine(self) -> None:
-        """Free TRL's tables of completions, which have images, and its vLLM engine in this process.
+        """Free TRL's tables of completions and its vLLM engine in this process.
 
-        If several processes train, their engines stay, because the shutdown of an engine ends
-        torch's process group.
+        The tables may have images. If several processes train, their engines stay, because the
+        shutdown of an engine ends torch's process group.
         """
         self.tables.clear()
         llm = getattr(getattr(self, "vllm_generation", None), "llm", None)

@@ -116,6 +116,11 @@ def test_records_hold_the_advantages_that_trl_trains_with(new_trainer, config):
     assert all(one["rewards"]["short"] == one["score"] for one in kept)
 
 
+def test_an_engine_for_trls_step_is_refused(new_trainer, config):
+    with pytest.raises(rk.ConfigError, match="leave out engine, which it cannot use"):
+        new_trainer(config(step="trl"), engine=types.SimpleNamespace())
+
+
 def test_release_frees_the_tables_and_the_engine_of_trl(new_trainer, config, monkeypatch):
     trainer = new_trainer(config(step="trl"))
     trainer.train()
@@ -143,7 +148,7 @@ def test_a_training_resumes_from_a_checkpoint_of_transformers(new_trainer, confi
     assert [row["step"] for row in second.state.log_history if "reward" in row] == [1, 2]
     assert read_checkpoint(tmp_path / "out/checkpoint-2").facts["step"] == "trl"
     assert (tmp_path / "out/checkpoint-2/optimizer.pt").exists()
-    with pytest.raises(rk.CheckpointError, match=r"set trainer.step to trl"):
+    with pytest.raises(rk.CheckpointError, match=r"set trainer.step=trl"):
         run(3, resume=True, step="kit")
 
 
