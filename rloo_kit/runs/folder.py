@@ -308,7 +308,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
     write_json(folder / "environment.json", redact_tree(facts), indent=2)
-    write_run_file(folder, job.config)  # last: `check_is_record` looks for environment.json
+    write_run_file(folder, job.config)  # last: without environment.json it is a user's own file
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

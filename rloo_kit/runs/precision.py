@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16")
 # Settings of the run that are replaced by their defaults for a measurement. With the defaults of
-# the first two lines, the sampler draws each token with the policy's own probability. With those
-# of the other lines, a trainer for 8 prompts and one reward can be made, which uses the kit's step:
-# the learner of that step is compared with the sampler
+# `top_p` to `thinking_budget`, the sampler draws each token with the policy's own probability. With
+# the other defaults, a trainer for few prompts and one reward can be made, which uses the kit's
+# step: the learner of that step is compared with the sampler
 RESET = {
     *OF_TRL_STEP, "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
     "thinking_budget",
-    "per_device_train_batch_size", "num_generations", "gradient_accumulation_steps",
+    "per_device_train_batch_size", "rows_in_flight", "gradient_accumulation_steps",
     "steps_per_generation", "generation_batch_size", "reward_weights",
     "max_tool_calling_iterations", "tool_timeout_seconds", "on_tool_error", "step",
 }  # fmt: skip
@@ -46,7 +46,8 @@ def job_in(precision: str, config: RunConfig, base: Path) -> PreparedJob:
         ConfigError: Unsloth does not compute in this precision here.
     """
     settings = {name: value for name, value in config.trainer.items() if name not in RESET}
-    settings |= {"canary": False, "router_aux_loss_coef": 0.0}
+    # with 8 generations in a batch of 8 completions, a single row is enough for a trainer
+    settings |= {"canary": False, "router_aux_loss_coef": 0.0, "num_generations": 8}
     settings |= {name: name == precision for name in PRECISIONS}
     # not longer than in the run, whose prompts may leave no room for longer completions
     limit = config.trainer.get("max_completion_length", DEFAULTS["max_completion_length"])
@@ -86,7 +87,7 @@ def mismatch(config: RunConfig, base: Path, rows: Sequence[Row], precision: str)
 
         model, tokenizer = job.policy
         dataset = Dataset.from_list([*rows])
-        trainer = LeaveOneOutTrainer(model, "length", args, dataset, tokenizer)  # gives no rewards
+        trainer = LeaveOneOutTrainer(model, "length", args, dataset, tokenizer)  # never trains
         asked = [row["prompt"] for row in rows]
         prompts = tokenize_prompts(tokenizer, asked, args.chat_template_kwargs)
         if trainer.engine is None:

@@ -127,7 +127,7 @@ class HeldOutScores(TrainerCallback):
         self._see(step, found)
 
     def _see(self, step: int, found: Evaluation) -> None:
-        """Keep the score that chooses checkpoints, and pass all scores to the ``RunWatch``."""
+        """Keep the score that chooses checkpoints; pass all scores to the ``RunWatch``, if any."""
         score = self._choosing_score(found)
         self._newest = {step: score}
         if self.trainer.watch is not None:

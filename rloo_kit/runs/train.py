@@ -119,7 +119,7 @@ def train(
 
 
 def _unheard(say: Say) -> Say:
-    """Return ``say`` without its OSErrors, because a closed terminal must not end a run."""
+    """Return ``say`` without its OSErrors: a closed terminal or pipe must not end a run."""
 
     def call(line: str) -> None:
         with contextlib.suppress(OSError):

@@ -273,11 +273,15 @@ def test_the_precision_is_measured_without_the_models_own_sampling_settings():
     config = make_run_config(
         {
             "model": {"name": "model", "max_seq_length": 128},
-            "trainer": {"max_completion_length": 48},
+            "trainer": {
+                "max_completion_length": 48, "partial_rollouts": True,
+                "per_device_train_batch_size": 32, "rows_in_flight": 64,
+            },
         }
-    )
+    )  # fmt: skip
     rows = [*rk.load_prompts("arithmetic", num_prompts=8)]
     assert 0 < mismatch(config, Path(), rows, "bf16") < 0.02
+    assert mismatch(config, Path(), rows[:1], "bf16") > 0
 
 
 def test_a_calibrated_math_run_keeps_the_system_message(monkeypatch):
