@@ -232,7 +232,7 @@ class RunRecord:
         """
         groups: dict[tuple[Any, Any], set[str]] = {}
         for row in self.completions_of(at_end=at_end):
-            key = (row.get("step"), row.get("group"))
+            key = (finite_number(row.get("step")), finite_number(row.get("group")))
             groups.setdefault(key, set()).add(text_of(row.get("completion")))
         return mean([len(texts) for texts in groups.values()])
 

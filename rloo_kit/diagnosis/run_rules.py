@@ -361,12 +361,14 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
 def _never_paid(run: RunRecord) -> str | None:
     """Return the name of a reward that was 0 for every completion of the run, or None.
 
-    The rewards in ``MAY_BE_0`` do not count.
+    The rewards in ``MAY_BE_0`` do not count, except ``tool_use`` in a run without tools.
     """
+    has_tools = bool(run.series("tools/call_frequency"))
     for match in filter(None, map(REWARD_MEAN.fullmatch, run.rows[0])):
         means = run.series(match[0])  # empty if the reward never gave a score
         is_0 = means and not any(means) and not any(run.series(f"rewards/{match[1]}/std"))
-        if is_0 and not MAY_BE_0.fullmatch(match[1]):
+        may_be_0 = MAY_BE_0.fullmatch(match[1])
+        if is_0 and not (may_be_0 and (has_tools or may_be_0[1] != "tool_use")):
             return match[1]
     return None
 

@@ -310,7 +310,8 @@ def find_all(
     found = []
     for r in rewards:
         # All scores of `tool_use` are equal if no tool is called, which `_tools` reports
-        is_use = calls is not None and r.name.startswith("tool_use")
+        no_calls = calls is not None and calls["tools/call_frequency"] == 0
+        is_use = no_calls and re.fullmatch(r"tool_use(_\d+)?", r.name) is not None
         of_reward = find_in_reward(r, batch, excused=excused or is_use)
         found += [replace(finding, reward=r.name) for finding in of_reward]
     dead = {finding.reward for finding in found if KINDS[finding.kind].about_signal}

@@ -75,7 +75,7 @@ class RewardStats:
     high: float | None
     fires: float | None  # share of scores above 0
     milliseconds: float  # time of a call, divided by the number of completions
-    length_correlation: float | None  # rank correlation of score and length
+    length_correlation: float | None  # rank correlation with the length; None if one is constant
     fault: str | None  # why the call failed; None if it did not
 
 

@@ -169,6 +169,9 @@ SPOILED = {
         {**FLAT, "kl": line(0), "kl/sequence": line(0), "learning_rate": line(1e-9)},
         settings=["trainer.learning_rate=1e-9"],
     ),
+    "constant_reward, for calls in a run without tools": record(
+        {**FLAT, "rewards/tool_use/mean": line(0), "rewards/tool_use/std": line(0)}
+    ),
     "tools_never_called": record({"tools/call_frequency": [0.0] * 24}),
     "tools_never_called, at a cost for calls": record(
         {

@@ -210,6 +210,7 @@ FAULTS = [
     ("fragile", [last_digit], {}),
     ("length_in_disguise", [thorough], {}),
     ("tools_never_called", ["accuracy", COST], {"source": "tools", "rows": with_calls(0)}),
+    ("constant", ["accuracy", "tool_use"], {"source": "tools", "rows": with_calls(8)}),
     ("calls_without_answer", ["accuracy"], {"source": "tools", "rows": UNANSWERED}),
     ("needless_calls", [calls_cost], {"source": "tools", "rows": with_calls(4)}),
 ]
