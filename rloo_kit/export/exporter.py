@@ -463,10 +463,11 @@ def _copy_from_model(name: str, folder: Path, pattern: str) -> None:
         folder: The folder to copy to.
         pattern: The pattern, as in a shell.
     """
+    from httpx import HTTPError
     from huggingface_hub import snapshot_download
 
     source = Path(name)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(HTTPError, OSError, ValueError):
         if not source.is_dir():
             source = Path(snapshot_download(name, allow_patterns=pattern))
     _copy(source, folder, pattern)

@@ -29,6 +29,8 @@ def model_card(
 ) -> str:
     """Return the text of README.md. It contains no secrets and no folders of this machine.
 
+    The licence is read from the model card of the base, which may be downloaded.
+
     Args:
         kind: Kind of export: ``adapter``, ``merged`` or ``gguf``.
         name: Title of the card.
