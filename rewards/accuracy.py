@@ -10,8 +10,8 @@ from rloo_kit.types import Score
 from ._text import check_choices, check_least, expected_text
 from .thinking import AnswerReward, TextReward
 
-# A number has a sign (unless it is a hyphen after a word), digits (whole, or in groups of three), a
-# decimal part and an exponent. ".5" is a number too
+# A number: an optional sign (a hyphen after a word is none), digits (whole, or in groups of three),
+# an optional decimal part and an optional exponent. ".5" is a number too
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[+-])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"

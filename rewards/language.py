@@ -214,3 +214,13 @@ def _is_in(text: str, language: str) -> bool:
     likely = dict(_identifier().rank(text))
     best = max(likely.pop(code) for code in passing)
     return 2 * best >= max(likely.values())
+
+
+def __getattr__(name: str) -> Language:
+    """Create the reward with its defaults when ``language`` is read from this module.
+
+    The reward is not created on import, because it needs py3langid and the module does not.
+    """
+    if name == "language":
+        return Language()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

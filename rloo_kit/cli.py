@@ -30,7 +30,8 @@ from rloo_kit.machine.processes import is_first
 from rloo_kit.text.redaction import redact, redacted_logs, redacting, remember_arguments
 from rloo_kit.text.wording import did_you_mean
 
-# Seconds that the other processes wait for the launcher to end them, after an error in all of them
+# Seconds that a process other than the first waits before it prints its error. If the first process
+# failed too, the launcher ends this process in that time
 LAUNCHER_SECONDS = 10
 
 
@@ -117,8 +118,8 @@ PARSER = _Parser(
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {rk.__version__}")
-# Parsers for the words of the commands. The key "" has the parsers for the first word, and the key
-# "rewards" the parsers for the word after `rewards`
+# Parsers for the words of the commands. The key "" has the parsers for the first word. Another key
+# is a first word, such as "rewards", and has the parsers for the word after it
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 

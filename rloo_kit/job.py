@@ -351,8 +351,8 @@ class PreparedJob:
     def rewards_base(self) -> Path:
         """Folder that relative paths of rewards, tools and environments start from.
 
-        It is the folder of the run file. For an example that comes with the kit it is the working
-        folder, so that the run finds the user's own rewards.
+        It is ``base``. For an example that comes with the kit it is the working folder, so that the
+        run finds the user's own rewards.
         """
         return Path() if self.base == EXAMPLES else self.base
 

@@ -69,6 +69,8 @@ def fetch(out: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=out.parent) as place:
         fresh = Path(place) / "llama.cpp"
         unpack(download(Path(place)), fresh)
+        if out.is_dir():
+            out.rmdir()  # it is empty; Windows does not replace folders
         os.replace(fresh, out)
     return out
 

@@ -355,7 +355,7 @@ class ResumableTrainer(Trainer):
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer and schedule, and keep the base learning rates of the present settings."""
+        """Store the base learning rates of the present settings; load optimizer and schedule."""
         self._fresh_rates: Any = getattr(self.lr_scheduler, "base_lrs", None)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -663,7 +663,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         ("step", f"trainer.step {step}: set trainer.step={step} and the old number of processes"),
         ("processes", f"another number of processes: start {then['processes']} of them"),
         ("model", "another model: restore the old model.name, model.load_in_4bit and lora"),
-        ("prompts", "other prompts: restore the old data, and the content of its file"),
+        ("prompts", "other prompts: restore the old section data, and the content of its file"),
         ("rewards", "other rewards: restore the old rewards"),
     ):
         if then.get(what) != now[what]:

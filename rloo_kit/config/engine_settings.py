@@ -50,8 +50,8 @@ OWN_SETTINGS = {
     "max_new_tokens": "max_completion_length",
     "max_length": "max_completion_length",
 }
-# Parameters that count the tokens of a completion. With a thinking budget, vLLM samples each
-# completion in two parts, and would count the tokens of each part separately
+# Parameters that depend on all tokens of a completion so far. With a thinking budget, vLLM samples
+# completions in two parts, and would see only the tokens of the second part
 COUNTING = ("min_tokens", "presence_penalty", "frequency_penalty")
 
 

@@ -1,7 +1,7 @@
 """Keys that the sections ``trainer:``, ``unsloth:`` and ``vllm:`` of a run file must not have.
 
 Either another key of the run file sets the same value, or the kit sets the value itself. This
-module does not import Unsloth or vLLM. They report keys that they do not know when they load.
+module does not import Unsloth or vLLM. When they load, they report keys that they do not know.
 """
 
 from collections.abc import Iterable

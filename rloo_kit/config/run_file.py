@@ -405,8 +405,9 @@ def _apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> list[
 def without_hidden_settings(config: RunConfig) -> RunConfig:
     """Return settings that were read from a run.yaml, without those that are masked secrets.
 
-    When a run.yaml is written, each secret is replaced by a mask such as ``[hidden]``. Such a
-    secret must then come from the environment or the file .env.
+    When a run.yaml is written, each secret is replaced by a mask such as ``[hidden]``. A setting
+    whose whole value is a mask is left out, and its secret must come from the environment or the
+    file .env.
     """
     settings = config.as_dict()
     kept = without_hidden(settings)

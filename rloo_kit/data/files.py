@@ -54,7 +54,7 @@ def read_source(  # noqa: PLR0913
 
     Raises:
         DataError: The source does not exist or cannot be read, a row is invalid, or ``columns``
-            names a column that the source does not have.
+            names a column twice or one that the source does not have, or leaves no ``prompt``.
     """
     import datasets
 

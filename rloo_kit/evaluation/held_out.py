@@ -193,8 +193,8 @@ def read_held_out(
     config = _config_of(first, overrides, prompts)
     source = str(prompts or config.data.prompts)
     of_data = given.get("data") or {}
-    # Settings of a run may contradict each other, as an older version accepted them. If the user
-    # changes settings, all are checked
+    # The paths of a run are absolute. Its settings may contradict each other, as an older version
+    # accepted them. If the user changes settings, all are checked
     job = PreparedJob(config, EXAMPLES, say, first.run is not None and not overrides)
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
@@ -228,7 +228,8 @@ def _config_of(
 ) -> RunConfig:
     """Return the settings of a model, changed by the user's overrides.
 
-    Without a run and rewards in the overrides, the reward is the default of the prompts' task.
+    If the model has no run, and the overrides have no rewards, the reward is the default of the
+    prompts' task, or ``accuracy``.
     """
     config = first.config
     own = first.run is None and "rewards" not in read_overrides(overrides)
@@ -279,8 +280,8 @@ def _check_not_trained(
     """Refuse prompts that one of the runs may have trained on.
 
     The prompts are the last rows of the data. Each must be among the held-out samples that a run
-    has recorded. A run without recorded samples is not checked. Neither is a run with another
-    ``data:`` section or an environment, except that of ``first``.
+    has recorded. A run without recorded samples is not checked. Except for ``first``, neither is a
+    run with an environment, or with other data (other settings in ``_OF_PROMPTS``).
 
     Args:
         models: All models that are compared.

@@ -136,7 +136,7 @@ def find_trained(given: str | Path) -> TrainedModel:
 def _adapter_of(run: Path) -> Path:
     adapter = run / "adapter"
     is_saved = (adapter / CONFIG).is_file()
-    # While a resumed run trains, it has no end.json, and its adapter is from before the resume
+    # Until a resumed run ends, it has no end.json, and its adapter is from before the resume
     if is_saved and (run / "end.json").is_file():
         return adapter
     if checkpoint := find_checkpoint(run):
@@ -279,7 +279,7 @@ def load_base(trained: TrainedModel, **changes: Any) -> LoadedBase:
         if not name.startswith(of_run)
     }
     if trained.fp16 and environment.hardware.on_gpu and not changes:
-        others["precision"] = "fp16"  # which is slow on a CPU
+        others["precision"] = "fp16"  # not on a CPU, where it is slow
     model, tokenizer = load_model(**vars(_model_with(trained, **changes)), **others)
     # Unsloth cuts prompts longer than the run's max_seq_length on a GPU
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

@@ -63,7 +63,7 @@ class PlainTorchLogProb:
             )
 
         def score(part: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            """Return the values of ``apply`` for a chunk of tokens; the third only if requested."""
+            """Return log-probabilities and entropies of a chunk, and ``is_top1`` if requested."""
             offset = None if bias is None else bias.to(part.dtype)
             # (chunk, H) x (V, H) -> (chunk, V)
             logits = linear(part, weight.to(part.dtype), offset).float() * logit_scale

@@ -174,7 +174,9 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
 
 def _sorted_names(modules: str | Iterable[str]) -> list[str]:
     """Return the names of layers, sorted; for a pattern, return a list of the pattern alone."""
-    return [modules] if isinstance(modules, str) else sorted(map(str, modules))
+    if isinstance(modules, str) or not isinstance(modules, Iterable):  # the latter is an error
+        return [modules]
+    return sorted(map(str, modules))
 
 
 def _config_of(adapter: Path) -> dict[str, Any]:

@@ -151,7 +151,10 @@ def engine_memory(
         )
     if cache < size.smallest_cache:
         taken = f"{free / GIB:.1f} GiB free"
-        remedy = "lower model.max_seq_length, or trainer.vllm_max_model_length if it is set"
+        remedy = (
+            "lower model.max_seq_length, or trainer.vllm_max_model_length if it is set or if the "
+            "model was not loaded by load_model"
+        )
         if share is not None:
             taken = f"{share:g} of the card"
             remedy = "raise trainer.vllm_gpu_memory_utilization"

@@ -46,10 +46,11 @@ from rloo_kit.text.chat_templates import end_token_ids
 from rloo_kit.text.wording import did_you_mean, first_line, format_errors, format_value
 from rloo_kit.types import Model, Tokenizer
 
-# Files of a hub model that are not downloaded: its weights in other formats than safetensors
+# Files of a hub model that are not downloaded: copies of its weights in other formats
 OTHER_WEIGHTS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]
 TOKENIZER = "tokenizer_config.json"
-# Errors that mean that nothing can be stored in the hub's cache; other errors concern the network
+# Errors that mean that nothing can be stored in the hub's cache; others concern the network or its
+# settings
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NOT_STORED = (
     "cannot be stored in the hub's cache ({}): free some space there, or set HF_HOME to a folder "
@@ -330,7 +331,7 @@ def attach_lora(
     except (TypeError, ValueError, LookupError, AttributeError) as exc:  # differs by setting
         raise ConfigError(
             f"PEFT refuses the LoRA settings ({type(exc).__name__}: {first_line(exc)}): correct "
-            "the setting that it names"
+            "the setting that it is about"
         ) from exc
 
 
@@ -546,7 +547,7 @@ def _replace_adapter(folder: Path, partial: Path) -> None:
     old = folder.with_name(f".{folder.name}.old")
     config_in = PeftConfig.from_pretrained
     if (folder / WEIGHTS).is_file() and config_in(str(folder)) == config_in(str(partial)):
-        for file in sorted(partial.iterdir()):  # only the weights have changed
+        for file in sorted(partial.iterdir()):  # of the adapter's files only the weights differ
             file.replace(folder / file.name)
         partial.rmdir()
         return

@@ -131,8 +131,8 @@ def _targets(config: RunConfig, facts: Facts) -> Iterator[str]:
     for one in facts.shape.linears:
         leaf = one.name.rpartition(".")[2]
         named = any(name.endswith(leaf) for name in parameters or ())
-        # Unsloth also gives the experts of a targeted MLP an adapter
-        # `attach_lora` drops names in the list of targets that no dense layer has
+        # Unsloth also gives the experts of a targeted MLP an adapter. But names in a list that no
+        # dense layer has are dropped by `attach_lora`
         is_layer = isinstance(targets, str) or "down_proj" in dense
         by_unsloth = parameters is None and facts.unsloth and "down_proj" in targets and is_layer
         if one.is_expert and (named or by_unsloth):

@@ -170,7 +170,7 @@ def _total(parts: dict[str, Held], phase: str) -> int:
 
 
 def _weights(job: Job) -> dict[str, Held]:
-    """Return the parts of the memory that loading the base model needs."""
+    """Return the parts of the memory that the base model and the libraries need."""
     shape = job.shape
     packing = mapped = 0
     if job.in_4bit and not shape.packed:

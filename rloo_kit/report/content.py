@@ -209,7 +209,7 @@ def _text(value: object) -> str:
 
 
 def flat_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all settings of a run file in one dict, whose keys are ``section.key``."""
+    """Return all settings of a run file in one dict, whose keys are ``section.key`` or ``key``."""
     return {
         f"{section}.{name}".rstrip("."): one
         for section, value in settings.items()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_SCORE = 3.4028234663852886e38
 
 
-# Names that columns of a dataset must not have, because rewards get other values as these arguments
+# Columns of a dataset that are not passed on as such: rewards get other values under these names
 RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
 # Argument that a trainer passes to a reward -> its value if there is no trainer
 OUTSIDE_OF_TRAINING = {

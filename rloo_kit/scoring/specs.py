@@ -70,8 +70,9 @@ def with_weights(
 ) -> list[LoadedReward]:
     """Return the rewards with their weights replaced by those of ``trainer.reward_weights``.
 
-    If there are fewer weights than rewards, the last rewards keep their own weights. This is the
-    case for the rewards of environments, which a run file does not list.
+    If ``weights`` is None, all rewards keep their own weights. If there are fewer weights than
+    rewards, the last rewards do. This is the case for the rewards of environments, which a run file
+    does not list.
     """
     weights = weights or ()
     changed = [

@@ -182,7 +182,7 @@ def test_a_reference_copied_from_the_adapter_is_kept(tmp_path, step):
     second.train(resume_from_checkpoint=tmp_path / "whole" / "checkpoint-1")
     if step == "kit":
         assert_the_same(whole, second)
-    torch.testing.assert_close(weights(whole), weights(second))
+    torch.testing.assert_close(weights(whole), weights(second), rtol=1e-5, atol=1e-8)
 
 
 def test_a_signal_that_another_process_got_after_the_last_step_is_raised_here_too(

@@ -335,6 +335,7 @@ INSTEAD = ": set trainer.generation: transformers"
             "call rk.setup() before unsloth is imported",
         ),
         (ValueError("1 validation error\nValue error, no such model"), "no such model", INSTEAD),
+        (OSError("unsloth/Qwen3-4B-bnb-4bit has no tokenizer"), "no tokenizer", INSTEAD),
         (RuntimeError(), "RuntimeError", INSTEAD),
     ],
 )

@@ -12,7 +12,7 @@ from rloo_kit.rloo.batching import TokenRows
 from rloo_kit.rloo.guards import StepGuard
 from rloo_kit.rloo.learner import Learner, PassOutput
 from rloo_kit.rloo.rollout import Completions, ScoredBatch, Shaping
-from rloo_kit.rloo.step import Pending, Step
+from rloo_kit.rloo.step import Log, Pending, Step
 
 ANSWERS = 3
 
@@ -72,7 +72,7 @@ def step_of(table, **others):
         "reference": None,
         "learner": lambda: learner,
         "guard": StepGuard(3),
-        "log": Mock(),
+        "log": Mock(spec=Log),
         "shaping": Shaping(),
         "num_generations": 4,
     }

@@ -68,3 +68,9 @@ def test_a_table_of_the_run_file_reaches_the_engine(tmp_path):
         assert config.scheduler_config.max_num_batched_tokens == 1024
         assert config.model_config.hf_overrides == {"head_dtype": "float32"}
         assert str(config.model_config.head_dtype) == "torch.float32"
+
+
+def test_a_wrong_value_in_the_table_is_one_sentence(tmp_path):
+    model, _ = rk.load_model("tiny-thinker", max_seq_length=128, vllm={"block_size": "many"})
+    with pytest.raises(rk.GenerationError, match=r"^vLLM cannot start [^\n]*$"):
+        rk.start_engine(rk.attach_lora(model), args(tmp_path))

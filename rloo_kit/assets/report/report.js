@@ -143,7 +143,7 @@ function samplePair({ prompt, before, after }) {
 function showSamples() {
   const { pairs, total } = runs[Number(byId("sample-run").value)].samples;
   const all = byId("all-samples").checked;
-  byId("all-samples-label").textContent = `Show all recorded samples: ${pairs.length} of ${total}`;
+  byId("all-samples-label").textContent = `Show all samples on this page: ${pairs.length} of ${total}`;
   const shown = pairs.slice(0, all ? pairs.length : SAMPLES).map(samplePair);
   byId("samples").replaceChildren(make("div", { class: "pairs" }, shown));
 }
