@@ -36,16 +36,16 @@ def adapted_model():
 
 @pytest.fixture(scope="session")
 def disturb_weights():
-    """Return a function that changes the matrices in a model's folder by two fifths."""
+    """Return a function that changes the matrices in a model's folder by a share."""
 
-    def disturb(folder):
+    def disturb(folder, share):
         file = folder / "model.safetensors"
         tensors = load_file(file)
         generator = torch.Generator().manual_seed(1)
         for name, values in tensors.items():
             if values.ndim == 2:
                 noise = torch.randn(values.shape, generator=generator)
-                tensors[name] = (values.float() * (1 + 0.4 * noise)).to(values.dtype)
+                tensors[name] = (values.float() * (1 + share * noise)).to(values.dtype)
         save_file(tensors, file, metadata={"format": "pt"})
         return folder
 

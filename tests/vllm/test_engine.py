@@ -164,7 +164,7 @@ def test_after_ctrl_c_the_next_call_has_its_own_completions(policy, engine, ends
 def test_the_canary_names_another_base_at_once(make_trainer, monkeypatch, policy, disturb_weights):
     def write_disturbed(model, dtype, folder):
         copy.deepcopy(model).unload().to(dtype).save_pretrained(folder)
-        return disturb_weights(folder)
+        return disturb_weights(folder, 0.2)
 
     trainer = make_trainer(*policy[:2], per_device_train_batch_size=64)
     trainer.engine.close()

@@ -48,7 +48,7 @@ def other(serve, disturb_weights, tmp_path_factory):
     """A server of another model of the same shape, for adapters of rank 8."""
     folder = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(TINY_THINKER, folder)
-    return serve(8, disturb_weights(folder)).wait()
+    return serve(8, disturb_weights(folder, 0.4)).wait()
 
 
 @pytest.fixture
