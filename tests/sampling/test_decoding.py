@@ -134,6 +134,16 @@ def test_a_prompt_runs_once_and_ended_rows_leave():
     assert sum(rows) < 1.2 * sum(map(len, found))
 
 
+def test_samples_do_not_depend_on_when_ended_rows_leave(monkeypatch):
+    model = make("qwen3")
+    found = []
+    for share in (0, 9):  # at once, and never
+        monkeypatch.setattr("rloo_kit.sampling.decoding.LEAVING_SHARE", share)
+        torch.manual_seed(0)
+        found.append(drawn(model, do_sample=True, top_k=0))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "more",
     [
