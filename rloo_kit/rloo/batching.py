@@ -234,7 +234,7 @@ class TokenRows:
         prompts = [self.prompt_ids[row] for row in rows]
         shared = None
         if share:
-            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in rows}
+            heads = {self.prompt_numbers[row]: self.prompt_ids[row][:-1] for row in reversed(rows)}
             numbers = [*heads]
             of_row = [numbers.index(self.prompt_numbers[row]) for row in rows]
             shared = SharedPrompts(
