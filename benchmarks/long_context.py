@@ -481,10 +481,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def passes_table(arms: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a Markdown table of the passes at the longest length.
-
-    It has the arms whose attention was measured at that length.
-    """
+    """Return a Markdown table: passes at the longest length, of arms with measured attention."""
     head = "model", "reference", "old", "learning", "attention", "without it, ms a token", "MiB"
     rows = []
     for name, points in arms.items():
