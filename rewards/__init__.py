@@ -1,13 +1,13 @@
 """Library of reward functions, with one file for each family of rewards.
 
-A reward is an instance of a small class that can be called and pickled. It is called with keyword
-arguments. Each one is a column, a list with one value for each of B completions: ``completions``
+A reward is an instance of a small class that can be called and pickled. It is called with a batch
+of B completions. Each keyword argument is a column, which is a list of B values: ``completions``
 and ``prompts`` (plain or conversational), ``completion_ids`` (token ids) and the columns of the
 dataset. A reward returns B scores. A score is a float, or None for a row to which the reward does
 not apply.
 
 A run file names a reward by its key in ``BUILTIN``. Importing this package does not import large
-libraries. Of rloo_kit, rewards use only the modules for text, errors and types.
+libraries. The rewards use only those modules of rloo_kit that handle text, errors and types.
 """
 
 from collections.abc import Callable

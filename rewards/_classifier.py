@@ -69,11 +69,11 @@ def find_source(name: str) -> Source:
 
 
 def find_base(source: Source, base: str | None) -> str:
-    """Return the folder or hub name of the base model, which for a whole model is the model itself.
+    """Return the folder or hub name of the base model. A whole model is its own base model.
 
     The folder of an adapter records the name of the base model, and the path from the adapter to
     the base model's folder. If ``base`` is given, it is used instead of both. Otherwise the
-    recorded path is used if that folder exists, and else the recorded name.
+    recorded path is used if it leads to a folder. If it does not, the recorded name is used.
 
     Raises:
         ModelError: The base model is missing, or its weights differ from the weights on which the
@@ -201,9 +201,9 @@ def loading(what: str, place: str) -> Iterator[None]:
                 "architecture transformers has"
             )
         elif "use_safetensors=True" in str(exc):
-            fault = "it has no safetensors: load it with transformers and save_pretrained it again"
+            fault = "it has no safetensors: load it with transformers, then call save_pretrained"
         else:
-            fault = f"{first_line(exc)}: {WHAT_TO_GIVE} while online"
+            fault = f"{first_line(exc)}: {WHAT_TO_GIVE} (which needs a network connection)"
         raise ModelError(f"{what} cannot be loaded: {fault}") from exc
     finally:
         logging.set_verbosity(level)
@@ -212,9 +212,9 @@ def loading(what: str, place: str) -> Iterator[None]:
 
 
 def load_base(place: str, *, load_in_4bit: bool, device: str) -> tuple[Any, set[str]]:
-    """Load a sequence classifier with one output, and return it with the names of missing weights.
+    """Load a sequence classifier with one output; return it and the names of missing weights.
 
-    Missing weights are in no file, so they are not trained.
+    A weight is missing if it is not in the model's files. Then its values are untrained.
 
     Args:
         place: Folder or hub name of the model.
@@ -412,7 +412,7 @@ def batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]
     """Yield batches of row numbers, so that the rows of a batch have similar lengths.
 
     The longest rows come first. A batch has at most ``tokens_per_batch`` tokens, padding included.
-    A longer row is a batch of its own.
+    A row that is longer than this is a batch of its own.
 
     >>> list(batches([3, 9, 4, 1], tokens_per_batch=8))
     [[1], [2, 0], [3]]

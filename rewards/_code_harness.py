@@ -20,8 +20,8 @@ def canonical(value: Any) -> Any:
     """Return a JSON value that is the same for two Python values if, and only if, they are equal.
 
     This is true for None, text, bytes, finite numbers of Python's own types, and lists, tuples,
-    sets and dicts of these. Any other object, also NaN or an infinite number, is represented by the
-    name of its type and its ``repr``. The function never calls ``__eq__``, which the model's
+    sets and dicts of these. Any other object, such as NaN or an infinite number, is represented by
+    the name of its type and its ``repr``. The function never calls ``__eq__``, which the model's
     program could have replaced.
 
     >>> canonical((1.0, True)) == canonical((1, 1)), canonical([1]) == canonical((1,))

@@ -54,9 +54,9 @@ prctl 157 167 0 0xffffffff 1 is, fcntl 72 25 1 0xffffffff 8 is, fcntl 72 25 1 0x
 fcntl 72 25 1 0xffffffff 15 is, ioctl 16 29 1 0xffffffff 0x8901 is,
 ioctl 16 29 1 0xffffffff 0x8902 is, open 2 - 1 0x203 0x200 is, openat 257 56 2 0x203 0x200 is
 """
-# clone: a process, not a thread; prlimit64: limits of another process; prctl: forget to die with
-# the parent; fcntl, ioctl: another process as the receiver of signals; open: O_RDONLY | O_TRUNC,
-# which Landlock below version 3 lets through.
+# clone: a process, not a thread; prlimit64: limits of another process; prctl: PR_SET_PDEATHSIG,
+# with which the process could outlive its parent; fcntl, ioctl: another process as the receiver of
+# signals; open: O_RDONLY | O_TRUNC, which Landlock below version 3 lets through.
 _CLONE3 = 435
 _NEWEST = 450  # the last call these lists know; a later one does not exist for the program
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -179,7 +179,7 @@ def _separate(libc: ctypes.CDLL, folder: str, disk: int) -> list[str]:
         disk: Size of the tmpfs in MiB.
 
     Returns:
-        The active protections: ``namespaces`` and ``tmpfs``, only the first, or none.
+        The active protections: both ``namespaces`` and ``tmpfs``, only ``namespaces``, or none.
     """
     uid = os.getuid()
     gid = os.getgid()
@@ -293,9 +293,9 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     """Return the seccomp filter, a BPF program that denies system calls, for a machine type.
 
-    It denies the system calls in ``_DENIED``, those in ``_DENIED_BY_ARGUMENT`` if the argument
-    meets the condition given there, ``clone3``, and all that are newer than these lists.
-    Each instruction is (operation, jump if true, jump if false, operand).
+    It denies the system calls in ``_DENIED``, ``clone3``, and every system call that is newer than
+    these lists. It denies a system call in ``_DENIED_BY_ARGUMENT`` if its argument meets the
+    condition given there. Each instruction is (operation, jump if true, jump if false, operand).
 
     Args:
         machine: ``x86_64`` or ``aarch64``.

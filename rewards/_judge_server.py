@@ -33,7 +33,7 @@ _JITTER = random.Random()  # the run's seeded random state stays as it is
 
 
 def read_verdict(text: str, key: str = "score") -> float | None:
-    """Return the number in a judge's answer, or None if there is none.
+    """Return the number in a judge's answer, or None if the answer has no number.
 
     The number is the value of ``key`` in the last JSON object of the answer. If the answer has no
     JSON object, it is the number in the last line of the form ``key: number``. The judge's thought
@@ -89,7 +89,7 @@ class _Unusable(Failure):
 
 @dataclass
 class Server:
-    """Connection to a judge's server for one call of the reward; it also counts that call."""
+    """Connection to a judge's server during one call of the reward, with the call's statistics."""
 
     judge: Any  # the `Judge` that asks (not imported here, since its module imports this one)
     key: str | None = field(repr=False)  # API key; None: no key is sent
@@ -251,7 +251,8 @@ class Server:
             sent = "refuses the key" if self.key else "asks for a key"
             return Failure(
                 f"{sent} (401)",
-                f"set the environment variable {judge.api_key_env or 'that api_key_env names'}",
+                "set the environment variable "
+                f"{judge.api_key_env or 'with the key, and give its name as api_key_env'}",
             )
         if 300 <= status < 400:
             return Failure(f"redirects ({status})", "give the final address as base_url")

@@ -23,7 +23,7 @@ _NARROW_SPACE = re.compile(r"(?<=[0-9])[\u2009\u202f](?=[0-9]{3}(?![0-9]))")
 _WRAPPED = re.compile(r"\\text\{[^{}]*\}")
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z*]+\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
-# Characters right before letters that are a product; @ is a command
+# Letters right after one of these characters are a product; @ stands for a LaTeX command
 _STUCK = re.compile(r"(?:[0-9)\]}^_*=(+-]|@\s*)$")
 _PLAIN_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln|exp)(?![A-Za-z])")
 _NO_PROSE = "or and pi sin cos tan log ln exp sqrt".split()  # noqa: SIM905 - a table

@@ -93,8 +93,8 @@ def run_python(source: str, *, stdin: str = "", limits: Limits | None = None) ->
         )
     if word != _confinement.READY:
         raise BackendError(
-            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory or "
-            "processes, raise memory_mib or lower max_workers"
+            f"a process of the code sandbox did not start ({' '.join(rest)}); free memory, end "
+            "other processes, raise memory_mib or lower max_workers"
         )
     if not reason and code:
         reason = "exit" if code > 0 else "signal"
@@ -161,8 +161,8 @@ def _start(stdin: IO[bytes], folder: str, size: int, limits: Limits) -> subproce
         )
     except OSError as exc:
         raise BackendError(
-            f"the code sandbox cannot start {sys.executable!r}: {exc}; free memory or processes, "
-            "or lower max_workers"
+            f"the code sandbox cannot start {sys.executable!r}: {exc}; free memory, end other "
+            "processes, or lower max_workers"
         ) from exc
 
 

@@ -40,8 +40,8 @@ def thought_text(text: str) -> str | None:
 def text_after_thought(text: str) -> str:
     """Return the answer of a completion: the text after the last ``</think>``.
 
-    If there is no ``</think>``, return the whole text, or "" if the text begins with ``<think>``
-    and so is only an unfinished thought.
+    If there is no ``</think>``, return the whole text. But return "" if that text begins with
+    ``<think>``, because it is only an unfinished thought.
     """
     _, close, answer = text.rpartition(THINK_CLOSE)
     if not close and answer.lstrip().startswith(THINK_OPEN):
@@ -74,7 +74,7 @@ def is_unclosed(text: str, *, opened: bool) -> bool:
 # Columns that the caller of a reward makes -> what to do if one is missing
 _NOT_OF_THE_DATASET = {
     "prompts": "pass it",
-    "completion_ids": "pass it, or, in length_band or repetition, set unit to 'words'",
+    "completion_ids": "pass it, or set unit to 'words' if the reward is length_band or repetition",
 }
 
 
@@ -90,7 +90,7 @@ def column_of(columns: Mapping[str, Any], name: str, reward: str) -> list[Any]:
         RewardContractError: The column is missing.
     """
     if columns.get(name) is None:
-        remedy = _NOT_OF_THE_DATASET.get(name, "add it, or name another one in data.columns")
+        remedy = _NOT_OF_THE_DATASET.get(name, "add it, or name another column in data.columns")
         raise RewardContractError(
             f"reward {reward!r} needs the column {name!r}, which is missing; {remedy}"
         )
@@ -143,7 +143,7 @@ def check_least(reward: object, name: str, least: float, below: float = math.inf
     """
     value = getattr(reward, name)
     if not least <= value < below:
-        limit = f", below {below}" if below < math.inf else ", and finite"
+        limit = f", below {below}" if below < math.inf else ", and to a finite number"
         most = "" if value < least else limit
         raise ValueError(f"{name} is {value!r}; set it to {least} or more{most}")
 

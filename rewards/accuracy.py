@@ -10,7 +10,7 @@ from rloo_kit.types import Score
 from ._text import check_choices, check_least, expected_text
 from .thinking import AnswerReward, TextReward
 
-# A number: an optional sign (a hyphen after a word is none), digits (whole, or in groups of three),
+# A number: an optional sign (not the hyphen after a word), digits (whole, or in groups of three),
 # an optional decimal part and an optional exponent. ".5" is a number too
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[+-])?"
@@ -78,8 +78,8 @@ _LETTER = (
     rf"([A-HJ-Z]|I(?!\s+[a-z])|(?<=\()[a-z](?=\))|(?<=\{{)[a-z](?=\}})"
     rf"|(?<=: )[a-z](?=[.)*]|\s*$)){_NOT_IN_WORD}"
 )
-# "Answer: B", "the answer is **(B)**", "\boxed{B}"; then "option B", "I pick B", which are looser
-# since options are also talked about; then "B is correct", "(B) is the right answer".
+# "Answer: B", "the answer is **(B)**", "\boxed{B}"; then "option B", "I pick B", which are weaker
+# evidence, since a text may also discuss options; then "B is correct", "(B) is the right answer".
 _STATED = [
     re.compile(rf"(?:{words}){_LETTER}", re.MULTILINE)
     for words in (
@@ -107,8 +107,8 @@ _WHOLE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*)\].:]*")
 def chosen_letter(text: str) -> str | None:
     r"""Return the letter that an answer to a multiple-choice question chooses, or None.
 
-    A text with only one letter, with or without brackets and asterisks, chooses that letter. For
-    any other text, these rules are tried in order until one finds a letter:
+    A text that consists of one letter, with or without brackets and asterisks, chooses that letter.
+    For any other text, these rules are tried in order until one of them finds a letter:
 
     1. the last letter that is stated as the answer ("Answer: B", "\boxed{B}")
     2. the last letter that is stated as the choice ("option (B)", "I pick B")
@@ -141,9 +141,9 @@ class Accuracy(TextReward, AnswerReward):
 
     The answer is all text after the last ``</think>``, without white space at its ends; ``match``
     decides how it is compared. The score is None if the expected answer is missing (None, NaN or
-    blank), or if it is not a number or letter although ``match`` requires one. By default, a
-    completion scores 0.0 if a thought is opened, in the prompt or in the completion, but not
-    closed.
+    blank). With ``match`` "number" or "choice", it is also None if the expected answer is not a
+    number or not a letter. By default, a completion scores 0.0 if a thought is opened, in the
+    prompt or in the completion, but not closed.
 
     >>> Accuracy()(completions=["2+2...</think>4", "5"], answer=[4, "4"])
     [1.0, 0.0]

@@ -67,8 +67,8 @@ class Code(AnswerReward):
     docs/how-to/code_sandbox.md describes. A program can lower only the score of its own completion,
     whatever it does. The score is None if there are no tests.
 
-    Each row of the dataset has, in the column that ``column`` names, a list of tests of one kind,
-    or such a list as JSON text. There are two kinds of test:
+    Each row has a list of tests in the column that ``column`` names. The list may also be given as
+    JSON text. There are two kinds of test, and all tests of a row are of the same kind:
 
     - A string is Python code, such as one assert (MBPP), or a function ``check`` and its call
       (HumanEval). It runs after the program in the same process. The two values of
@@ -94,8 +94,8 @@ class Code(AnswerReward):
     all_or_nothing: bool = False
     """Score 1.0 if all tests pass, else 0.0."""
     require_fence: bool = True
-    """Score 0.0 if the answer has no closed block between fences whose language is Python or not
-    given. False: run the whole answer in that case."""
+    """Score 0.0 if the answer has no program, which is a closed block between fences, in Python or
+    without a language. False: run the whole answer as the program in that case."""
     timeout_seconds: float = 5.0
     """Limit of one run's wall time, in seconds. All tests of a row that are Python code share one
     run; each test with ``input`` and ``output`` has its own run."""
@@ -294,7 +294,7 @@ def _does_nothing(node: ast.stmt, coroutines: Collection[str] = ()) -> bool:
     """Return whether a statement has no effect: ``pass``, a bare constant, or ``assert True``.
 
     Code under ``if __name__ == "__main__"`` has no effect either, since the tests run in a module.
-    The same is true of a call of one of the ``coroutines`` that is not awaited.
+    A call of a function in ``coroutines`` has no effect if it is not awaited.
     """
     match node:
         case ast.Pass() | ast.Expr(ast.Constant()):

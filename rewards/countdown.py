@@ -76,7 +76,7 @@ class Countdown(AnswerReward, TextReward):
     most once (twice if the number is listed twice), with ``+ - * /`` and brackets. It is computed
     exactly. Range: [0, 1]. The score is None if the row has no ``numbers`` or no ``target``.
     Source: TinyZero (github.com/Jiayi-Pan/TinyZero), with ``use_all=True, valid_score=0.1``. One
-    difference: TinyZero gives 0.1 to any text in ``<answer>``, also if its numbers are wrong.
+    difference: TinyZero gives 0.1 to any text in ``<answer>``, even if its numbers are wrong.
 
     >>> reward = Countdown()
     >>> reward(completions=["8*3</think>(7 - 3) * 6", "4 * 6 = 24."], numbers=[[7, 3, 6], [4, 6]],

@@ -250,10 +250,11 @@ def _check_references(schema: Any, resolver: Any) -> None:
 
     Args:
         schema: A ``referencing.Resource``.
-        resolver: A ``referencing`` resolver, whose base is the schema or the one that it is in.
+        resolver: A ``referencing`` resolver, whose base is this schema or a schema that contains
+            it.
 
     Raises:
-        ValueError: One leads out of the schema, or nowhere.
+        ValueError: A reference leads outside the schema, or cannot be resolved.
     """
     from referencing.exceptions import Unresolvable
 
@@ -272,7 +273,7 @@ def _check_references(schema: Any, resolver: Any) -> None:
 
 
 def _check_pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Any:
-    """Check a schema's ``pattern`` with the time limit: yield an error if it is not found."""
+    """Yield an error if a schema's ``pattern`` is not found in a text within the time limit."""
     import jsonschema
 
     if isinstance(instance, str) and not _matches(pattern, instance, full=False):

@@ -31,11 +31,12 @@ class ReasoningGym(AnswerReward, TextReward):
     ``load_prompts("reasoning_gym:TASK")`` makes. Source: ``score_answer`` of the tasks of
     reasoning-gym 0.1.25.
 
-    Nine verifiers run the answer as Python code. Four of them get only answers that are literals,
-    four only formulas, and puzzle24 only whole numbers with ``+ - * /`` and brackets; any other
-    answer is scored like an empty answer. The setting ``trainer.reward_timeout_seconds`` limits the
-    time for a formula. Do not train on game_of_life_halting, whose verifier accepts every text, or
-    on coin_flip, whose verifier accepts "0" for nearly every probability.
+    Nine verifiers run the answer as Python code, so they get only harmless answers. For four of
+    them, the answer must be a literal. For four others, it must be a formula. For puzzle24, it may
+    have only whole numbers, ``+ - * /`` and brackets. Any other answer is scored like an empty
+    answer. The setting ``trainer.reward_timeout_seconds`` limits the time for a formula. Do not
+    train on game_of_life_halting, whose verifier accepts every text, or on coin_flip, whose
+    verifier accepts "0" for nearly every probability.
 
     >>> from rloo_kit.rewards import ReasoningGym
     >>> ReasoningGym()(completions=["4"], entry=[None])
@@ -99,7 +100,7 @@ def _restored(value: dict[str, Any]) -> Any:
     return value
 
 
-# Task -> keys that lead to the text in its entry that its verifier runs as Python code
+# Task -> path of keys to a text in the entry, which the task's verifier runs as Python code
 _RUN_BY_VERIFIER = {
     "bitwise_arithmetic": ("metadata", "problem"),
     "intermediate_integration": ("metadata", "integrand"),
@@ -110,10 +111,10 @@ _RUN_BY_VERIFIER = {
 
 
 def _check_what_is_run(task: str, entry: dict[str, Any]) -> None:
-    """Check that a verifier which runs text of the entry as Python code would run only arithmetic.
+    """Refuse an entry whose verifier would run text that is not arithmetic as Python code.
 
     Raises:
-        RewardContractError: The verifier would run other code, or the task is ``composite``, which
+        RewardContractError: The verifier would run such text, or the task is ``composite``, which
             is never allowed.
     """
     text: Any = entry
@@ -221,7 +222,7 @@ def _is_bounded(node: ast.AST) -> bool:
 
 
 def _is_small(exponent: ast.AST) -> bool:
-    """Return whether an exponent is small: without powers, with at most two small numbers."""
+    """Return whether an exponent has no powers and at most two numbers, both small."""
     values = [node.value for node in ast.walk(exponent) if isinstance(node, ast.Constant)]
     return (
         not _nesting(exponent)

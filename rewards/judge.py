@@ -338,7 +338,7 @@ def _check_parameters(judge: Judge) -> None:
 def _key(name: str | None) -> str | None:
     """Return the API key from an environment variable, or None if it is empty or not set.
 
-    The key is masked in all later output, unless it is plain (see ``is_plain``).
+    The key is masked in all later output, unless it looks too ordinary for a key (``is_plain``).
 
     Raises:
         RewardContractError: The key cannot be sent in an HTTP header.

@@ -208,7 +208,7 @@ def _identifier() -> Any:
 def _is_in(text: str, language: str) -> bool:
     """Return whether a text may be in a language.
 
-    It may be if py3langid finds no other language more than twice as likely.
+    False means that py3langid finds another language more than twice as likely.
     """
     passing = next((group for group in _RELATIVES if language in group), {language})
     likely = dict(_identifier().rank(text))

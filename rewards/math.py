@@ -125,10 +125,10 @@ class Math(AnswerReward):
     math-verify prefers one that is stated as the final answer, then one in ``\boxed``, then the
     last one.
 
-    The score is None if the expected answer is missing, or if math-verify cannot read it (the
-    metric ``rewards/math/gold_not_parsed`` counts these). The comparison runs in a separate
-    process, which starts at the first call. An answer that needs too much time or memory scores
-    0.0.
+    The score is None if the expected answer is missing, or if math-verify cannot read it. The
+    metric ``rewards/math/gold_not_parsed`` counts the expected answers that cannot be read. The
+    comparison runs in a separate process, which starts at the first call. An answer that needs too
+    much time or memory scores 0.0.
 
     Source: math-verify 0.9 (``parse`` and ``verify`` with their defaults). One difference: a short
     line that is only mathematics is read as LaTeX even without delimiters.
@@ -162,7 +162,7 @@ class Math(AnswerReward):
     ) -> Scores:
         """Return one score per completion: 1.0, 0.0, or None.
 
-        None means that the row has no expected answer, or one that math-verify cannot read.
+        None means that the expected answer is missing, or that math-verify cannot read it.
 
         Raises:
             RewardContractError: The dataset has no column of expected answers.

@@ -35,8 +35,9 @@ class RewardModel(TemplateAware):
     (logit - mean) / std if the model's folder has a ``calibration.json``. The model is loaded at
     the first call, and ``release`` drops it from memory. A pickle of this reward contains its
     parameters, such as ``max_length``, but not the loaded model. Conversations are rendered with
-    the reward model's own chat template. Plain prompts are joined with the completion. Unless the
-    model reads the thought, a completion whose thought is not closed is scored like an empty one.
+    the reward model's own chat template. Plain prompts are joined with the completion. If the model
+    does not read the thought, a completion whose thought is not closed is scored like an empty
+    completion.
 
     The folder contains a whole model or a PEFT adapter with its score head. The command ``rloo-kit
     reward-model train`` writes such an adapter. Weights are read only from safetensors files, and
@@ -149,8 +150,8 @@ class RewardModel(TemplateAware):
     def _loaded(self) -> "_Loaded":
         """The model and its tokenizer, which are loaded when they are first needed.
 
-        If ``load_in_4bit``, ``keep_thought`` or ``max_length`` is None, the value that the model's
-        training has recorded is used.
+        If ``load_in_4bit``, ``keep_thought`` or ``max_length`` is None, the value recorded in the
+        model's training is used.
         """
         import torch
         from transformers import AutoTokenizer

@@ -203,8 +203,8 @@ class ThoughtTokens(Bound):
         if self.end_token_id is None and thought_marks(tokenizer) is None:
             raise RewardLoadError(
                 f"reward {self.__name__!r} looks for the end of a thought, and this tokenizer has "
-                "no known mark for it: use a thinking model, give its marks as thinking: "
-                "{start: ..., end: ...} in the run file, or give end_token_id"
+                "no known mark for it: use a thinking model, give the model's marks in the run "
+                "file as thinking: {start: ..., end: ...}, or give end_token_id"
             )
         return super().bind(tokenizer)
 
@@ -242,7 +242,7 @@ class TokenReward(RowReward):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the arguments that the reward cannot do without."""
+        """Names of the arguments that the reward requires."""
         return super().reads if getattr(self, "unit", "tokens") == "tokens" else ()
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] - ids before prompts
@@ -441,7 +441,7 @@ def _questions(text: str) -> set[str]:
 
 @dataclass(frozen=True)
 class ThinkingFormat(TextReward):
-    """Reward one thought that is opened, closed once, and followed by an answer: 1.0, else 0.0.
+    """Reward one thought, opened and closed once, with an answer after it: 1.0 if so, else 0.0.
 
     The thought is opened if ``<think>`` ends the prompt and is not in the completion, or if it
     begins the completion (after white space) and occurs nowhere else. For a conversation, the chat

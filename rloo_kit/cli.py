@@ -41,19 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Secrets are masked in messages, logs, warnings and the traceback of an unexpected error.
 
     Args:
-        argv: The words after ``rloo-kit``; None to use those in ``sys.argv``.
+        argv: The words after ``rloo-kit``; None to use ``sys.argv[1:]``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     remember_arguments(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a ? in place of a character that cannot be encoded; each line at once, in a log file too
+        # write a ? for a character that cannot be encoded, and write each line at once, even to
+        # a log file
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
     with redacted_logs():
         return _run(words or ["--help"])
 
 
 def _run(words: list[str]) -> int:
-    """Run the command that the words name, print its error if it fails; return the exit code."""
+    """Run the command that the words name, print its error if any, and return its exit code."""
     options = vars(PARSER.parse_args(words))
     call = options.pop("call")
     try:
@@ -118,8 +119,8 @@ PARSER = _Parser(
     description="RLOO fine-tuning of thinking models on one GPU. First step: rloo-kit quickstart.",
 )
 PARSER.add_argument("--version", action="version", version=f"rloo-kit {rk.__version__}")
-# Parsers for the words of the commands. The key "" has the parsers for the first word. Another key
-# is a first word, such as "rewards", and has the parsers for the word after it
+# argparse's subparsers, by the word before them: VERBS[""] parses the first word of a command, and
+# VERBS["rewards"] parses the second word of commands such as `rewards list`
 VERBS = {"": PARSER.add_subparsers(required=True, metavar="COMMAND")}
 
 
@@ -137,8 +138,8 @@ def _group(name: str, text: str) -> None:
 def _command(words: str, text: str, *arguments: Argument) -> Callable[..., Any]:
     """Return a decorator that makes a function a command.
 
-    The command calls the function with its arguments as keywords. The function returns the exit
-    code, or None for 0.
+    The function gets the arguments of the command as keyword arguments. It returns the exit code,
+    or None for 0.
 
     Args:
         words: The command: one word, or two words whose first one ``_group`` has added.
@@ -185,9 +186,9 @@ RUN_FILE = _argument("source", "a run file, or the folder of a run", metavar="RU
 MODEL = _argument("model", "a run, a checkpoint, an adapter or a model", metavar="RUN")
 RESUME = _argument(
     "--resume",
-    "continue the run whose folder or own run.yaml is given, otherwise the newest run in "
-    "output_dir; it continues from its newest complete checkpoint, or from step 0 if it has "
-    "neither checkpoint nor adapter; if output_dir has no run, start a new run",
+    "resume the given run (its folder, or the run.yaml in that folder); for any other run file, "
+    "resume the newest run in output_dir, or start a new run if there is none; a run resumes from "
+    "its newest complete checkpoint, or from step 0 if it has neither a checkpoint nor an adapter",
     action="store_true",
 )
 # Options that the commands eval and judge share
@@ -258,7 +259,8 @@ def _doctor(run: str | None) -> int:
     ),
     _argument(
         "--gpu",
-        "the card, by its memory (12GB) or its name (RTX 4070) (default: the card of this machine)",
+        "memory or name of the card, such as 12GB or 'RTX 4070' (default: the card of this "
+        "machine)",
         default="this",
         metavar="GPU",
     ),
@@ -316,8 +318,8 @@ def _plan(source: str | None, gpu: str, cards: int, overrides: list[str]) -> int
     ),
     _argument(
         "--precision",
-        "also measure if sampler and trainer agree better in bfloat16 or in float16, and write the "
-        "better one to the new run file",
+        "also measure how well sampler and trainer agree in bfloat16 and in float16, and set the "
+        "better precision in the new run file",
         action="store_true",
     ),
     SET,
@@ -328,7 +330,7 @@ def _calibrate(**options: Any) -> None:
 
 @_command(
     "warm-up",
-    "train an adapter on examples, before a run trains this adapter further",
+    "train an adapter on examples with TRL's SFTTrainer; a run can then train it further",
     RUN_FILE,
     _argument(
         "--examples",
@@ -510,7 +512,7 @@ def _export(**options: Any) -> None:
 
 @_command(
     "hand-over",
-    "convert a run file to a folder with which another trainer, verl, trains on several cards",
+    "write a folder with which verl, another trainer, repeats a run on several cards",
     RUN_FILE,
     _argument("--to", "name of the other trainer: verl", required=True, metavar="TRAINER"),
     _argument(
@@ -622,6 +624,6 @@ def _reward_model_train(overrides: list[str], **options: Any) -> None:
         raise ConfigError("--set 'say' is not a setting of a reward model: leave it out")
     for name in given:
         if options.get(name) is not None:
-            raise ConfigError(f"{name} is given twice, also with --set: leave --set {name} out")
+            raise ConfigError(f"{name} is given twice: leave --set {name} out")
     options |= given | {"say": print}
     rk.train_reward_model(**{name: value for name, value in options.items() if value is not None})

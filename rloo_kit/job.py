@@ -55,8 +55,8 @@ def read_config(
 ) -> tuple[RunConfig, Path]:
     """Return the settings of a run, and the folder that its relative paths start from.
 
-    The file ``.env`` is first loaded into the environment. A run needs it for its secrets, because
-    the run.yaml that it writes has none.
+    First the file ``.env`` is loaded into the environment. The run.yaml that a run writes has no
+    secrets, so a resumed run reads its secrets from the environment.
 
     Args:
         source: A YAML file, the name of an example that comes with the kit, the folder of a run,
@@ -132,8 +132,8 @@ def _check_settings(config: RunConfig) -> None:
         yaml.safe_dump(content)
     except (AttributeError, yaml.YAMLError) as exc:
         raise ConfigError(
-            f"run.yaml cannot record this RunConfig ({first_line(exc)}): give each section its own "
-            "class, such as DataSection, a path as text, and a reward as 'file.py:function'"
+            f"run.yaml cannot record this RunConfig ({first_line(exc)}): give each section as its "
+            "class (such as DataSection), a path as str, and a reward as 'file.py:function'"
         ) from exc
     make_run_config(content)
 
@@ -141,7 +141,8 @@ def _check_settings(config: RunConfig) -> None:
 def beside(name: str, base: Path) -> str:
     """Return ``base / name`` if that path exists; otherwise return ``name`` unchanged.
 
-    A file in the user's working folder takes precedence over a file that ships with the kit.
+    If ``base`` is the folder of the kit's examples, a file in the user's working folder takes
+    precedence over a file of the kit.
     """
     candidate = base / name
     if base == EXAMPLES and os.path.exists(name):
@@ -153,8 +154,8 @@ def _path_in(name: str) -> tuple[str, str]:
     """Split a value of ``data.prompts``, such as ``gsm8k:my/file.jsonl``.
 
     Returns:
-        The task with its colon (``gsm8k:``), or "" if there is no task; and the path or hub name,
-        or "" for a built-in task, a task of reasoning-gym, or a task without a path.
+        The task, or "" if there is none; and the path or hub name, or "" if there is none. If a
+        colon follows the task, it is part of the first value (``gsm8k:``).
     """
     task, colon, path = name.partition(":")
     if hub_task(name):
@@ -204,7 +205,7 @@ def _with_whole_paths(reward: object, base: Path, *, is_path: bool = False) -> A
     """Return a reward, a tool, an environment, or a list of them, with absolute paths.
 
     Args:
-        reward: The value as in a run file.
+        reward: The reward, tool, environment or list, as in a run file.
         base: Folder that relative paths start from.
         is_path: True if the value must be a path. If False, only text that looks like a path is
             changed. A path that does not exist is never changed.
@@ -297,8 +298,8 @@ def held_out_judges(
     - If the rewards include the default reward or ``math``, nothing is added. ``math`` is enough,
       because it recognises more correct answers. Otherwise the default reward is added.
     - The default reward comes first in the result, then ``math``.
-    - If the default reward of the task is ``accuracy`` with other arguments, it replaces an
-      ``accuracy`` without arguments.
+    - If the default reward of the task is ``accuracy`` with arguments, and ``data.system`` is not
+      set, it replaces an ``accuracy`` without arguments.
 
     Args:
         rewards: Rewards of the run.
@@ -583,8 +584,9 @@ class PreparedJob:
 
     @cached_property
     def engine(self) -> tuple[Engine | None, Choice]:
-        """The sampling engine, and a ``Choice``: its name, and why no faster engine is used.
+        """The sampling engine, and the ``Choice`` of ``start_engine``.
 
+        The ``Choice`` has the engine's name, and the reason why no faster engine is used.
         The engine is None if the model itself samples with transformers, or if TRL samples.
         """
         if self.step.by_trl:

@@ -69,9 +69,9 @@ def form(path: str | Path = "form.yaml") -> Any:
     """Return a notebook form for editing a run file, planning its run, and training.
 
     Args:
-        path: The run file. The form starts with its settings or, if it does not exist, with those
-            of the example ``quickstart``. Before each command the form writes the file, which
-            removes the comments in it.
+        path: The run file. The form starts with the settings in this file or, if the file does not
+            exist, with the settings of the example ``quickstart``. Before each command the form
+            writes the file, which removes the comments in it.
 
     Returns:
         An ipywidgets ``VBox``, which a notebook displays.
@@ -241,6 +241,6 @@ class Form:
         self.parts[name].value = page if text else ""
 
     def _set_running(self, running: bool) -> None:
-        """Enable only the button "stop" while a command runs, and all others when none runs."""
+        """While a command runs, enable only the button "stop"; otherwise enable all others."""
         for name, button in self.buttons.items():
             button.disabled = running != (name == "stop")

@@ -74,7 +74,7 @@ def check_writable(folder: Path) -> None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """Return a folder or, if it does not exist, the nearest folder above it that does."""
+    """Return ``folder`` or, if it does not exist, the nearest existing folder above it."""
     return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
 
 
@@ -113,7 +113,8 @@ def disk_errors(kind: type[KitError], what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        # tokenizers raises a bare Exception, and torch.save a RuntimeError; only the text tells
+        # tokenizers raises a bare Exception, and torch.save a RuntimeError. Only their text shows
+        # that the disk is the cause
         texts = ("(os error ", "inline_container")
         of_disk = isinstance(exc, OSError | SafetensorError | DiskError)
         if not (of_disk or any(text in str(exc) for text in texts)):
@@ -175,7 +176,8 @@ def write_json(path: Path, content: object, *, indent: int | None = None) -> Non
         DiskError: The file cannot be written. Its old content is unchanged.
     """
     text = json.dumps(without_nan(content), ensure_ascii=False, indent=indent)
-    # a tokenizer may return a lone surrogate, which UTF-8 lacks: this writes its escape in JSON
+    # A tokenizer may return a lone surrogate, which UTF-8 cannot encode. With "backslashreplace"
+    # its JSON escape is written
     write_atomically(path, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
-# One completion: a string, or a list of chat messages whose last one is the assistant's
+# One completion: a string, or a list of chat messages that ends with the assistant's turn
 Completion: TypeAlias = str | list[Message]
 
 # Token ids of B texts: one list of ids for each text
@@ -26,8 +26,8 @@ Prompt: TypeAlias = str | list[Message]
 # One row of a dataset: `prompt`, and columns that the rewards read
 Row: TypeAlias = dict[str, Any]
 
-# The score that a reward gives a completion. None means that the reward does not apply to it; the
-# completion is then left out of the baseline
+# The score that a reward gives a completion. None means that the reward does not apply to the
+# completion. A completion whose scores are all None is left out of the baseline
 Score: TypeAlias = float | None
 
 # The scores of a batch: a list of B values

@@ -104,7 +104,7 @@ def test_train_and_rewards_check_name_code_first(key, ran, rewards):
     ]
     for run in runs if key == "rewards" else runs[:2]:  # a file needs no tools
         said = []
-        with pytest.raises(RewardLoadError, match="there is no 'lost' in its file or module"):
+        with pytest.raises(RewardLoadError, match="its file or module has no object named 'lost'"):
             run(said.append)
         assert said == ["running code of mine.py (lost)"]
 

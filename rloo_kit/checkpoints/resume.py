@@ -379,7 +379,8 @@ class ResumableTrainer(Trainer):
         """Load the checkpoint's weights into the model."""
         if self.by_trl:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            # if the checkpoint has `ref`, transformers loads only that; FSDP's file has both
+            # If the checkpoint has the adapter `ref`, transformers loads only this adapter. With
+            # FSDP, one file has both adapters
             if Path(resume_from_checkpoint, "ref").is_dir() and not self.is_fsdp_enabled:
                 self._policy.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
             return
@@ -599,7 +600,8 @@ def _set_aside(run: Path, resumed: Checkpoint | None) -> None:
         resumed: The checkpoint that this training resumes from; None if it starts at step 0.
     """
     steps = list_steps(run)
-    # A checkpoint in the folder may be a link to another disk, and the link may be given instead
+    # A checkpoint in the folder may be a link to another disk, so compare both the folder of the
+    # link and the folder of its target
     places = resumed and (resumed.folder.absolute(), resumed.folder.resolve())
     if not steps or (places and any(place.parent.samefile(run) for place in places)):
         return
@@ -645,7 +647,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     name = checkpoint.folder.name
     # a checkpoint of an older version does not have these two facts
     then: dict[str, Any] = {"step": "kit", "processes": now["processes"]} | checkpoint.facts
-    # a setting that is newer than the checkpoint acted then as its default does now
+    # settings that a newer version added get their defaults, which keep the old behaviour
     old = {field.name: field.default for field in OWN_FIELDS} | then["settings"]
     new = now["settings"]
     changed = {
@@ -655,8 +657,8 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
     }
     if precision := [changed.pop(s) for s in sorted(BY_DEVICE) if s in changed]:
         raise CheckpointError(
-            f"{name} was written in another precision ({', '.join(precision)}): resume on a device "
-            f"with that precision, with these settings as they were, or begin a new run"
+            f"{name} was written in another precision ({', '.join(precision)}): set these settings "
+            f"back, and resume on a device that has the old precision, or begin a new run"
         )
     step = then["step"]
     for what, text in (
@@ -694,7 +696,7 @@ def check_same_run(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
 
 
 def _inner(reward: Any) -> Any:
-    """Return the user's reward if ``reward`` is the kit's wrapper around one, else ``reward``."""
+    """Return the user's reward inside the kit's wrapper, or ``reward`` if it is not a wrapper."""
     return getattr(reward, "reward", reward)
 
 

@@ -33,7 +33,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_code(raised: KeyboardInterrupt) -> int:
-    """Return the exit code of a program that was ended by a signal: 128 plus the signal's number.
+    """Return the exit code after a signal: 130 for Ctrl-C, 143 for SIGTERM and SIGHUP.
 
     >>> exit_code(KeyboardInterrupt()), exit_code(Terminated())
     (130, 143)
@@ -162,7 +162,7 @@ def terminate_as_interrupt() -> Iterator[None]:
         Raises:
             Terminated: Always.
         """
-        for one in ENDINGS:  # a second signal, perhaps the other, must not interrupt the clean-up
+        for one in ENDINGS:  # neither a second SIGTERM nor a SIGHUP may interrupt the clean-up
             signal.signal(one, signal.SIG_IGN)
         raise interrupt_for(number)
 

@@ -188,9 +188,9 @@ def prune_checkpoints(run: Path, keep_last: int, keep_best: int, spare: str = ""
         run: Folder of the run.
         keep_last: Number of checkpoints with the highest steps that stay; at least 1.
         keep_best: Number of checkpoints with the highest scores that stay. If scores are equal,
-            the later step counts as better. Scores of different kinds cannot be compared, so a
-            score counts only if its kind (the fact ``score_of``) is the same as that of the
-            checkpoint that was written last, or is not known.
+            the later step counts as better. Scores of different kinds (the fact ``score_of``)
+            cannot be compared. Therefore a score counts only if its kind is unknown or is the kind
+            of the checkpoint that was written last.
         spare: Name of a checkpoint that always stays; "" for none.
     """
     found = {}

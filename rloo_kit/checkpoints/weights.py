@@ -47,8 +47,8 @@ def read_weights(model: Model, folder: Path) -> None:
         return
     has_reference = (folder / "ref" / ADAPTER).exists()
     if "ref" in model.peft_config and not has_reference:
-        # TRL has copied the adapter of this start as reference, but in the run that wrote the
-        # checkpoint the reference is the base model
+        # TRL has just copied the adapter as the reference, but the run that wrote the checkpoint
+        # used the base model as its reference
         model.delete_adapter("ref")
     if has_reference and "ref" not in model.peft_config:
         model.add_adapter("ref", model.peft_config["default"])

@@ -131,7 +131,8 @@ def _check_vllm(others: Mapping[str, Any], args: Any, engine: str) -> None:
     Args:
         others: The ``generation_kwargs``.
         args: A ``LeaveOneOutConfig``.
-        engine: ``vllm`` or ``server``. If vLLM runs in this process, its own check is used too.
+        engine: ``vllm`` or ``server``. With ``vllm``, vLLM's ``SamplingParams`` also checks the
+            values.
 
     Raises:
         ConfigError: vLLM cannot use one of the parameters or its value.

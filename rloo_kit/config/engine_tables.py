@@ -77,9 +77,9 @@ TABLES = tuple(SET_ELSEWHERE)
 def check_table(table: str, names: Iterable[object]) -> list[str]:
     """Return an error message for each key that is not allowed in a section of a run file.
 
-    A key is not allowed if rloo-kit sets its value itself, or if another key of the run file sets
-    it. Unknown keys are not reported here. ``translate_trainer_arguments`` reports those in the
-    section ``trainer``, and Unsloth or vLLM reports those in its own section when it loads.
+    A key is not allowed if rloo-kit sets the value itself, or if another key of the run file sets
+    the value. Unknown keys are reported elsewhere: in the section ``trainer`` by
+    ``translate_trainer_arguments``, in ``unsloth`` and ``vllm`` by the library when it loads.
 
     Args:
         table: The section: ``trainer``, ``unsloth`` or ``vllm``.

@@ -9,7 +9,7 @@ from rloo_kit.config.other_names import MOVED
 from rloo_kit.config.run_file import PROJECTIONS, make_run_config, read_value
 from rloo_kit.errors import ConfigError
 
-# Defaults of the older trainer, if they differ from the kit's. It did not clip gradients
+# Defaults of the older trainer that differ from the kit's. The older trainer did not clip gradients
 DEFAULTS = {
     "learning_rate": 5e-5,
     "max_grad_norm": 0.0,

@@ -64,8 +64,9 @@ def check_lora(settings: Mapping[str, Any], section: str = "") -> list[str]:
                     f"{section}{name} is {format_value(text)}, which is not a valid regular "
                     f"expression ({exc}): write one such as .*_proj, or a name"
                 )
-    if settings.get("bias", "none") != "none":  # PEFT accepts it for one adapter, TRL adds `ref`
-        errors.append(f"{section}bias is for biases of the base, {_OTHER_BASE}")
+    # PEFT accepts `bias` only if the model has a single adapter, but TRL adds the adapter `ref`
+    if settings.get("bias", "none") != "none":
+        errors.append(f"{section}bias is for training biases of the base model, {_OTHER_BASE}")
     return errors
 
 

@@ -58,15 +58,13 @@ NEEDLESS = _by_name(
 REFUSED = _by_name(
     {
         "leave it out, completions end at the EOS token": "stop_token stop_token_id",
-        "leave it out, or set normalize_reward: TRL's RLOO never read it": "whiten_rewards",
-        "leave it out, or set normalize_advantages: true to divide by the spread of the batch": (
-            "scale_rewards"
-        ),
+        "leave it out, or set normalize_reward (TRL's RLOO never used it)": "whiten_rewards",
+        "leave it out, or set normalize_advantages: true to divide the advantages by their "
+        "standard deviation over the batch": "scale_rewards",
         "set rollout_correction: token or sequence": "vllm_importance_sampling_correction",
         "leave it out, RLOO has one loss": "delta importance_sampling_level loss_type",
-        "set temperature, top_p, top_k and min_p instead, and others in generation_kwargs": (
-            "vllm_sampling_params"
-        ),
+        "set temperature, top_p, top_k and min_p instead, and other parameters in "
+        "generation_kwargs": "vllm_sampling_params",
         "leave it out, because batches consist of whole groups": "group_by_length",
     }
 )
@@ -92,5 +90,6 @@ def why_not_needed(name: str, value: object) -> str | None:
     """
     says_no = value is False or value in (None, "none", "eos")
     return NEEDLESS.get(
-        name, "rloo-kit does so anyway" if says_no and name in {*MOVED, *REFUSED} else None
+        name,
+        "rloo-kit works this way without it" if says_no and name in {*MOVED, *REFUSED} else None,
     )

@@ -60,7 +60,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """Section ``lora:``, the adapter to train; it accepts further fields of ``LoraConfig`` too."""
+    """Section ``lora:``, the adapter to train; other fields of ``LoraConfig`` are keys here too."""
 
     r: int = setting(16, "Rank of the adapter.", minimum=1, maximum=1 << 16)
     lora_alpha: int = setting(16, "The adapter is scaled by lora_alpha / r.", minimum=1)
@@ -74,7 +74,7 @@ class LoraSection:
     """Other fields of ``LoraConfig``. In a run file they are direct keys of ``lora:``."""
     given: ClassVar[Set[str]]
     """Names of the settings that the user gave. If ``model.name`` is an adapter to train further,
-    all other settings are those of that adapter."""
+    the settings that are not in this set are read from that adapter."""
 
     def __new__(cls, **given: Any) -> "LoraSection":
         """Create a section that remembers in ``given`` which settings were passed."""
@@ -111,7 +111,9 @@ class DataSection:
     )
     split: str = setting("train", "Split of a hub dataset.")
     config: str | None = setting(
-        None, "Configuration (subset) of a hub dataset; null: its default, or its only one."
+        None,
+        "Configuration (subset) of a hub dataset; null: the default configuration, or the only "
+        "one if there is no default.",
     )
     num_prompts: int | None = setting(
         None,
@@ -159,8 +161,9 @@ class DataSection:
     )
     level: int | list[int] | None = setting(
         None,
-        "Difficulty of a built-in or reasoning-gym task: one level or a list of levels; null: the "
-        "first level, or for reasoning-gym the difficulty that `settings` define.",
+        "Difficulty of a built-in or reasoning-gym task: one level or a list of levels; null: "
+        "level 1 of a built-in task, or the default difficulty of a reasoning-gym task, which "
+        "`settings` can change.",
     )
     settings: dict[str, Any] | None = setting(
         None, "Settings of a reasoning-gym task, with the names that the task uses."
@@ -173,7 +176,7 @@ class DataSection:
     max_prompt_tokens: int | None = setting(
         None,
         "Leave out prompts with more tokens than this; null: keep all prompts, and report an error "
-        "if one leaves no room for a completion.",
+        "if a prompt leaves no room for a completion.",
         minimum=1,
     )
     max_prompt_quantile: float | None = setting(
@@ -573,8 +576,9 @@ def _check_together(config: RunConfig) -> list[str]:
             and every
             and isinstance(save, int)
             and math.gcd(save, every) not in (save, every),
-            f"trainer.keep_best needs the scores of checkpoints, but trainer.save_steps {save} and "
-            f"data.held_out_every {every} rarely meet: set one to a multiple of the other",
+            "trainer.keep_best compares the held-out scores of checkpoints, but steps that are "
+            f"multiples of both trainer.save_steps {save} and data.held_out_every {every} are "
+            "rare: set one to a multiple of the other",
         ),
         (
             "reward_hacking" in (trainer["stop_on"] or ()) and not every,

@@ -84,8 +84,8 @@ class KitSettings:
 
     step: Literal["auto", "kit", "trl"] = setting(
         "auto",
-        "Code that runs a training step: `kit` (rloo-kit's own, which is faster), `trl` (TRL's), "
-        "or `auto`, which uses TRL's only if rloo-kit's cannot train this run "
+        "Code that runs a training step: `kit` (rloo-kit's step, which is faster), `trl` (TRL's "
+        "step), or `auto`: `kit` if rloo-kit's step can train this run, else `trl` "
         "([more than one card](../how-to/more_than_one_card.md)).",
     )
     tokens_per_micro_batch: int | None = setting(
@@ -120,7 +120,8 @@ class KitSettings:
     combine: Literal["sum", "normalize_then_sum"] = setting(
         "sum",
         "How several rewards are combined into one score: `sum` is their weighted sum; "
-        "`normalize_then_sum` first divides each reward by its own spread over the batch.",
+        "`normalize_then_sum` first divides each reward by its spread over the batch (the root "
+        "mean square of its leave-one-out advantages).",
         **_LEARNING,
     )
     normalize_reward: bool | Literal["batch", "moving"] | None = setting(
@@ -158,8 +159,8 @@ class KitSettings:
     )
     dynamic_sampling_rounds: int = setting(
         4,
-        "Maximum number of extra sampling rounds for one batch with `dynamic_sampling`; groups "
-        "that are still not replaced after them stay in the batch.",
+        "Maximum number of extra sampling rounds for one batch with `dynamic_sampling`. Groups "
+        "with equal scores that remain after the last round stay in the batch.",
         minimum=1,
         maximum=100,
         **_LEARNING,
@@ -174,9 +175,9 @@ class KitSettings:
     vllm_adapter_dir: str | None = setting(
         None,
         "Folder in which the adapter is saved for vLLM's server; the server must be able to read "
-        "this folder under the same path. null: a folder in shared memory, or in the system's "
-        "temporary folder if shared memory cannot be written to or has less than 1 GiB free; the "
-        "server must then run on the same machine.",
+        "this folder under the same path. null: a folder in shared memory if it is writable and "
+        "has 1 GiB free, else in the system's temporary folder; with null, the server must run on "
+        "the same machine.",
     )
     thinking_budget: int | None = setting(
         None,
@@ -357,7 +358,7 @@ TRL_RULES: dict[str, Rule] = {
     "save_total_limit": Rule(
         choices=(None,),
         instead="but trainer.keep_last and trainer.keep_best decide which checkpoints stay: set "
-        "those",
+        "these two instead",
     ),
     "seed": _MUST,
     "shuffle_dataset": _MUST,
@@ -368,8 +369,8 @@ TRL_RULES: dict[str, Rule] = {
     "top_p": Rule(above=0, maximum=1, resume="must"),
     "train_sampling_strategy": Rule(
         choices=("random",),
-        instead="but rloo-kit draws prompts at random, or in the order of the dataset with "
-        "trainer.shuffle_dataset: false: leave it out",
+        instead="but rloo-kit draws prompts at random, or in the order of the dataset if "
+        "trainer.shuffle_dataset is false: leave it out",
     ),
     "use_cpu": _BY_DEVICE,
     "vllm_enable_sleep_mode": _BY_DEVICE,
@@ -383,7 +384,8 @@ RULES: dict[str, Rule] = {
     **{field.name: field.metadata["rule"] for field in OWN_FIELDS},
     **TRL_RULES,
 }
-# The kit's defaults for fields of TRL. Some are the same as TRL's, but known without importing TRL
+# The kit's defaults for fields of TRL. Some equal TRL's defaults; they are listed here so that they
+# can be read without importing TRL
 TRL_DEFAULTS: dict[str, Any] = {
     name: rule.default for name, rule in TRL_RULES.items() if rule.default is not None
 }

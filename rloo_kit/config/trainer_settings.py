@@ -30,7 +30,7 @@ SOURCES = (
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("trl", "trainer/rloo_config.py", "RLOOConfig"),
 )
-# Setting -> another setting; the first has no effect if the other is off
+# Setting -> the setting that must be on for it to have an effect
 ONLY_WITH = {
     "dynamic_sampling_rounds": "dynamic_sampling",
     "kl_estimator": "beta",
@@ -39,9 +39,10 @@ ONLY_WITH = {
     "rows_in_flight": "partial_rollouts",
     "token_level_kl": "beta",
 }
-# Setting -> the only value that it may have with `partial_rollouts`. Any other value would use a
-# sampler that cannot stop before all completions have ended, or would change the distribution that
-# tokens are sampled from, although the loss compares log-probabilities of tokens from several steps
+# Setting -> the only value that it may have with `partial_rollouts`. Other values of some settings
+# select a sampler that cannot stop before all completions have ended. Other values of the rest
+# change the distribution that tokens are sampled from, but the loss compares log-probabilities of
+# tokens from several steps
 WITH_PARTIAL: dict[str, Any] = {
     "cache_implementation": None,
     "generation_kwargs": None,
@@ -165,8 +166,9 @@ def _check_together(given: Mapping[str, Any]) -> list[str]:
         f"trainer.max_completion_length {longest}: lower the former, or raise the latter": (
             budget and budget >= longest
         ),
-        "trainer.rollout_correction corrects for a sampler other than the trained model, but with "
-        "trainer.generation: transformers there is none: leave one of them out": (
+        "trainer.rollout_correction corrects for a sampler that differs from the trained model, "
+        "but if trainer.generation is transformers, the trained model itself samples: leave one "
+        "of these settings out": (
             values["rollout_correction"]
             and values["generation"] == "transformers"
             and not values["partial_rollouts"]
@@ -250,11 +252,11 @@ def _instead_of(name: str) -> str:
     """Return the remedy for an unknown trainer setting, as the end of an error message."""
     if name in MOVED:
         key, in_python = MOVED[name]
-        return f": give it as {key} in a run file, or in Python to {in_python}"
+        return f": give it as {key} in a run file; in Python, pass it to {in_python}"
     if name in REFUSED or name in grpo_fields():
         return f": {REFUSED.get(name, OF_GRPO)}"
     hint = did_you_mean(name, known_trainer_fields() | set(RENAMED))
-    return hint or "; docs/reference/run_file.md lists them"
+    return hint or "; docs/reference/run_file.md lists all settings"
 
 
 def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
@@ -276,9 +278,9 @@ def _rename(old: str, value: object, values: dict[str, Any], given: Mapping[str,
         return [f"total_episodes is {format_value(value)}, must be a whole number of completions"]
     accumulation = given.get("gradient_accumulation_steps")
     if old == "num_mini_batches" and isinstance(value, int) and isinstance(accumulation, int):
-        # There a mini-batch was one optimizer step, with this many micro-batches
+        # In TRL's older trainer, a mini-batch was an optimizer step of `accumulation` micro-batches
         value *= accumulation
-    # multi_objective_aggregation has the value sum_then_normalize
+    # `sum_then_normalize` is a value of TRL's multi_objective_aggregation
     values[new] = "sum" if value == "sum_then_normalize" else value
     return []
 
@@ -287,8 +289,9 @@ def _steps_of(trainer: Mapping[str, Any]) -> int:
     """Convert ``total_episodes``, a number of completions, to a number of optimizer steps.
 
     Args:
-        trainer: Checked trainer settings. Their ``max_steps`` still has the value of
-            ``total_episodes``, the completions of the whole training on all processes.
+        trainer: Checked trainer settings. ``max_steps`` holds the value to convert, because
+            ``total_episodes`` has been renamed already: the number of completions of the whole
+            training, on all processes.
     """
     values = {**DEFAULTS, **trainer}
     batch = batch_plan(trainer)
@@ -303,7 +306,7 @@ def _steps_of(trainer: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of one generation batch, the completions of one process from one sampling round.
+    """Sizes of one generation batch: the completions that one process samples in one round.
 
     The batch is divided into slices of ``per_device_train_batch_size`` completions.
     """
@@ -396,6 +399,6 @@ def check_batch(trainer: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"trainer.rows_in_flight is {plan.in_flight}, must be a multiple of num_generations "
-        f"{group}, at least {batch} (the completions of a generation batch) and at most {most} "
-        f"(max_rollout_age {max_age} plus 1, times that number)"
+        f"{group}, at least {batch} (the completions of one generation batch) and at most {most} "
+        f"(those of max_rollout_age + 1 batches, where max_rollout_age is {max_age})"
     ]

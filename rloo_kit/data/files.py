@@ -2,7 +2,7 @@
 
 A text file (.jsonl, .csv) is read row by row, so that an error can name the line, and prompts can
 be text in one row and messages in another. A table (Parquet, hub dataset) is read as a Dataset, so
-that images stay encoded. Files are not copied to the cache of the library datasets.
+that images stay encoded. Files are not copied to the cache of the library ``datasets``.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def read_source(  # noqa: PLR0913
 
     Args:
         name: A file, a folder with a dataset, or the name of a dataset on the hub.
-        place: Configuration and split of a hub dataset.
+        place: (configuration, split) of a hub dataset; configuration None: see ``load_prompts``.
         num: Number of rows to read; None: all rows.
         columns: Columns to rename, as name in the kit -> name in the source.
         builtin: Names of the built-in tasks, which an error message lists.
@@ -53,8 +53,8 @@ def read_source(  # noqa: PLR0913
             empty prompts are an error.
 
     Raises:
-        DataError: The source does not exist or cannot be read, a row is invalid, or ``columns``
-            names a column twice or one that the source does not have, or leaves no ``prompt``.
+        DataError: The source does not exist or cannot be read, a row is invalid, or ``columns`` is
+            wrong: it uses a column twice, uses a missing column, or leaves no column ``prompt``.
     """
     import datasets
 
@@ -95,7 +95,7 @@ def looks_local(name: str) -> bool:
     """Return whether a name refers to a file rather than to a hub dataset.
 
     Only the name is looked at; the file need not exist. The name of a file begins with ``.``, ``/``
-    or ``~``, ends like a data file, or has a dot and no slash.
+    or ``~``, ends with the suffix of a data file, or has a dot and no slash.
     """
     is_file = name.lower().endswith((*FILE_TYPES, ".json", ".txt"))
     return is_file or name.startswith((".", "/", "~")) or ("/" not in name and "." in name)
@@ -168,8 +168,8 @@ def _storing(what: str) -> Iterator[None]:
     except Exception as exc:
         # pyarrow raises many types of errors, for mixed types or unsupported values or names
         raise DataError(
-            f"{what} cannot be stored ({first_line(exc)}): give it values of one type, which are "
-            "valid Unicode if they are text, and have at most 64 bits if they are numbers"
+            f"{what} cannot be stored ({first_line(exc)}): give all its values the same type, use "
+            "only valid Unicode in texts, and at most 64 bits for a number"
         ) from exc
 
 
@@ -314,10 +314,10 @@ def _read_hub(name: str, config: str | None, split: str, builtin: Iterable[str])
     except Exception as exc:
         # Errors of the hub, the network, a script or a split have no common base class
         raise DataError(
-            f"data {format_value(name)} is neither built in ({', '.join(builtin)}), a file here, "
-            f"nor a folder or hub dataset that can be loaded now ({type(exc).__name__}: "
-            f"{first_line(exc)}): check the name, its split {format_value(split)}, "
-            "its configuration (data.config) and the network"
+            f"data {format_value(name)} is not one of {', '.join(builtin)}, is not a file here, "
+            f"and cannot be loaded now as a folder or hub dataset ({type(exc).__name__}: "
+            f"{first_line(exc)}): check the name, the split {format_value(split)}, the "
+            "configuration (data.config) and the network"
         ) from exc
 
 
@@ -356,7 +356,8 @@ def replace_column(dataset: "Dataset", name: str, made: "Dataset") -> "Dataset":
     Args:
         dataset: The dataset.
         name: The column to drop.
-        made: The columns to use instead; if they have no rows, they are returned alone.
+        made: Dataset with the columns to use instead. If it has no rows, it is returned as it is,
+            without the other columns of ``dataset``.
     """
     import datasets
 
@@ -373,22 +374,22 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
     for new, old in columns.items():
         if old not in there:
             raise DataError(
-                f"columns names {format_value(old)} as the source of {format_value(new)}, but "
-                f"there are only {format_value(sorted(there))}: name one of these"
+                f"columns: {format_value(new)} should come from the column {format_value(old)}, "
+                f"but the data has only {format_value(sorted(there))}: name one of these"
             )
         if new in there and new not in columns.values():
             raise DataError(
                 f"columns would rename {format_value(old)} to {format_value(new)}, but the data "
-                f"already has a column {format_value(new)}: leave this entry out to use that "
-                "column, or rename that column in columns too"
+                f"already has a column {format_value(new)}: leave this entry out to use the "
+                "existing column, or rename the existing column in columns too"
             )
     names = {old: new for new, old in columns.items()}
     renamed = dataset.rename_columns(names)
     if len(names) < len(columns) or "prompt" not in renamed.column_names:
         raise DataError(
-            f"columns {format_value(dict(columns))} must name one column prompt, and must not name "
-            "a column twice: write {prompt: COLUMN} for the column that has the prompts, and copy "
-            "a column in the data if you need it under two names"
+            f"columns {format_value(dict(columns))} leaves no column prompt, or uses a column "
+            "twice: write {prompt: COLUMN} for the column that has the prompts, and copy a column "
+            "in the data if you need it under two names"
         )
     return renamed
 
@@ -396,7 +397,7 @@ def _renamed(dataset: "Dataset", columns: Mapping[str, str]) -> "Dataset":
 def _without_prompt(place: str, key: str, there: Iterable[str]) -> DataError:
     return DataError(
         f"{place}: has no `{printable(key)}`, only {format_value(sorted(map(str, there)))}: rename "
-        "the column to prompt, or name it with columns, as in {prompt: question}"
+        "the column to prompt, or name it in data.columns, as in {prompt: question}"
     )
 
 

@@ -126,8 +126,8 @@ def _entries(name: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
     """
     for key in {"seed", "size"} & settings.keys():
         raise DataError(
-            f"data.settings has {key!r}: leave it out, and set the seed of the run in place of "
-            "seed, or data.num_prompts in place of size"
+            f"data.settings has {key!r}: leave it out; the run's seed replaces seed, and "
+            "data.num_prompts replaces size"
         )
     factory, task = _factory(name)
     dataset = None

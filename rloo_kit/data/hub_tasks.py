@@ -140,7 +140,7 @@ def read_hub_task(name: str, split: str) -> list[Row]:
             converted = task.convert(row)
             if not (converted["prompt"] or "").strip():
                 raise ValueError("the question is empty")
-        except Exception as exc:  # depends on what the row has instead
+        except Exception as exc:  # the type depends on what is wrong with the row
             raise DataError(
                 f"{place} is not a row of {short}, whose rows have {task.needs} "
                 f"({type(exc).__name__}: {first_line(exc)}): fix the row, or give the file without "

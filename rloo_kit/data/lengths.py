@@ -17,7 +17,8 @@ from rloo_kit.types import Prompt, Tokenizer
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# A tokenizer may normalise text (NFKC), which turns one byte into at most this many. ASCII stays
+# Maximum number of bytes that one byte becomes if a tokenizer normalises text (NFKC). ASCII text
+# does not change
 EXPANSION = 11
 # Number of prompts that are tokenized to find the longest
 COUNTED = 1000

@@ -51,7 +51,8 @@ def load_prompts(  # noqa: PLR0913
             copy), a .jsonl, .csv or .parquet file, a folder with a dataset, or a hub dataset.
         split: ``train`` or ``held_out`` for a task or a math dataset. Otherwise the name of a split
             of the hub dataset.
-        config: Configuration of a hub dataset; None: its default, or its only one.
+        config: Configuration of a hub dataset. None: the default configuration, or the only one if
+            there is no default.
         num_prompts: Number of prompts to load. None: 1,024 problems of a built-in or reasoning-gym
             task, and all prompts of any other source.
         system: System message to put before every prompt. None: no system message, except for a
@@ -148,8 +149,8 @@ def split_held_out(dataset: "Dataset", held_out: int | None) -> "tuple[Dataset, 
     kept = min(size // 8, MAX_HELD_OUT) if held_out is None else held_out
     if kept >= size:
         raise DataError(
-            f"data.held_out {kept} leaves no prompt of {size} to train on: lower it to at most "
-            f"{size - 1}"
+            f"data.held_out {kept} leaves no prompt to train on, because there are only {size}: "
+            f"lower it to at most {size - 1}"
         )
     if kept == 0:
         return dataset, None

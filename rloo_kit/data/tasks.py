@@ -80,8 +80,9 @@ def _is_kept(*key: object) -> bool:
 def _arithmetic(rng: random.Random, level: int) -> tuple[Row, bool]:
     """Make an arithmetic problem of a level, and return (columns, whether it is held out).
 
-    Level 1 adds two numbers of 3 digits, and level 2 three of them. Level 3 adds or subtracts
-    numbers of 5 digits. Level 4 multiplies and adds. Level 5 has brackets and three operators.
+    Level 1 adds two numbers of 3 digits. Level 2 adds three numbers of 3 digits. Level 3 adds or
+    subtracts numbers of 5 digits. Level 4 multiplies and adds. Level 5 has brackets and three
+    operators.
     """
     if level == 1:
         a = rng.randint(100, 999)

@@ -246,8 +246,8 @@ class RunRecord:
     def scored_twice(self) -> list[HeldOut]:
         """Scores of all rewards on held-out prompts before and after training.
 
-        Rewards with a mean of 0 both times come last. Among these, and among the others,
-        ``accuracy`` comes first.
+        Rewards with a mean of 0 both times come after all other rewards. Within each of these two
+        parts, ``accuracy`` comes first.
         """
         try:
             before = self.evaluation["before"]
@@ -288,7 +288,7 @@ class RunRecord:
 
     @property
     def learned(self) -> bool:
-        """True if the score on held-out prompts rose, or if it did not fall but the reward rose."""
+        """True if the held-out score rose, or if the reward rose and that score did not fall."""
         return self.better or (self.rose and not self.worse)
 
 

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 # second a run can learn almost nothing
 LITTLE_SIGNAL = 0.25
 ALMOST_NONE = 0.05
-# A fault that at least this share of the completions has is a fault of the whole run
+# If at least this share of the completions has a fault, it is a fault of the whole run
 MOSTLY = 0.9
 
 
@@ -113,7 +113,7 @@ class Rules:
         return Finding(name, seen.level, seen.reward, seen.evidence, kind.why, remedy, seen.setting)
 
     def ordered(self, found: Sequence[Finding]) -> list[Finding]:
-        """Return the findings from most to least harmful, those of level ``error`` first.
+        """Return the errors, then the warnings, each from the most to the least harmful.
 
         A finding is left out if one of level ``error`` explains its kind (see ``rule``).
         """

@@ -1,6 +1,6 @@
 """Rules that find faults in the record of a run, and the verdict on the run.
 
-The thresholds come from runs of the embedded model, both healthy ones and ones with deliberate
+The thresholds come from healthy runs of the embedded model, and from its runs with deliberate
 faults. The suggested values come from ranges in the literature. A metric that a run does not have
 is NaN. Every comparison with NaN is false, so no rule finds a fault in such a metric.
 """
@@ -42,7 +42,7 @@ TINY_RATE = 1e-3
 REPEATED = 1.5
 TRUNCATED = "completions/truncated"
 # Rewards that may be 0 for every completion: penalties that no completion earned, and `tool_use` if
-# no tool is called, which the rule for tools reports
+# no tool is called (a rule for tools reports that)
 MAY_BE_0 = re.compile(r"(soft_overlong|repetition|tool_use)(_\d+)?")
 
 RULES = Rules()
@@ -115,8 +115,9 @@ def four_times_longer(limit: int, max_seq_length: int | None) -> str:
 
     Args:
         limit: The present ``max_completion_length``, in tokens.
-        max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. The
-            settings raise it by the same number of tokens if the new limit exceeds half of it.
+        max_seq_length: The present ``max_seq_length`` of the model, in tokens; None if unknown. If
+            the new ``max_completion_length`` exceeds half of it, the settings raise both limits by
+            the same number of tokens.
     """
     setting = f"trainer.max_completion_length={limit * 4}"
     if max_seq_length and limit * 4 > max_seq_length / 2:
@@ -133,7 +134,7 @@ def _half_done(run: RunRecord) -> bool:
 
 
 def _moved(run: RunRecord) -> str:
-    """Return a clause on how the held-out score changed or, if it is unknown, the reward."""
+    """Return a clause about the change of the held-out score or, if unknown, of the reward."""
     if run.held_out:
         return str(run.held_out)
     if not run.series("reward"):
@@ -169,8 +170,8 @@ def _stale_sampler(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "clip_noise",
-    "updates are so large that many probability ratios leave the clip range, and such completions "
-    "train nothing",
+    "updates are so large that the probability ratios of many completions leave the clip range, "
+    "and these completions train nothing",
     "train on each batch only once (trainer.num_iterations), or lower the learning rate",
     explains=f"kl_explosion empty_output length_explosion reward_collapse {_ALL_ALIKE}",
 )
@@ -189,7 +190,7 @@ def _clip_noise(run: RunRecord) -> Iterator[Seen]:
 
 @RULES.rule(
     "old_rollouts",
-    "completions were sampled so long ago that the policy is now too different from their sampler",
+    "the policy has changed too much since it sampled the completions",
     "set trainer.rollout_correction to token, lower trainer.max_rollout_age, or lower the learning "
     "rate",
     explains="clip_noise reward_collapse high_variance",
@@ -303,7 +304,7 @@ def _no_thought(run: RunRecord) -> Iterator[Seen]:
     )
     if is_paid and rows and not any(closes):
         level = "warning" if run.better else "error"
-        yield Seen(f"none of the last {len(rows)} complete completions closes a thought", level)
+        yield Seen(f"none of the last {len(rows)} untruncated completions closes a thought", level)
 
 
 @RULES.rule(
@@ -386,7 +387,7 @@ RULES.rule(
 
 @RULES.rule(
     "reward_collapse",
-    "groups with equal scores train nothing, so since then at most the KL penalty trains the model",
+    "groups with equal scores train nothing, so at most the KL penalty still trains the model",
     "read the last completions and their scores; then give partial credit, raise the temperature, "
     "or use more diverse prompts",
     about_signal=True,
@@ -582,7 +583,7 @@ def verdict(record: RunRecord, findings: Sequence[Finding]) -> str:
     if record.ended_by:
         kept = record.end.get("kept_step")
         text = f"It was stopped by {record.ended_by.kind}"
-        text += "" if kept is None else f" and keeps its weights after step {kept}"
+        text += "" if kept is None else f" and keeps the weights that it had after step {kept}"
     text = f"{text}: {_moved(record)}"
     if findings:
         what = findings[0].setting or findings[0].remedy.partition(";")[0]

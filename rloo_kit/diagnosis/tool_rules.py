@@ -63,7 +63,7 @@ def add_kinds(rules: Rules, truncated: str) -> Callable[..., Any]:
         rules.rule(kind, *texts, explains=truncated if kind == "calls_without_answer" else "")
         for kind, texts in KINDS.items()
     ]
-    return decorators[0]  # they differ only in the kind of a `Seen` that names none
+    return decorators[0]  # they differ only in the default kind of a `Seen`
 
 
 def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
@@ -82,5 +82,5 @@ def seen_in_calls(numbers: Mapping[str, float]) -> Iterator[Seen]:
     gain = numbers["tools/score_gain"]
     if gain <= 0 and numbers["tools/compared_frequency"] >= 0.5:
         less = f"{-gain:.2g} less than" if gain else "the same as"
-        seen = f"completions with a call score {less} those without (same prompt)"
+        seen = f"completions with a call score {less} completions of the same prompt without a call"
         yield Seen(seen, "warning", kind="needless_calls")

@@ -44,7 +44,8 @@ class Evaluation:
     samples: list[dict[str, Any]]
     """Every prompt and completion with its scores and token counts, ordered by prompt."""
     num_samples: int = 1  # completions of each prompt
-    # reward that decides which completions are correct; "": none does; None: see `correct_by`
+    # Reward that decides which completions are correct. "": no reward does. None: `correct_by`
+    # chooses the reward
     judged_by: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,7 +168,8 @@ def evaluate(
         tokenizer: The model's tokenizer, or a processor that contains it.
         dataset: A ``datasets.Dataset`` or a list of dicts. Each row has ``prompt`` (text or chat
             messages) and the columns that the rewards read.
-        rewards: Specs of the rewards, as for ``load_rewards``, or the list that it returned.
+        rewards: Specs of the rewards, as for ``load_rewards``, or the list of rewards that
+            ``load_rewards`` returned.
         max_completion_length: Maximum number of tokens in a completion.
         temperature: Sampling temperature; 0 is greedy.
         sampling: Other sampling settings: ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``,
@@ -262,7 +264,7 @@ def evaluate(
 
 
 def check_held_out(dataset: Any, before: Evaluation) -> None:
-    """Check that a run's held-out prompts are still those that it scored before training.
+    """Check that a run still has the held-out prompts that it scored before training.
 
     Args:
         dataset: The prompts, a ``datasets.Dataset``; None if there are none.
@@ -277,8 +279,9 @@ def check_held_out(dataset: Any, before: Evaluation) -> None:
     now = list(map(text_of, redact_tree(prompts)))
     if len(then) != len(now) or not all(map(str.startswith, then, now)):
         raise DataError(
-            "the held-out prompts are not those that the run scored before training: restore the "
-            "old content of data.prompts (or the old version of rloo-kit), or begin a new run"
+            "the held-out prompts differ from the prompts that the run scored before training: "
+            "restore the old content of data.prompts (or the old version of rloo-kit), or begin a "
+            "new run"
         )
 
 
@@ -343,7 +346,8 @@ def sample_and_score(
 
     Yields:
         For each row: the row, its prompt (with the observations of an environment), the completion,
-        the token ids of its turns, whether it ended before a limit, and reward -> score.
+        the token ids of the completion's turns, True if the completion ended before a limit, and a
+        dict of reward -> score.
     """
     from rloo_kit.sampling.completer import Completer  # torch, which takes seconds to load
     from rloo_kit.sampling.decoding import Pieces, complete, finite_logits
@@ -415,7 +419,7 @@ def sample_and_score(
 def _inference(model: Model, seed: int) -> Iterator[None]:
     """Put the model into eval mode and set the seed during a ``with`` block.
 
-    The model's mode and the states of the random number generators are restored at its end.
+    The model's mode and the states of the random number generators are restored after the block.
     """
     import torch
 

@@ -53,12 +53,12 @@ OF_EVALUATION = {
 # Sections of the run file that --set cannot change in an evaluation
 NOT_OF_EVALUATION = {"output_dir", "thinking", "unsloth", "vllm"}
 _LENGTH = "max_seq_length"  # the only setting under `model:` that does not change the weights
-# Settings of `data:` that decide which rows and texts the prompts of a run have
+# Settings of `data:` that determine the prompts of a run: which rows, and with which texts
 _OF_PROMPTS = (
     "prompts", "split", "config", "system", "chat", "columns", "skip_empty", "max_prompt_tokens",
     "max_prompt_quantile",
 )  # fmt: skip
-# Those of them that change the texts
+# Settings in `_OF_PROMPTS` that change the texts of the prompts
 OF_TEXTS = {"system", "chat", "columns"}
 # Completions that vLLM samples at a time
 NUM_SEQUENCES = 256
@@ -148,7 +148,7 @@ class HeldOut:
             yield settings_of(args) | {"batch_size": size, "engine": engine}
 
     def tool_loop(self, tokenizer: Tokenizer) -> "ToolLoop | None":
-        """Return a loop with new environments that runs the run's tools; None without tools."""
+        """Return a loop with the run's tools and new environments; None if the run has neither."""
         from rloo_kit.training.tools import make_tool_loop
 
         job = self.job
@@ -169,11 +169,12 @@ def read_held_out(
 ) -> HeldOut:
     """Read the prompts and settings that all of the compared models share.
 
-    The first model that comes from a run determines the settings and, unless ``prompts`` names
-    others, the prompts. If no model comes from a run, the kit's default settings, the reward
-    of the prompts' task and the first model's tokenizer are used. Prompts that are longer than
-    ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allows are left out. One tokenizer
-    counts the tokens of the prompts, so that all models get the same prompts.
+    The settings are those of the first model that comes from a run. The prompts are the ones that
+    this run held out, or ``prompts`` if it is given. If no model comes from a run, the kit's
+    default settings, the reward of the prompts' task and the first model's tokenizer are used.
+    Prompts that are longer than ``data.max_prompt_tokens`` or ``data.max_prompt_quantile`` allows
+    are left out. One tokenizer counts the tokens of the prompts, so that all models get the same
+    prompts.
 
     The arguments, except ``models``, have the same meaning as for ``evaluate_models``.
 
@@ -193,13 +194,13 @@ def read_held_out(
     config = _config_of(first, overrides, prompts)
     source = str(prompts or config.data.prompts)
     of_data = given.get("data") or {}
-    # The paths of a run are absolute. Its settings may contradict each other, as an older version
-    # accepted them. If the user changes settings, all are checked
+    # The paths in a run's settings are absolute. The settings may contradict each other if an older
+    # version of the kit accepted that, so they are checked only if the user changes some of them
     job = PreparedJob(config, EXAMPLES, say, first.run is not None and not overrides)
     args = job.args  # imports Unsloth, which must come before transformers
     for one in models:  # a wrong name ends the command before other models are sampled
         one.shape()
-    args.reward_timeout_seconds = None  # it is for a batch, but here a call scores all rows
+    args.reward_timeout_seconds = None  # meant for one batch, but here one call scores all rows
     choose_engine(args, given.get("trainer") or {})
     why_not = why_not_by_vllm(models)
     check_engine(args, trains=False)
@@ -215,8 +216,8 @@ def read_held_out(
     if job.prompt_limit is not None:
         settings = args.chat_template_kwargs
         found, _ = drop_long_prompts(found, job.tokenizer, job.prompt_limit, settings)
-    # No run trains on a task's held-out prompts. Changed texts, and the texts of environments, are
-    # not those in the record of the run
+    # No run trains on a task's held-out prompts. If the user changes the texts, or an environment
+    # adds to them, they cannot be compared with the texts that the run recorded
     others = is_task(config.data.prompts) or config.environment or of_data.keys() & OF_TEXTS
     if prompts is None and not others:
         _check_not_trained(models, first, config.data, found)
@@ -279,9 +280,10 @@ def _check_not_trained(
 ) -> None:
     """Refuse prompts that one of the runs may have trained on.
 
-    The prompts are the last rows of the data. Each must be among the held-out samples that a run
-    has recorded. A run without recorded samples is not checked. Except for ``first``, neither is a
-    run with an environment, or with other data (other settings in ``_OF_PROMPTS``).
+    The prompts are the last rows of the data. Each prompt must be among the held-out samples that
+    each checked run has recorded. The run of ``first`` is checked, and every other run that has the
+    same data (the settings in ``_OF_PROMPTS``) and no environment. A run without recorded samples
+    is not checked.
 
     Args:
         models: All models that are compared.
@@ -304,15 +306,14 @@ def _check_not_trained(
         others = [p for p in redact_tree(found["prompt"][:]) if json.dumps(p) not in held_out]
         if samples and others:
             raise DataError(
-                f"{len(others)} of {len(found)} held-out prompts were not held out when {one.run} "
-                "was trained, so it may have trained on them: its data or data.held_out has "
-                "changed since, or differs from that of another run; name other prompts with "
-                "--prompts"
+                f"{len(others)} of {len(found)} prompts were not held out when {one.run} was "
+                "trained, so the run may have trained on them: its data or its data.held_out was "
+                "different then; name other prompts with --prompts"
             )
 
 
 def choose_engine(args: "LeaveOneOutConfig", given: Mapping[str, Any]) -> None:
-    """Change the settings for the sampling engine and its memory from training to evaluation.
+    """Replace a run's settings of the sampling engine and its memory, so that they fit evaluation.
 
     An engine that the user chose for the evaluation is kept. Otherwise ``generation`` becomes
     ``auto``, unless the run itself requests transformers. vLLM's share of the GPU memory is

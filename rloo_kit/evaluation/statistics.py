@@ -65,10 +65,10 @@ class Difference(Estimate):
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per prompt, with its 95% bootstrap interval.
 
-    The interval is a percentile interval (Efron 1979; Efron and Tibshirani 1993, chapter 13), which
-    has no width if all n values are equal. If all values are 0, or all are 1, such as 256 right
-    answers, the interval is widened by 1 - 0.05 ** (1 / n), according to the rule of three, and
-    stays between 0 and 1.
+    The interval is a percentile interval (Efron 1979; Efron and Tibshirani 1993, chapter 13). It
+    has no width if all n values are equal. If all values are 0 or all are 1 (for example, all
+    answers are right), the interval is widened by 1 - 0.05 ** (1 / n), according to the rule of
+    three, and clipped to [0, 1].
 
     Raises:
         ValueError: There is no value.
@@ -82,9 +82,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _room(num: int) -> float:
-    """Return the largest share that other values may have if n sampled values are all equal.
+    """Return an upper bound on the share of other values if ``num`` sampled values are all equal.
 
-    It is the bound of the rule of three, with a confidence of 95%.
+    The bound holds with a confidence of 95%. It is about 3 / ``num`` (the rule of three).
     """
     return 1 - (1 - CONFIDENCE) ** (1 / num)
 

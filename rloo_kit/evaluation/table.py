@@ -124,15 +124,15 @@ def evaluate_models(  # noqa: PLR0913
         num_prompts: Maximum number of prompts. None uses all of them.
         num_samples: Number of sampled completions for each prompt, for pass@k. 0 samples none.
         greedy: If True, also generate one greedy completion for each prompt.
-        base: If True and all models have an adapter, also evaluate the base of the first model
-            without an adapter. All models are then compared with this base.
+        base: If True and all models have an adapter, also evaluate the first model's base alone,
+            and compare all models with it.
         batch_size: Number of completions at a time. None uses a number that is known to fit.
         output: Folder for ``eval.json`` and ``eval_samples.jsonl``. None uses the run's folder.
         say: Function that is called with each line of output.
 
     Raises:
-        ConfigError: No model is given, both ``num_samples`` and ``greedy`` are off, or a setting
-            is wrong.
+        ConfigError: No model is given, ``num_samples`` is negative, ``num_samples`` is 0 and
+            ``greedy`` is False, or a setting is wrong.
         DataError: There are no prompts, or a prompt does not fit into a model's context length.
         ModelError: A model cannot be loaded.
     """
@@ -141,7 +141,8 @@ def evaluate_models(  # noqa: PLR0913
         raise ConfigError("there is no model to evaluate: give the folder of a run")
     if num_samples < 0 or not (num_samples or greedy):
         raise ConfigError(
-            f"num_samples is {num_samples}: set it to 1 or more, or to 0 with greedy completions"
+            f"num_samples is {num_samples}: set it to 1 or more (0 is allowed only with greedy "
+            "completions)"
         )
     found = [find_trained(model) for model in models]
     if base and all(one.adapter for one in found):  # otherwise a base is already among them
@@ -171,11 +172,11 @@ def score_models(
 ) -> list[Row]:
     """Sample each model in several ways, score it, and return a row for each model and way.
 
-    The rows have the order of ``models``, and the rows of one model the order of ``how``.
+    The rows are in the order of ``models``. The rows of one model are in the order of ``how``.
 
     Args:
         held_out: The prompts.
-        models: The models. Each base is loaded once, and released before the next one.
+        models: The models. Each base is loaded once, and released before the next base is loaded.
         how: Ways of sampling. Each is a dict of keyword arguments of ``evaluate``, such as
             ``{"temperature": 0.0}``, which replace the run's settings.
         rewards_for: Function that is called with the tokenizer of each base and returns the

@@ -29,12 +29,12 @@ from rloo_kit.text.wording import first_line, format_value, resume_command
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A base model and, unless it is used alone, its trained adapter. Nothing is loaded yet."""
+    """A base model, with a trained adapter or alone. Nothing is loaded yet."""
 
     name: str  # the name that the user gave, or ``base of`` and that name
     base: str  # a hub name, a folder, a .gguf file, or an embedded model
-    # Settings to load and sample with: those of the run, or the kit's defaults without a run. Its
-    # `model.name` may be the hub name of the 4-bit model that Unsloth loaded instead of the base
+    # Settings to load and sample with: the run's settings, or the kit's defaults without a run.
+    # `config.model.name` may be the hub name of the 4-bit model that Unsloth loaded, not the base
     config: RunConfig
     adapter: Path | None = None  # folder in PEFT's layout; None: the base alone
     run: Path | None = None  # folder of the run that trained the adapter
@@ -92,7 +92,10 @@ class TrainedModel:
 
 
 def _model_with(trained: TrainedModel, **changes: Any) -> ModelSection:
-    """Return a base's settings with ``changes`` applied; a different ``name`` has no revision."""
+    """Return a base's settings with ``changes`` applied.
+
+    If ``changes`` gives a different ``name``, the revision becomes None.
+    """
     if changes.get("name", trained.base) not in (trained.base, trained.model.name):
         changes["revision"] = None
     return replace(trained.model, **changes)
@@ -103,8 +106,8 @@ def find_trained(given: str | Path) -> TrainedModel:
 
     Args:
         given: The folder of a run, of a checkpoint or of an adapter, or a model's name as in
-            ``load_model``. From a run's folder, ``adapter/`` is used if the run has ended or has
-            no valid checkpoint, and otherwise its newest valid checkpoint.
+            ``load_model``. In a run's folder, ``adapter/`` is used if the run has ended. Otherwise
+            the newest valid checkpoint is used, or ``adapter/`` if there is none.
 
     Raises:
         ConfigError: The run has neither an adapter nor a checkpoint, or ``given`` is a reward
@@ -168,7 +171,8 @@ def _of_run(name: str, run: Path, adapter: Path) -> TrainedModel:
 def _with_template(model: ModelSection, adapter: Path) -> ModelSection:
     """Return the settings with the chat template that is saved with an adapter, if it has one.
 
-    A file that a run file names may have changed since the training.
+    The saved template replaces the file that the run file names, because that file may have changed
+    since the training.
     """
     file = adapter / "chat_template.jinja"
     return replace(model, chat_template=str(file)) if file.is_file() else model

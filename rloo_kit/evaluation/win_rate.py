@@ -157,8 +157,8 @@ def verdicts(
     A verdict is None if the judge did not decide.
 
     Args:
-        judge: A reward that has scored each completion alone, or the reward ``judge`` in its mode
-            ``pairwise``, which is called here.
+        judge: The judge. A reward that compares two completions (mode ``pairwise``) is called
+            here. The scores of any other reward are read from the two evaluations.
         mine: The model's evaluation, with one completion of each prompt.
         other: The evaluation of the other model, on the same prompts.
         of_other: The judge, loaded for the tokenizer of the other model. None: ``judge`` itself.
@@ -186,7 +186,7 @@ def _compare_texts(
     tie.
     """
     prompts = [one["prompt"] for one in mine.samples]
-    # The judge reads only the text after the thought, which the template of a model may open
+    # The judge reads only the text after the thought. A model's chat template may open the thought
     ours, theirs = (
         [reads.answer_text(one["prompt"], one["completion"]) for one in side.samples]
         for reads, side in ((judge.func.reward, mine), (of_other.func.reward, other))

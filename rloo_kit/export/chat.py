@@ -1,4 +1,4 @@
-"""``rloo-kit chat``: a chat with a trained model in the terminal, which shows thoughts dimmed."""
+"""``rloo-kit chat``: a chat with a trained model in the terminal, with its thoughts dimmed."""
 
 import contextlib
 import functools
@@ -108,7 +108,7 @@ def _answer(
 
 
 def _without_thought(turn: Message) -> Message:
-    """Return a turn, without the thought if it is the model's turn.
+    """Return a turn of the chat. A turn of the model is returned without its thought.
 
     Chat templates remove the thoughts of past turns in the same way.
     """
@@ -118,7 +118,7 @@ def _without_thought(turn: Message) -> Message:
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """Yield each line that the user types, without the empty ones, until the input ends."""
+    """Yield each non-empty line that the user types, until the input ends."""
     if isinstance(sys.stdin, io.TextIOWrapper):  # replace bytes that are not UTF-8
         sys.stdin.reconfigure(errors="replace")
     prompt = ""
@@ -142,14 +142,14 @@ def _say(
 
     Args:
         model: The model that answers.
-        tokenizer: Its tokenizer.
+        tokenizer: Tokenizer of the model.
         config: Settings of the run.
         console: Console to print to.
         prompts: A list with one element, the token ids of the prompt.
 
     Returns:
-        A list with one element, the token ids of the answer; and None, since a tool loop expects
-        log-probabilities or None.
+        A list with one element, the token ids of the answer; and None, in place of the
+        log-probabilities that a tool loop accepts here.
 
     Raises:
         ConfigError: The prompt leaves no room for an answer in the model's context length.
@@ -183,7 +183,7 @@ def _say(
             max_new_tokens=min(settings["max_completion_length"], room),
             do_sample=True,
             temperature=settings["temperature"],
-            # the model's own settings do not apply, as in a run
+            # as in a run, the model's own generation_config does not apply
             top_p=1.0,
             top_k=0,
             min_p=0.0,
@@ -202,7 +202,7 @@ def _tool_loop(config: RunConfig, tokenizer: Tokenizer, console: Console) -> Any
     from rloo_kit.training.trl_step import run_tool_loop
 
     if config.environment:
-        console.print("environments are not played in a chat", style="dim")
+        console.print("environments are not used in a chat", style="dim")
     if not config.tools:
         return None
     settings = {**DEFAULTS, **config.trainer}
@@ -225,7 +225,7 @@ def confirmed_python(console: Console) -> Callable[..., str]:
     """Return the tool ``python``, changed to ask the user before it runs a program.
 
     Raises:
-        PermissionError: Raised by a call if the user did not answer ``y``.
+        PermissionError: The returned tool is called, and the user does not answer ``y``.
     """
 
     @functools.wraps(python)
@@ -236,16 +236,16 @@ def confirmed_python(console: Console) -> Callable[..., str]:
             PermissionError: The user did not answer ``y``.
         """
         if console.input(ASKED, markup=False).lower().strip() != "y":
-            raise PermissionError("the user did not run the program")
+            raise PermissionError("the user did not allow the program to run")
         return python(code)
 
     return call
 
 
 def printer(console: Console, in_thought: bool) -> Callable[..., None]:
-    """Return a function that prints an answer piece by piece, as a ``TextStreamer`` calls it.
+    """Return a function for a ``TextStreamer`` that prints each piece of an answer.
 
-    It dims the thought. The text is plain if the output goes to a file or a pipe.
+    The thought is dimmed. Output to a file or a pipe has no styles.
 
     Args:
         console: Console to print to.

@@ -84,11 +84,11 @@ def export_model(  # noqa: PLR0913
             ``export-TO`` next to the adapter, and ``export-adapter`` for ``hub``.
         dtype: Format of the weights. For a GGUF file: ``bf16``, ``f16``, ``q8_0``, ``q5_k_m`` or
             ``q4_k_m``. For merged weights: ``bf16`` or ``nf4``. None uses ``bf16``.
-        base: Base model to merge the adapter into: the name or folder of a 16-bit model, or
-            ``dequantized`` for the run's 4-bit base converted back to 16 bit. If an adapter is
-            exported, the name of the base to write into its config. None uses the run's base. If
-            the base of a merge is a hub model named ``...-bnb-4bit``, its 16-bit original is used
-            instead if it can be loaded, except with ``dequantized``.
+        base: For a merge, the base model to merge the adapter into: the name or folder of a 16-bit
+            model, or ``dequantized`` for the run's 4-bit base converted back to 16 bit. For an
+            exported adapter, the name of the base to write into its config. None uses the run's
+            base. A hub model named ``...-bnb-4bit`` is replaced by its 16-bit original in a merge,
+            if that can be loaded. ``dequantized`` always uses the 4-bit model.
         converter: Folder of llama.cpp, or path of its ``convert_hf_to_gguf.py``.
         check: If True, load the merged weights or the GGUF file back, and compare their
             log-probabilities of some answers with those of the unmerged adapter on the same base.
@@ -195,9 +195,7 @@ def _check_arguments(
 ) -> None:
     kinds = [*KINDS, "hub"]
     if to not in kinds:
-        raise ConfigError(
-            f"a model is exported to {', '.join(kinds)}, not to {format_value(to)}: correct --to"
-        )
+        raise ConfigError(f"--to {format_value(to)} is unknown: give one of {', '.join(kinds)}")
     known = DTYPES.get(to, ())
     of_merges = (dtype, base == DEQUANTIZED, check, num_prompts)
     if not known and of_merges != (None, False, True, NUM_PROMPTS):
@@ -252,7 +250,7 @@ class _Export:
         self.say(f"{self.kind} written to {goal}")
 
     def _record(self) -> RunRecord | None:
-        """Return the record of the run up to the step that the adapter has; None without a run."""
+        """Return the run's record up to the step of the adapter; None without a run."""
         if self.trained.run is None:
             return None
         record = read_run(self.trained.run)
@@ -349,8 +347,9 @@ class _Export:
                     reference = Answers(model, tokenizer, prompts, settings)
             merged = sixteen.model.merge_and_unload().to(torch.bfloat16)
             merged.config.use_cache = True  # it was off during training
-            # transformers changes the layout of weights when it loads them. This undoes the change,
-            # which is not possible for a base of 4-bit weights (then there are notes).
+            # transformers changes the layout of weights when it loads them, and
+            # `save_original_format` undoes the change. That is not possible for weights that were
+            # converted from 4 bit. `_base_in_16_bit` has added a note about such weights.
             merged.save_pretrained(str(folder), save_original_format=not self.notes)
             if hasattr(merged.config, "vision_config"):  # vLLM needs its processor for texts too
                 _copy_from_model(merged.name_or_path, folder, PROCESSOR_FILES)
@@ -363,15 +362,18 @@ class _Export:
         own, other = (PACKED_SUFFIX.sub("", public_name(n)) for n in (self.trained.base, name))
         if own != other:
             note = (
-                f"The adapter was trained on {public_name(self.trained.base)}, to which all scores "
-                f"belong, and was merged into {public_name(name)}."
+                f"The adapter was trained on {public_name(self.trained.base)} and merged into "
+                f"{public_name(name)}. All scores were measured on "
+                f"{public_name(self.trained.base)}."
             )
-            self.say(f"note: {note} The check compares with the adapter on that base")
+            self.say(
+                f"note: {note} The check compares with the unmerged adapter on {public_name(name)}"
+            )
             self.notes.append(note)
         elif self.trained.run and self.trained.model.load_in_4bit and not self.notes:
             self.notes.append(
-                "It was trained on the base in 4 bits; outputs differ slightly with the 16-bit "
-                "base."
+                "The adapter was trained on the base in 4 bits; outputs differ slightly with the "
+                "16-bit base."
             )
         return name, reference
 
@@ -414,7 +416,7 @@ class _Export:
         tolerance = TOLERANCES[self.dtype]
         packed = self.dtype == "nf4"
         with session():
-            # None: the chat template that was exported
+            # chat_template=None loads the exported chat template
             both = load_base(
                 self.trained, name=str(folder), load_in_4bit=packed, chat_template=None
             )
@@ -430,7 +432,7 @@ class _Export:
         self.say(f"loaded back: {found} (at most {tolerance:g})")
 
     def _tokenizer(self, folder: Path) -> Tokenizer:
-        """Load the tokenizer in a folder; if the run trusts code of the model, it may run."""
+        """Load the tokenizer in a folder. Its own code may run if the run trusts remote code."""
         return load_tokenizer(folder, trust_remote_code=self.trained.model.trust_remote_code)
 
     def _prompts(self, tokenizer: Tokenizer) -> list[Any]:

@@ -41,7 +41,7 @@ def hand_over(
     overrides: Sequence[str] = (),
     say: Say = print,
 ) -> Path:
-    """Write the files with which another trainer can train with the settings of a run file.
+    """Write the files that another trainer needs to train with the settings of a run file.
 
     Args:
         source: The run file, or the folder of a run.
@@ -98,7 +98,10 @@ def hand_over(
         for split, rows in (("train", train), ("held_out", held_out)):
             if rows is not None:
                 _write_prompts(folder / f"{split}.parquet", rows, job.config.data.prompts)
-    job.say(f"{goal}: bash run.sh; {len(lost)} settings are not carried over: see HANDOVER.md")
+    job.say(
+        f"written to {goal}: start it there with `bash run.sh` ({len(lost)} settings are not "
+        "carried over, see HANDOVER.md)"
+    )
     return goal
 
 

@@ -1,7 +1,7 @@
 """Conversion of a model into a GGUF file, with llama.cpp's converter and quantiser.
 
 The quantiser comes from the package llama-cpp-python, which contains all of llama.cpp with Python
-bindings. The package xllamacpp has wheels, but its library lacks the quantiser.
+bindings. The package xllamacpp has wheels, but cannot be used: its library lacks the quantiser.
 """
 
 import ctypes
@@ -70,13 +70,17 @@ def write_gguf(model: Path, file: Path, dtype: str, command: Sequence[str]) -> N
         command: The result of ``find_converter``.
 
     Raises:
-        ModelError: The converter or the quantiser failed. The message has its last line of output.
+        ModelError: The converter or the quantiser failed. The message contains the last line that
+            the failed program printed.
     """
     _remove_byte_fallback(model / "tokenizer.json")
     whole, first = (model / "whole.gguf", "bf16") if dtype in K_QUANTS else (file, dtype)
     words = [*command, str(model), "--outfile", str(whole), "--outtype", first]
     _run(
-        "converter", words, whole, "give another llama.cpp with --converter, or export --to merged"
+        "converter",
+        words,
+        whole,
+        "give another llama.cpp with --converter, or export with --to merged",
     )
     if dtype in K_QUANTS:
         words = [sys.executable, "-m", __name__, str(whole), str(file), dtype]
@@ -95,8 +99,9 @@ def _run(tool: str, words: Sequence[str], file: Path, remedy: str) -> None:
 def _remove_byte_fallback(file: Path) -> None:
     """Turn off ``byte_fallback`` in the file of a byte-level BPE tokenizer.
 
-    transformers turns it on for every Llama tokenizer that it read from a GGUF file. It changes no
-    token, but it makes the converter take the file for SentencePiece and lose the BPE merges.
+    transformers turns ``byte_fallback`` on for every Llama tokenizer that it reads from a GGUF
+    file. The setting changes no token, but with it the converter takes the file for a SentencePiece
+    tokenizer and loses the BPE merges.
     """
     if not file.is_file():
         return

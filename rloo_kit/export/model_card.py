@@ -37,8 +37,9 @@ def model_card(
         base: Name or folder of the base model. Only the last part of a folder is shown.
         record: Record of the run that trained the model. None if there is no run.
         notes: Sentences about the export and its weights.
-        has_vision: True if an adapter is for a model with a vision part. PEFT would load the class
-            without this part, whose layers have other names than those in the adapter.
+        has_vision: True if an adapter is for a model with a vision part. The card then loads it
+            with the kit. PEFT would load the model class without the vision part, and the layers of
+            that class have other names than in the adapter.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

@@ -33,7 +33,7 @@ def server_command(model: str | Path, more: Sequence[str] = ()) -> list[str]:
     Args:
         model: Folder of a run, a checkpoint or an adapter, or name of a model.
         more: Further arguments of vLLM's server, such as ``["--port", "9000"]``. They override
-            those that the kit sets.
+            the arguments that the kit sets.
 
     Raises:
         GenerationError: vLLM cannot be used on this machine.

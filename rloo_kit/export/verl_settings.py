@@ -63,8 +63,8 @@ def verl_rows(job: PreparedJob) -> tuple[list[Row], list[Row]]:
 def _derived(job: PreparedJob) -> dict[str, Any]:
     """Return the values for verl that must be computed, as name in the settings table -> value.
 
-    verl's batch sizes count prompts, and TRL's count completions. verl's steps are generation
-    batches, and TRL's are optimizer steps.
+    A batch size is a number of prompts in verl, and a number of completions in TRL. A step is a
+    generation batch in verl, and an optimizer step in TRL.
     """
     args = job.args
     config = job.config

@@ -49,7 +49,7 @@ class Chart:
 
 _SPREAD = ("score/raw_group_std",)
 _LENGTHS = ("completions/min_length", "completions/max_length")
-# The charts in the order of the report, which shows a chart for each reward after the first one
+# The charts in the order of the report, which adds a chart for each reward after the first chart
 CHARTS = {chart.id: chart for chart in (
     Chart("reward", "Reward", "mean score of a step", (Line("reward", ("reward",), _SPREAD),),
           band_note="band: one standard deviation within a group"),
@@ -109,8 +109,8 @@ class Metrics:
     def values(self, names: Iterable[str]) -> np.ndarray:
         """Return the values of a metric, one per row; NaN for a row that does not have it.
 
-        ``names`` are alternatives, of which the first that the run has is used. The result is empty
-        if the run has none of them.
+        ``names`` are alternative names of the metric. The first name that the run has is used. The
+        result is empty if the run has none of the names.
         """
         for name in names:
             # None becomes NaN

@@ -94,7 +94,7 @@ class PlainLines(LiveView):
         self._shown: set[str] = set()
 
     def _show_step(self) -> None:
-        # The line of a step is always new, but the line of a finding only once
+        # A step's line is always new. A finding's line is new only when the finding first appears
         for line in (self.progress.line, *map(finding_line, self.progress.findings)):
             if line not in self._shown:
                 self._shown.add(line)

@@ -52,11 +52,11 @@ class Released:
         )
         if self.before.gpu_reserved or self.after.gpu_reserved:
             text += (
-                f"; released {self.freed_gpu / MIB:,.0f} MiB of GPU memory, "
-                f"{self.after.gpu_reserved / MIB:,.0f} MiB left, of which tensors hold "
-                f"{self.after.gpu_allocated / MIB:,.0f} MiB, and "
-                f"{self.after.gpu_other / MIB:,.0f} MiB outside of torch (CUDA context, other "
-                f"programs)"
+                f"; released {self.freed_gpu / MIB:,.0f} MiB of GPU memory; torch still holds "
+                f"{self.after.gpu_reserved / MIB:,.0f} MiB (tensors: "
+                f"{self.after.gpu_allocated / MIB:,.0f} MiB), and "
+                f"{self.after.gpu_other / MIB:,.0f} MiB are in use outside of torch (CUDA context, "
+                f"other programs)"
             )
         if self.after.children:
             text += f"; child processes left: {', '.join(self.after.children)}"

@@ -1,8 +1,8 @@
 """Shut down a vLLM engine of this process, and measure the memory in vLLM's sleep allocator.
 
-While an engine sleeps, the trainer can use its GPU memory. An engine that can sleep allocates this
-memory with vLLM's sleep allocator, of which a process has only one. A new engine can sleep only if
-the allocator is empty when the engine starts.
+While an engine sleeps, the trainer can use the engine's GPU memory. An engine that can sleep
+allocates this memory with vLLM's sleep allocator. A process has only one such allocator, and a new
+engine can sleep only if the allocator is empty when the engine starts.
 """
 
 import bisect
@@ -193,10 +193,10 @@ def _empty_pools(pools: list[Any]) -> None:
 def _unmap_pools() -> None:
     """Return all GPU memory of vLLM's sleep allocator to the driver.
 
-    Without this call vLLM would return the memory when it drops its pools, but lose some of it. It
-    has already freed the unused blocks of each pool (``CuMemAllocator._trim``) without telling
-    torch. When torch frees such a block again, vLLM's callback raises a KeyError, after which every
-    later call of the callback fails. The memory of all later blocks then stays mapped.
+    Without this call, some of the memory would stay mapped when vLLM drops its pools. The reason is
+    that vLLM has already freed the unused blocks of each pool (``CuMemAllocator._trim``), but torch
+    does not know this. When torch frees such a block again, vLLM's callback raises a KeyError, and
+    every later call of the callback fails. The memory of all later blocks then stays mapped.
     """
     allocator = _sleep_allocator()
     if allocator is not None:

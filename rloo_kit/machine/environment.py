@@ -245,7 +245,7 @@ def cache_folder() -> Path:
 
 
 def _hide_broken_packages() -> None:
-    """Hide optional packages whose import fails, so that other libraries find them missing."""
+    """Hide optional packages whose import fails, so that other libraries do without them."""
     for name in OPTIONAL_PACKAGES:
         if name in sys.modules or find_spec(name) is None:
             continue

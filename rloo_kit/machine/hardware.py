@@ -199,12 +199,17 @@ def check_card() -> str | None:
         elif not Path(sysconfig.get_path("include", "posix_prefix"), "Python.h").is_file():
             missing = "Python.h: install python3-dev"
         elif not os.access(nearest_folder(cache), os.W_OK):
-            missing = f"folder to write to ({cache} cannot be written): set TRITON_CACHE_DIR to one"
+            missing = (
+                f"folder for its cache ({cache} cannot be written): set TRITON_CACHE_DIR to "
+                f"another folder"
+            )
     return f"Triton compiles for the card and finds no {missing}" if missing else None
 
 
 def _why_hidden(cuda: str | None) -> str | None:
-    """Return why torch does not see a card that nvidia-smi lists; None if nvidia-smi lists none.
+    """Return why torch does not see a card that nvidia-smi lists.
+
+    None means that nvidia-smi lists no card, or that ``CUDA_VISIBLE_DEVICES`` hides all cards.
 
     Args:
         cuda: CUDA version that torch was built for; None if it was built without CUDA.
@@ -226,9 +231,9 @@ def _why_hidden(cuda: str | None) -> str | None:
     if cuda is None:
         why = "torch is built without CUDA: install its CUDA build"
     elif int(driver.partition(".")[0]) < needed:
-        why = f"torch's CUDA {cuda} needs a newer one: update the driver to {needed} or later"
+        why = f"torch's CUDA {cuda} needs a newer driver: update it to {needed} or later"
     return (
-        f"torch does not see the card of the driver {driver}; {why} "
+        f"torch does not see the card that nvidia-smi lists (driver {driver}); {why} "
         f"(CUDA_VISIBLE_DEVICES=-1 trains on the CPU)"
     )
 
@@ -261,8 +266,8 @@ def why_not_unsloth(device: str) -> str | None:
 def why_not_vllm() -> str | None:
     """Return why vLLM cannot run here.
 
-    None means that vLLM is installed, and that torch is not known to be built for another CUDA
-    version.
+    None means that vLLM is installed, and that its CUDA version is not known to differ from
+    torch's.
     """
     if found := installed_version("vllm"):
         return why_not_together(found, installed_version("torch") or "")
@@ -274,8 +279,8 @@ def why_not_vllm() -> str | None:
 def why_not_together(vllm: str, torch: str) -> str | None:
     """Return why the kernels of vLLM cannot be loaded with this version of torch.
 
-    None means that both are built for the same major version of CUDA, or that torch does not say
-    for which it is built.
+    None means that both are built for the same major version of CUDA, or that the version of torch
+    has no suffix such as ``+cu128``.
 
     Args:
         vllm: Version of vLLM, perhaps with a suffix for its CUDA version, such as ``+cu128``.
@@ -285,4 +290,7 @@ def why_not_together(vllm: str, torch: str) -> str | None:
     cuda = theirs[1] if theirs else "13"  # a wheel without a suffix is built for CUDA 13
     if ours is None or ours[1] == cuda:
         return None
-    return f"vLLM {vllm} is built for CUDA {cuda}, torch {torch} is not: install torch for it"
+    return (
+        f"vLLM {vllm} is built for CUDA {cuda}, but torch {torch} is not: install torch for CUDA "
+        f"{cuda}"
+    )

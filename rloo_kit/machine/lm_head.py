@@ -47,14 +47,15 @@ class PlainTorchLogProb:
         """Return the five values per token that TRL's ``_ChunkedLogProbFunction`` returns.
 
         Returns:
-            ``(N,)`` log-probabilities and ``(N,)`` entropies, both float32 and in nats; None twice;
-            and ``(N,)`` bool, True if the target is the most likely token. A value that ``outputs``
-            does not name is None, except for the log-probabilities. Gradients flow through the
-            log-probabilities; the entropies are detached.
+            The first value has the log-probabilities, ``(N,)`` float32 in nats; gradients flow
+            through them. The second value has the entropies, ``(N,)`` float32 in nats, detached.
+            The third and fourth values are always None. The fifth value is ``(N,)`` bool, True if
+            the target is the most likely token. The second and fifth values are None if
+            ``outputs`` does not name them.
 
         Raises:
             NotImplementedError: ``outputs`` names a value that only TRL's function can compute. No
-                trainer of the kit needs it.
+                trainer of the kit needs such a value.
         """
         unknown = set(outputs) - {"log_probs", "entropy", "is_top1"}
         if unknown:

@@ -74,14 +74,14 @@ def divided_by_launcher() -> bool:
 
 
 def check_launch(trainer: Mapping[str, Any]) -> None:
-    """Check that the launcher and the packages which the trainer settings need are available.
+    """Refuse trainer settings that need a missing launcher or package.
 
     Args:
         trainer: Settings under ``trainer:`` of a run file.
 
     Raises:
-        ConfigError: The training was not started with a launcher, or a package is not installed.
-            The message has the command to use.
+        ConfigError: DeepSpeed or FSDP is set, but no launcher started the training. Or a setting
+            needs a package that is not installed. The message has the command to use.
     """
     for name, file in (("deepspeed", "zero3"), ("fsdp", "fsdp2")):
         if trainer.get(name) and "RANK" not in os.environ:

@@ -51,7 +51,7 @@ def check_not_released(model: Any, *_: Any) -> None:
 
     Args:
         model: The model. A value that is not a model passes the check.
-        *_: Arguments of a forward pass, for which this function is also a hook.
+        *_: Ignored. torch passes arguments here when it calls this function as a forward hook.
 
     Raises:
         ModelError: The memory was freed.

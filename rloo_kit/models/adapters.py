@@ -112,7 +112,10 @@ def as_recorded(config: RunConfig, adapter: Path) -> RunConfig:
 
 
 def is_hub_4bit(name: str) -> bool:
-    """Return True for a hub name in -bnb-4bit, for which Unsloth also knows the 16-bit original."""
+    """Return True for a hub name with the ending ``-bnb-4bit``.
+
+    Unsloth also knows the 16-bit original of such a model.
+    """
     return _is_on_hub(name) and name.lower().endswith("-bnb-4bit")
 
 
@@ -148,9 +151,9 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
     task = config.get("task_type")
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise ModelError(
-            f"the adapter in {where} is of type {format_value(kind)} for {task}, but only LoRA "
-            "adapters for CAUSAL_LM can be trained further: merge it into its base, and use the "
-            "merged model"
+            f"the adapter in {where} has peft_type {format_value(kind)} and task_type {task}, but "
+            "only LoRA adapters for CAUSAL_LM can be trained further: merge the adapter into its "
+            "base, and use the merged model"
         )
     found = {
         "r": config.get("r"),
@@ -173,7 +176,7 @@ def lora_settings(adapter: Path, given: Mapping[str, Any], section: str = "") ->
 
 
 def _sorted_names(modules: str | Iterable[str]) -> list[str]:
-    """Return the names of layers, sorted; for a pattern, return a list of the pattern alone."""
+    """Return the names of layers, sorted; for a pattern, return a list with only the pattern."""
     if isinstance(modules, str) or not isinstance(modules, Iterable):  # the latter is an error
         return [modules]
     return sorted(map(str, modules))
@@ -281,7 +284,7 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
     Args:
         model: The model after TRL has prepared it.
-        adapter: The result of ``adapter_values`` before that.
+        adapter: The result of ``adapter_values``, called before TRL prepared the model.
     """
     import torch
 
@@ -293,11 +296,11 @@ def restore_adapter(model: Model, adapter: "dict[str, torch.Tensor]") -> None:
 
 
 def complete_reference(model: Model) -> None:
-    """Add the parameters that TRL leaves out of ``ref``, its frozen copy of an adapter.
+    """Complete ``ref``, TRL's frozen copy of an adapter, with the parameters that TRL leaves out.
 
     TRL copies only the parameters with ``.default.`` in their names. It leaves out trained tokens
-    (``trainable_token_indices``) and LoRA matrices of an embedding, because their names end with
-    ``.default``. If the model has no adapter ``ref``, nothing is done.
+    (``trainable_token_indices``) and LoRA matrices of an embedding, because the names of these end
+    with ``.default``. If the model has no adapter ``ref``, nothing is done.
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():

@@ -33,7 +33,7 @@ SPARE = 20
 class EngineSize:
     """Memory that an engine needs for one model and one batch, in bytes."""
 
-    weights: int  # weights of the base model, its own copy or shared with the trainer
+    weights: int  # weights of the base model: the engine's own copy, or shared with the trainer
     trained: int  # number of parameters of the adapter, not bytes
     working: int  # activations, logits and LoRA buffers of the largest pass
     graphs: int  # CUDA graphs; they are not freed when the engine sleeps
@@ -152,8 +152,8 @@ def engine_memory(
     if cache < size.smallest_cache:
         taken = f"{free / GIB:.1f} GiB free"
         remedy = (
-            "lower model.max_seq_length, or trainer.vllm_max_model_length if it is set or if the "
-            "model was not loaded by load_model"
+            "lower model.max_seq_length (or trainer.vllm_max_model_length, if it is set or if "
+            "load_model did not load the model)"
         )
         if share is not None:
             taken = f"{share:g} of the card"

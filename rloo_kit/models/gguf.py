@@ -104,10 +104,10 @@ def read_tokenizer(path: Path) -> Any:
 def _tokenizer_of(path: Path) -> Any:
     """Return the tokenizer of a GGUF file, with control and user-defined tokens registered.
 
-    Qwen3's ``</think>`` is such a token. The converters of transformers 5.17 register three of
-    them for Qwen and none for Gemma, so the tokenizer would split the others into pieces. For
-    Llama they use the file's BOS token as EOS token, so completions would never end. This function
-    therefore sets the special tokens that the file declares.
+    Qwen3's ``</think>`` is such a token. The converters of transformers 5.17 register three such
+    tokens for Qwen and none for Gemma, so the tokenizer would split the others into pieces. For
+    Llama the converter uses the file's BOS token as EOS token, so completions would never end.
+    This function therefore sets the special tokens that the file declares.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -169,7 +169,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _goal(path: Path, cache_dir: Path | None = None) -> Path:
-    """Return the folder for the converted file, which may not exist yet."""
+    """Return the path of the converted folder of a GGUF file; the folder may not exist yet."""
     stat = path.stat()
     facts = f"{CONVERSION} {path} {stat.st_size} {stat.st_mtime_ns}"
     cache = cache_dir or cache_folder() / "gguf"
@@ -177,7 +177,7 @@ def _goal(path: Path, cache_dir: Path | None = None) -> Path:
 
 
 def _repair_tokens(model: Model, tokenizer: Tokenizer) -> None:
-    """Set the same EOS and padding tokens in the tokenizer and the model's two configs."""
+    """Set the same EOS and padding tokens in tokenizer, model config and generation config."""
     config = model.config
     given = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     found = dict.fromkeys((end_of_turn_id(tokenizer), *given))

@@ -97,7 +97,7 @@ def load_model(
         revision: Branch, tag or commit of the model on the hub; None for the main branch.
         chat_template: A file with a chat template (Jinja), which replaces the model's own.
         vllm: Further ``EngineArgs`` for a vLLM engine that will be started later with its own copy
-            of the weights. They are an error if ``fast_inference`` shares the weights.
+            of the weights. If ``fast_inference`` shares the weights, they raise a ``ConfigError``.
         **kwargs: Further arguments of ``from_pretrained`` of Unsloth or transformers. The engine of
             ``fast_inference`` also accepts ``gpu_memory_utilization`` and
             ``unsloth_vllm_standby``.
@@ -131,7 +131,7 @@ def load_model(
     if extra and why_not_shared:
         raise ConfigError(
             f"unsloth.{next(iter(extra))} is for weights that Unsloth shares with vLLM, but "
-            f"{why_not_shared}: leave it out"
+            f"{why_not_shared}: leave this setting out"
         )
     engine = EngineSettings(
         max_seq_length,
@@ -177,14 +177,14 @@ def load_model(
 
 
 def _arguments_of(adapter: Path, source: str, load_in_4bit: bool, images: bool) -> dict[str, Any]:
-    """Return arguments to load the base of an adapter as it was loaded to train the adapter.
+    """Return the arguments that load an adapter's base as it was loaded to train the adapter.
 
     Args:
         adapter: The adapter's folder.
         source: The hub name or folder of the base.
-        load_in_4bit: True to load it in 4 bit.
-        images: True to load its processor. It comes from the base if the adapter's folder has only
-            a tokenizer, because the adapter was trained on text.
+        load_in_4bit: True to load the base in 4 bit.
+        images: True to load a processor, not only a tokenizer. An adapter that was trained on text
+            has only a tokenizer in its folder; the processor then comes from the base.
     """
     found: dict[str, Any] = {}
     if any(adapter.glob("*processor_config.json" if images else TOKENIZER)):
@@ -297,8 +297,9 @@ def attach_lora(
         **others: Further fields of PEFT's ``LoraConfig``.
 
     Raises:
-        ConfigError: The model has none of the ``target_modules``, the model's adapter has other
-            settings, or a field is unknown or not supported.
+        ConfigError: The model has none of the ``target_modules``. Or ``attach_lora`` has already
+            added an adapter to it. Or it was loaded from an adapter with other settings. Or a field
+            is unknown or not supported.
         ModelError: The memory of the model was released.
     """
     check_not_released(model)
@@ -331,7 +332,7 @@ def attach_lora(
     except (TypeError, ValueError, LookupError, AttributeError) as exc:  # differs by setting
         raise ConfigError(
             f"PEFT refuses the LoRA settings ({type(exc).__name__}: {first_line(exc)}): correct "
-            "the setting that it is about"
+            "the setting that caused this error"
         ) from exc
 
 
@@ -365,8 +366,8 @@ def _existing_layers(model: Model, target_modules: Iterable[str] | str) -> list[
     In a vision model, names are looked up in its language model only, and a pattern in all layers.
 
     Raises:
-        ConfigError: The model has none of the names, or lacks a name that is not one of the
-            defaults, or the pattern matches none of its layers.
+        ConfigError: The pattern matches no layer of the model, or the model has none of the names.
+            Or a name that is not among the default ``target_modules`` is missing in the model.
     """
     if target_modules == "all-linear":  # PEFT finds these itself
         return "all-linear"
@@ -431,8 +432,9 @@ def _new_adapter(
 def _outside_language(model: Model) -> str | None:
     """Return a regular expression for the layers of a vision model outside its language model.
 
-    It must match the full name of a layer. It keeps PEFT from adapting these layers, as Unsloth
-    does by default. The result is None for a model that reads only text.
+    The expression is for full names of layers (``re.fullmatch``). As PEFT's ``exclude_modules``, it
+    restricts the adapter to the language model, which is also Unsloth's default. The result is None
+    for a model that reads only text.
     """
     if model.config.get_text_config() is model.config:
         return None
@@ -484,8 +486,8 @@ def _with_adapter(model: Model, folder: Path) -> Any:
         names = {name for name, _ in peft_model.named_parameters()}
         lost = [name for name in found.missing_keys if ".default" in name and name in names]
         if wrong := [*found.unexpected_keys, *lost]:
-            where = "the base" if found.unexpected_keys else "its file"
-            raise ValueError(f"its weight {wrong[0]} is missing in {where}")
+            where = "the base" if found.unexpected_keys else "the adapter's file"
+            raise ValueError(f"the weight {wrong[0]} is missing in {where}")
     except Exception as exc:  # missing layers, other shapes and unknown settings raise other errors
         raise ModelError(
             f"the adapter in {format_value(str(folder))} cannot be put on its base to train "
@@ -511,7 +513,7 @@ def save_adapter(
     Args:
         model: The PEFT model.
         tokenizer: The tokenizer or processor, which is written to the same folder.
-        folder: A new folder, or one that has an adapter, which is replaced.
+        folder: A new folder, or a folder with an adapter; that adapter is replaced.
         state: The model's tensors by name, needed if the weights are divided among processes. None
             uses the tensors of ``model``.
 
@@ -639,8 +641,8 @@ def _ask_hub(name: str, revision: str | None) -> str:
     except Exception as exc:  # a proxy that refuses or cannot be used raises errors of all classes
         other = (
             f"cannot be looked up on the hub ({type(exc).__name__}: {first_line(exc)}): check the "
-            "network and the proxy (ALL_PROXY, HTTPS_PROXY), the certificates (SSL_CERT_FILE), "
-            "or give a local folder"
+            "network, the proxy (ALL_PROXY, HTTPS_PROXY) and the certificates (SSL_CERT_FILE), or "
+            "give a local folder"
         )
         reason = next((text for kind, text in reasons.items() if isinstance(exc, kind)), other)
         if number := getattr(exc, "errno", None):  # from the operating system, not the hub
@@ -659,8 +661,9 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
         given: Names of the arguments with which the block calls ``from_pretrained``.
 
     Raises:
-        ConfigError: ``from_pretrained`` does not have one of these arguments, or the kit sets it.
-        ModelError: The block raised another error that is not one of the kit's.
+        ConfigError: One of these arguments is unknown to ``from_pretrained``, or the kit itself
+            sets it.
+        ModelError: The block raised any other error. Only a ``KitError`` is raised unchanged.
     """
     try:
         yield
@@ -672,7 +675,7 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
             hint = did_you_mean(unknown[1], inspect.signature(load_model).parameters)
             raise ConfigError(
                 f"{unknown[1]!r} is not an argument of from_pretrained, or the kit sets it itself: "
-                f"correct its name or remove it, in a run file from `unsloth`{hint}"
+                f"correct its name, or remove it (in a run file, from the section `unsloth`){hint}"
             ) from exc
         if "trust_remote_code" in str(exc):
             reason = (
@@ -685,7 +688,7 @@ def _as_model_errors(name: str, given: Collection[str] = ()) -> Iterator[None]:
                 "with save_pretrained"
             )
         elif any(text in str(exc) for text in FULL):
-            local = "finds a full disk ({}): free some space"
+            local = "cannot be loaded, because the disk is full ({}): free some space"
             reason = (local if os.path.exists(name) else NOT_STORED).format(first_line(exc))
         elif is_out_of_memory(exc):
             reason = (
@@ -759,9 +762,10 @@ def _load_unsloth(source: str, _: Any, images: bool, **kwargs: Any) -> tuple[Any
 def _is_here(source: str, load_in_4bit: bool) -> bool:
     """Return True if the weights of a model are on this machine and must be loaded from here.
 
-    Unsloth replaces many hub names by the names of its own copies, even if the name is a folder
-    here, such as ``Qwen/Qwen3-4B``. In offline mode it cannot load a copy that was never
-    downloaded. A downloaded copy is used, because an adapter may have been trained on it.
+    Unsloth replaces many hub names by the names of its own copies, even if a folder here has the
+    same name, such as ``Qwen/Qwen3-4B``. In offline mode Unsloth cannot load a copy that was never
+    downloaded. If the copy of a hub model was downloaded, the result is False, so that Unsloth uses
+    the copy: an adapter may have been trained on it.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 

@@ -12,7 +12,7 @@ class ModelNotes:
     processor: Any = None  # the tokenizer or processor that was loaded with the model
     max_seq_length: int | None = None  # maximum tokens of prompt and completion together
     gradient_checkpointing: bool | str | None = None  # as the user set it; None if not set
-    hub: tuple[str, str] | None = None  # name and revision on the hub, if one was requested
+    hub: tuple[str, str] | None = None  # name and revision on the hub, if a revision was requested
     adapter: str | None = None  # the folder that the model's adapter was loaded from
     # the vLLM engine that was started for the model, and the settings it was started with
     engine: tuple[Any, dict[str, Any]] | None = None

@@ -55,7 +55,7 @@ class Linear:
     rows: int  # output features
     columns: int  # input features
     quantised: bool  # True if bitsandbytes quantises them when the model is loaded in 4 bit
-    # True for experts that are stored together in one parameter, which only Unsloth quantises
+    # True for experts that are stored together in one parameter; only Unsloth quantises them
     is_expert: bool
     count: int  # number of these layers
 
@@ -82,7 +82,8 @@ class ModelShape:
     others: int  # number of parameters of embeddings, norms and biases; tied ones count once
     qk_norm: bool  # True if queries and keys are normalised
     packed: bool  # True if the checkpoint has 4-bit weights
-    in_16bit: float  # fraction of the quantised layers' weights that stays in 16 bit
+    # fraction of the weights of `quantised` layers that a 4-bit checkpoint keeps in 16 bit
+    in_16bit: float
     has_vision: bool = False  # True if the model has a vision part
 
     @property
@@ -92,7 +93,7 @@ class ModelShape:
 
     @property
     def with_packed_experts(self) -> "ModelShape":
-        """The same shape with quantised experts, as Unsloth loads the model in 4 bit."""
+        """The same shape with all experts marked as quantised, as Unsloth loads them in 4 bit."""
         linears = (replace(one, quantised=one.quantised or one.is_expert) for one in self.linears)
         return replace(self, linears=tuple(linears))
 
@@ -262,10 +263,10 @@ def shape_of_config(
 
 
 def largest_size(config: "PreTrainedConfig", name: str) -> int:
-    """Return the largest value that a config has for a size, or 0 if it has none.
+    """Return the largest value over all layers of a size in a config, such as ``head_dim``.
 
-    Layers may have different values. In Gemma 4 each layer has its own config; in Gemma 3n the
-    value is a list.
+    Layers may have different values: in Gemma 4 each layer has its own config, and in Gemma 3n the
+    value is a list. The result is 0 if the config does not have the size.
     """
     layers: Any = config.per_layer_config if config.is_heterogeneous else [config]
     values = [getattr(layer, name, None) or 0 for layer in layers]

@@ -1,8 +1,8 @@
 """Loading of a model whose weights Unsloth shares with vLLM (``fast_inference``), on a GPU.
 
-If Unsloth cannot share the weights of a model, the model is loaded without vLLM, or an error is
-raised if the engine is required. The kit recognises some of these models by their config, and the
-others by a failed attempt to load them with vLLM.
+If Unsloth cannot share the weights of a model, the model is loaded without vLLM. If the engine is
+required, an error is raised instead. The kit recognises some of these models by their config, and
+the others by a failed attempt to load them with vLLM.
 """
 
 import gc
@@ -140,8 +140,9 @@ def _load_with_engine(
     """Load a model together with a vLLM engine.
 
     Returns:
-        The model and its tokenizer, or None if this failed. And the reason why no engine shares the
-        weights, or None if one does.
+        A pair. The first element is the model with its tokenizer, or None if loading failed. The
+        second element is the reason why no engine shares the weights, or None if an engine shares
+        them.
     """
     import torch
     from accelerate.utils import patch_environment
@@ -183,7 +184,7 @@ def why_not_shared(shape: ModelShape, *, trust_remote_code: bool = False) -> str
         return None
     return (
         f"Unsloth can share weights with vLLM only for dense models with Llama's layers, but this "
-        f"model has {', '.join(sorted(names)[:6])}"
+        f"model has the layers {', '.join(sorted(names)[:6])}"
     )
 
 
@@ -191,7 +192,8 @@ def _is_failed_download(exc: BaseException | None) -> bool:
     """Return True if an error means that the hub or the network failed.
 
     A file that is missing on the hub does not count, because perhaps only vLLM reads it. Unsloth
-    replaces some errors by a RuntimeError with the same text, so their contexts are searched too.
+    replaces some errors by a RuntimeError with the same text, so the original errors
+    (``__cause__``, ``__context__``) are examined too.
     """
     from httpx import TransportError
     from huggingface_hub import errors

@@ -97,7 +97,7 @@ def _families(config: RunConfig, facts: Facts) -> list[list[Option]]:
     """
     job = make_job(config, facts)
     trainer = config.trainer
-    # Only with partial rollouts can a run without another sampler have a correction
+    # If the trained model itself samples, a correction is allowed only with partial rollouts
     corrects = trainer.get("rollout_correction") and not trainer.get("partial_rollouts")
     by_transformers = ["trainer.generation=transformers"]
     by_transformers += [

@@ -1,4 +1,4 @@
-"""Search of the run files that ship with the kit for models that fit on a GPU."""
+"""Search for models that fit on a GPU, among the run files that ship with the kit."""
 
 import os
 from dataclasses import dataclass, replace
@@ -54,15 +54,15 @@ def describe_fits(card: Hardware) -> str:
     lines = [f"on {card.name}, with Unsloth and vLLM; peaks are estimates:"]
     lines += [str(best[size]) for size in sorted(best, reverse=True)]
     if not best:
-        lines.append("  none of the run files that ship with the kit")
+        lines.append("  none of the run files that ship with the kit fits")
     return "\n".join([*lines, "rloo-kit plan RUN.yaml --gpu GPU shows the memory of one run"])
 
 
 def longest_fit(name: str, card: Hardware) -> Fit | None:
     """Return the ``Fit`` of a run file with the longest completions that fit on a GPU.
 
-    Lengths from 16384 down to 512 tokens (``LENGTHS``), and that of the run file, are tried. The
-    result is None if none fits.
+    ``LENGTHS`` (16384 down to 512 tokens) and the completion length in the run file are tried. The
+    result is None if no length fits.
 
     Args:
         name: Name of a run file that ships with the kit.

@@ -51,7 +51,10 @@ def _server_bytes(job: Job, cards: int) -> int:
 
 
 def _verl_bytes(divided: Job) -> int:
-    """Return a GPU's peak memory in bytes if vLLM's weights are on it only during sampling."""
+    """Return the peak memory of a GPU with verl, in bytes.
+
+    With verl, vLLM's weights are on the GPU only during sampling.
+    """
     memory = plan_memory(replace(divided, engine="server"))
     held = sum(memory.parts[name][SAMPLE] for name in ("weights", "LoRA adapter, float32"))
     held += _server_bytes(divided, divided.cards)

@@ -75,10 +75,9 @@ class Plan:
         return self.memory.engine and self.memory.engine.refusal
 
     def fitting_ways(self, cards: int) -> list[str]:
-        """Return the names of the ways to train on several GPUs that fit into their memory.
+        """Return the names of the ways to train on several GPUs that do not run out of memory.
 
-        A way fits if the estimated peak memory of the GPU that needs the most memory is at most
-        ``room``.
+        In each of these ways, the estimated peak memory of the fullest GPU is at most ``room``.
 
         Args:
             cards: Number of GPUs of this kind, at least 2.

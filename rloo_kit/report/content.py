@@ -39,7 +39,7 @@ def run_content(
         record: Record of the run.
         name: Name of the run on the page.
         charts: Charts of the page.
-        share: Number of runs on the page. Each run gets an equal part of the space for examples.
+        share: Number of runs on the page, which share the space for examples equally.
     """
     findings = find_in_run(record)
     content = {

@@ -88,7 +88,7 @@ def held_out_points(record: RunRecord) -> dict[str, list[tuple[int, float]]]:
 def scored(record: RunRecord, when: str) -> dict[str, Any]:
     """Return the evaluation from ``before`` or ``after`` training; {} if there is none.
 
-    ``when`` is one of these two words.
+    ``when`` is ``before`` or ``after``.
     """
     return as_dict(record.evaluation.get(when))
 
@@ -107,10 +107,10 @@ def curves_of(record: RunRecord, charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the points of all curves, at most ``MAX_POINTS`` for each curve.
 
     Returns:
-        A dict. ``from`` and ``to`` have the first and the last step of each point. ``lines`` has
-        the curves under the key ``ID/NUMBER`` (chart and line), each with its values ``y``. A curve
-        also has the edges ``lo`` and ``hi`` if it has a band, or if a point is the mean of several
-        steps. ``more`` has the values of the metrics that no chart shows, by name.
+        A dict. ``from`` and ``to`` have the first and the last step of each point. ``lines`` is
+        ``CHART_ID/LINE_INDEX`` -> curve. A curve is a dict with the values ``y``. It also has the
+        edges ``lo`` and ``hi`` if the line has a band, or if a point is the mean of several steps.
+        ``more`` is name -> values, for the metrics that no chart shows.
     """
     run = metrics_of(record)
     width = max(1, -(-len(run.steps) // MAX_POINTS))  # rounded up

@@ -18,7 +18,7 @@ from rloo_kit.text.wording import text_of
 # The maximum number of characters of a completion is chosen between these two values
 LONGEST = 6000
 SHORTEST = 300
-# Minimum number of kept groups; to keep as many, texts are shortened more if necessary
+# Minimum number of kept groups. If they exceed the budget, their texts are shortened more
 MIN_GROUPS = 24
 THUMBNAIL = re.compile(r"images/[0-9a-f]{16}\.jpg")
 NUMBERS = ("score", "kl", "baseline", "advantage", "tokens", "thought_tokens")

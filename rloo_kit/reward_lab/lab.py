@@ -49,8 +49,8 @@ from rloo_kit.types import Row, Say
 
 # Column of a sampled row with the scores from its environment, as reward -> score
 OF_ENVIRONMENTS = "environment_rewards"
-# Other columns of sampled rows. In a run's completions.jsonl they are `group` and `truncated`. A
-# sampled row also has the columns of its prompt, among which these two names may occur
+# Other columns of sampled rows. A run's completions.jsonl calls them `group` and `truncated`. These
+# two names are not used here, because the dataset may have columns with the same names
 GROUP = "completion_group"
 TRUNCATED = "completion_truncated"
 # Columns that a run writes to its completions.jsonl

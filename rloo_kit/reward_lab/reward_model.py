@@ -42,8 +42,8 @@ Ids = tuple[list[int], list[int]]
 # Name of the model in messages
 WHAT = "the reward model"
 REMEDY = (
-    "lower per_device_train_batch_size (and raise gradient_accumulation_steps by as much) or "
-    "max_length"
+    "lower max_length, or lower per_device_train_batch_size and raise gradient_accumulation_steps "
+    "by the same factor"
 )
 
 
@@ -333,8 +333,8 @@ def _read(tokenizer: Tokenizer, pairs: list[Pair], job: _Job) -> list[Ids]:
     different = [ids for ids in found if ids[0] != ids[1]]
     if not different:
         raise DataError(
-            f"both answers of each of the {len(pairs)} pairs are the same in the part that the "
-            f"model reads (the last {limit} tokens"
+            f"chosen and rejected are the same in each of the {len(pairs)} pairs, in the part that "
+            f"the model reads (the last {limit} tokens"
             f"{'' if job.keep_thought else ', without the thought'}); raise max_length, or set "
             "keep_thought if only the thoughts differ"
         )

@@ -49,7 +49,7 @@ _STOPPING = {
         "add the column to the data, or give the reward's parameter a default value",
     ),
     "wrong_output": (
-        "the run stops if a score is not a finite number, or if there is not one per completion",
+        "the run stops if a score is not a finite number, or if the number of scores is wrong",
         "return a list with one finite float (or None) per completion, in order (look for 0/0 and "
         "log(0))",
     ),
@@ -205,7 +205,7 @@ def _fragile(probed: Probed) -> Iterator[Seen]:
     "score what the completion says; to reward length on purpose, use length_band or soft_overlong",
 )
 def _length(probed: Probed, batch: Batch) -> Iterator[Seen]:
-    """Report a reward whose scores follow the length and stay if every letter is replaced."""
+    """Report a reward whose scores follow the length and do not depend on the letters."""
     masked = probed.probes.get("masked")
     found = rank_correlation(batch.lengths, probed.scores) or 0.0
     if not masked or abs(found) < LENGTH_CORRELATION or _MEANS_LENGTH.search(probed.name):
@@ -244,13 +244,13 @@ def _constant(probed: Probed) -> Iterator[Seen]:
     also = dict.fromkeys(f"{score:g}" for score in (min(other), max(other))) if other else ()
     seen = f"all {len(values)} completions scored {value:g}"
     if also:
-        seen += f", altered ones {' to '.join(also)}"
+        seen += f", and altered completions scored {' to '.join(also)}"
     yield Seen(seen, level, kind=kind)
 
 
 RULES.rule(
     "all_zero",
-    "a reward that is always 0 teaches nothing, and a total with other rewards may hide that",
+    "a reward that is always 0 teaches nothing, and the total of all rewards may not show that",
     "print a completion and compare it with what the reward expects (case, white space, line "
     "breaks with re.DOTALL, tags); if they agree, use easier prompts or give partial credit",
     about_signal=True,
@@ -301,7 +301,7 @@ def find_all(
     Args:
         rewards: Scores of each reward, from ``probe``.
         batch: The completions.
-        signal: In how many groups the completions have different total scores, from ``signal_of``.
+        signal: Statistics of the score differences within groups, from ``signal_of``.
         calls: Metrics of the tool calls, from ``call_numbers``; None if the run has no tools.
     """
     dull = any(r.weight and is_constant(r.scores) for r in rewards)

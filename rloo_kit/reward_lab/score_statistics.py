@@ -26,7 +26,7 @@ class Batch:
     texts: list[str]
     groups: list[list[int]]  # for each prompt, the indices of its completions
     lengths: list[int]  # tokens of each completion, or characters if tokens are unknown
-    truncated: list[bool] | None = None  # whether the length limit ended each one; None: unknown
+    truncated: list[bool] | None = None  # True for each that reached the limit; None: unknown
     max_completion_length: int | None = None  # in tokens; None: unknown
     max_seq_length: int | None = None  # in tokens; None: unknown
 
@@ -75,7 +75,7 @@ class RewardStats:
     high: float | None
     fires: float | None  # share of scores above 0
     milliseconds: float  # time of a call, divided by the number of completions
-    length_correlation: float | None  # rank correlation with the length; None if one is constant
+    length_correlation: float | None  # rank correlation with the length; None if it is undefined
     fault: str | None  # why the call failed; None if it did not
 
 

@@ -134,10 +134,10 @@ class TokenRows:
         return shared + overhead < apart
 
     def _shared_positions(self, rows: Iterable[int]) -> Iterator[int]:
-        """Yield how many positions the first row needs, then the first two rows, and so on.
+        """Yield, for n = 1, 2, ..., how many positions the first n rows have with shared prompts.
 
-        The numbers hold if each distinct prompt of these rows runs once. They include padding. The
-        last token of a prompt is counted in each of its rows, not in the prompt.
+        Each distinct prompt of these rows runs once. The numbers include padding. The last token of
+        a prompt is counted in each of its rows, not in the prompt.
         """
         longest_completion = longest_prompt = 0
         prompts = set()
@@ -196,8 +196,9 @@ class TokenRows:
             budget: Maximum number of tokens of a bundle.
 
         Returns:
-            The bundles, each with the row numbers of one or several groups of similar length, and
-            a list of the groups that do not fit into the budget even alone.
+            Two lists. The first has the row numbers of each bundle, which has one or several groups
+            of similar length. The second has the row numbers of each group that exceeds the budget
+            on its own.
         """
         bundles, too_long = [], []
         room = 0

@@ -62,7 +62,7 @@ class StepGuard:
         self.skipped += 1
         # fp16's scaler skips steps while it searches for its scale; these do not count
         searching = scaler is not None and math.isfinite(loss) and scaler.get_scale() > 1
-        found = f"loss {loss:.4g}, {_count(gradients)} of {len(gradients)} gradients"
+        found = f"loss {loss:.4g}, {_count(gradients)} of {len(gradients)} gradients not finite"
         for parameter in parameters:
             if scaler is None:  # without a gradient an optimizer leaves weight and moments alone
                 parameter.grad = None

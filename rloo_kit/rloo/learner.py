@@ -110,8 +110,8 @@ class Learner:
         Args:
             rollout: The rollout. If it is on-policy, this pass also computes the old
                 log-probabilities that are not known yet.
-            weights: One weight for each row's loss in the step; 0 for rows that the step does not
-                use.
+            weights: ``(B,)`` weight of each row's loss in the step; 0 for rows that the step does
+                not use.
 
         Returns:
             The rollout with the old log-probabilities and the advantages of the trained rows.
@@ -190,11 +190,12 @@ class Learner:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Add the gradients and counts of a ``with`` block to the earlier ones.
+        """Undo the changes of a ``with`` block to gradients and counts if the block fails.
+
+        If the block succeeds, its gradients and counts are added to those before the block.
 
         Raises:
-            BaseException: Any error of the ``with`` block, such as out of memory half-way. The
-                gradients and counts are then the same as before the block.
+            BaseException: Any error of the block, such as out of memory.
         """
         counted = replace(self.tally)
         before = [parameter.grad for parameter in self.parameters]

@@ -116,11 +116,11 @@ def completion_records(rollout: Rollout, names: list[str]) -> list[dict[str, Any
 def _sampler_metrics(rollout: Rollout) -> dict[str, float]:
     """Return metrics of the sampler, by name.
 
-    They are, over trained tokens, the mean and maximum absolute difference of the engine's and the
-    trainer's log-probabilities, in nats. They are left out if the engine reports none or no token
-    is trained.
+    Two metrics compare the log-probabilities of trained tokens in the engine and in the trainer:
+    the mean and the maximum absolute difference, in nats. They are left out if the engine reports
+    no log-probabilities, or if no token is trained.
 
-    With partial rollouts they are also the mean and maximum age of tokens, and the fraction of
+    With partial rollouts there are also the mean and maximum age of tokens, and the fraction of
     completions carried over. The age of a token is the number of batches since it was sampled.
     """
     found = {}
@@ -184,7 +184,7 @@ class Tally:
 
     loss: float = 0.0
     rows: int = 0  # rows of the step, trained or not
-    step_tokens: int = 0  # tokens of those rows, including prompts
+    step_tokens: int = 0  # tokens of the rows of the step, including prompts
     trained: int = 0  # rows that were trained
     completion_tokens: int = 0  # completion tokens of the trained rows
     tokens: int = 0  # tokens of all passes, including prompts

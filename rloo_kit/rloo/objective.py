@@ -102,14 +102,15 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, beta: float) -> Tensor:
 class Surrogate:
     """The clipped surrogate losses of N rows, with their probability ratios.
 
-    An action is a whole completion or, with the token-level KL, one token. A is its advantage, and
-    rho its probability under the current policy divided by that under the policy that sampled it.
+    An action is a whole completion or, with the token-level KL, one token. A is the advantage of an
+    action. rho is the probability ratio pi / pi_old of an action, where pi is the current policy
+    and pi_old is the policy that sampled the action.
     """
 
     # `(N,)`, with gradient: -min(rho A, clip(rho) A), summed over the row's actions
     losses: Tensor
     ratios: Tensor  # (N,) rho of whole completions, detached
-    # `(N,)` in [0, 1]: fraction of the row's actions without gradient because rho is too small
+    # `(N,)` in [0, 1]: fraction of the row's actions that have no gradient because rho is too small
     clipped_low: Tensor
     clipped_high: Tensor  # `(N,)` the same fraction for actions whose rho is too large
 

@@ -104,11 +104,11 @@ class ScoredBatch(Completions):
         return (advantages != 0).any(dim=1)
 
     def with_signal_of(self, other: Self, shaping: Shaping, num_generations: int) -> Self:
-        """Replace groups without signal by groups of ``other`` that have one; return a new batch.
+        """Return a new batch, in which groups of ``other`` replace groups without a signal.
 
-        A group has a signal if its scores are not all equal. If ``other`` has too few groups with
-        a signal, the last groups without signal stay in the batch. All tokens of ``other`` must
-        have been sampled for this batch.
+        A group has a signal if its scores are not all equal. Only groups of ``other`` with a signal
+        are used. If they are too few, the last groups without a signal stay in the batch. All
+        tokens of ``other`` must have been sampled for this batch.
         """
         size = num_generations
         num_groups = len(self.tokens) // num_generations
@@ -310,8 +310,8 @@ class Rollout:
 
         Args:
             rows: ``(N,)`` row numbers, or a slice.
-            log_probs: ``(N, C)`` log-probabilities, under the policy that sampled, of the first C
-                completion tokens of each row.
+            log_probs: ``(N, C)`` log-probabilities of the first C completion tokens of each row,
+                under the policy that sampled them.
         """
         old = self.old_log_probs.clone()
         width = log_probs.size(1)
@@ -380,7 +380,7 @@ def rows_needing_old_pass(rollout: Rollout, first_step: set[int]) -> list[int]:
 
 
 def _fields_of(value: Any) -> Any:
-    """Return a dataclass, and each dataclass in its fields, as a dict; other values as they are."""
+    """Convert a dataclass, and the dataclasses in its fields, to dicts; keep other values."""
     if not is_dataclass(value):
         return value
     return {field.name: _fields_of(getattr(value, field.name)) for field in fields(value)}

@@ -120,7 +120,7 @@ class Step:
     waiting: list[torch.Tensor] = field(default_factory=list)  # slices of `rollout` yet to train
 
     def run(self, batches: Sequence[list[Row]], number: int) -> torch.Tensor:
-        """Compute the gradient of a step into the parameters' ``grad``; return the step's loss.
+        """Store the gradient of a step in the parameters' ``grad``, and return the step's loss.
 
         Args:
             batches: One list of training-set rows for each slice of the step. Each list is enough
@@ -185,10 +185,10 @@ class Step:
     def make_rollout(self, rows: list[Row], number: int) -> Rollout:
         """Sample and score completions, and return them as a rollout.
 
-        With beta 0 the rollout's advantages are final. Otherwise the rollout has the reference's
-        log-probabilities. The advantages then need the KL and therefore the old log-probabilities,
-        so they are computed later: in ``next_slice`` if it runs a separate pass for the old
-        log-probabilities, and in ``Learner.learn`` if not.
+        With beta 0 the rollout's advantages are final. Otherwise they need the KL, and the returned
+        rollout has only the reference's log-probabilities. The old log-probabilities and the
+        advantages are computed later: in ``next_slice`` if it runs a separate pass for the old
+        log-probabilities, otherwise in ``Learner.learn``.
 
         Args:
             rows: The training-set rows to sample completions for.

@@ -66,10 +66,10 @@ def calibrate(  # noqa: PLR0913
     chosen.
 
     For a built-in or reasoning-gym task with levels, the new run file sets ``data.level``. Other
-    prompts are grouped by their column ``level``; without this column they form one level. For
-    them, the new run file reads its prompts from a new .jsonl file next to it. This file has the
-    prompts of the chosen level, without sampled prompts that are always or never solved, and after
-    them the held-out prompts.
+    prompts are grouped by their column ``level``; without this column they form one level. In this
+    second case, the prompts of the new run are written to a new .jsonl file next to the run file:
+    first the prompts of the chosen level, without sampled prompts that are always or never solved,
+    and then the held-out prompts.
 
     In both cases, the sampled completions are written to another .jsonl file, which ``warm_up`` can
     use as examples.
@@ -83,8 +83,8 @@ def calibrate(  # noqa: PLR0913
         output: Path of the new run file. None: the name of ``source`` with ``-calibrated`` added,
             in the folder of ``source`` if ``source`` is a file, otherwise in the working folder.
         precision: Also measure in which precision, bf16 or float16, the log-probabilities of
-            sampler and learner differ less (``precision.mismatch``), and set it in the new run
-            file.
+            sampler and learner differ less (``precision.mismatch``), and set this precision in the
+            new run file.
         say: Called with each line that is printed for the user.
 
     Returns:
@@ -123,7 +123,7 @@ def calibrate(  # noqa: PLR0913
             "system": system_message(config.data)  # its default depends on the name of the task
         }
         dropped = chosen.num_prompts - len(chosen.with_signal)
-        what = f"the level's prompts without {dropped} that are always or never solved"
+        what = f"prompts of the level, except {dropped} that are always or never solved"
     write_rows(completions_file, sampled)
     _write_run_file(file, replace(made, data=replace(made.data, **data)), table)
     say(f"{what}; train with rloo-kit train {shell_path(file)}")
@@ -176,7 +176,7 @@ def _in_best_precision(
     best = min(found, key=lambda name: (math.isnan(found[name]), found[name]))
     others = {name: value for name, value in config.trainer.items() if name not in PRECISIONS}
     values = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
-    line = f"sampler and learner differ by (nats a token): {values}; trainer.{best}: true"
+    line = f"difference of sampler and learner (nats a token): {values}; trainer.{best}: true"
     return replace(config, trainer={**others, best: True}), line
 
 
@@ -323,8 +323,8 @@ def _chosen(levels: list[Level]) -> Level:
     """Return the level to train on.
 
     Raises:
-        DataError: No level is solved 20 to 80% of the time, or the completions of each prompt all
-            have the same score.
+        DataError: No level is solved 20 to 80% of the time, or in these levels, all completions of
+            each prompt have the same score.
     """
     fitting = [one for one in levels if LOW <= one.solved <= HIGH and one.with_signal]
     if fitting:

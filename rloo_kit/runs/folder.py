@@ -212,9 +212,8 @@ def check_same_settings(folder: Path, now: RunConfig) -> None:
         if old != new and path not in MAY_CHANGE:
             raise ConfigError(
                 f"{path} is {format_value(new)}, but the run in {format_value(str(folder))} began "
-                f"with {format_value(old)}: set it back, or run "
-                f"`{resume_command(folder)}`, which needs no --set, or leave --resume out to begin "
-                "a new run"
+                f"with {format_value(old)}: set it back, or resume with the old settings "
+                f"(`{resume_command(folder)}`), or leave --resume out to begin a new run"
             )
 
 
@@ -300,7 +299,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
     folder = recorder.folder
     for name in outdated:
         (folder / name).unlink(missing_ok=True)
-    # an adapter of an earlier end would look like the result of this run
+    # an adapter that an earlier start saved would look like the result of this run
     shutil.rmtree(folder / "adapter", ignore_errors=True)
     facts = asdict(job.environment) | {
         "step": str(job.step),
@@ -308,7 +307,7 @@ def _begin(job: PreparedJob, recorder: "RunRecorder", outdated: Iterable[str]) -
         "versions": {name: installed_version(name) for name in ("rloo_kit", *TESTED)},
     }
     write_json(folder / "environment.json", redact_tree(facts), indent=2)
-    write_run_file(folder, job.config)  # last: without environment.json it is a user's own file
+    write_run_file(folder, job.config)  # last: without environment.json, it counts as the user's
 
 
 def write_run_file(folder: Path, config: RunConfig) -> None:

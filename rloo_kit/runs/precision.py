@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from rloo_kit.training.trainer import LeaveOneOutTrainer
 
 PRECISIONS = ("bf16", "fp16")
-# Settings of the run that are replaced by their defaults for a measurement. With the defaults of
-# `top_p` to `thinking_budget`, the sampler draws each token with the policy's own probability. With
-# the other defaults, a trainer for few prompts and one reward can be made, which uses the kit's
-# step: the learner of that step is compared with the sampler
+# Settings of the run that are replaced by their defaults for a measurement. The defaults of `top_p`
+# to `thinking_budget` make the sampler draw each token with the policy's own probability. The other
+# defaults give a trainer that works with few prompts and one reward, and that uses the kit's step,
+# because the learner of this step is compared with the sampler
 RESET = {
     *OF_TRL_STEP, "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs",
     "thinking_budget",

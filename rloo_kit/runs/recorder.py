@@ -23,7 +23,8 @@ from rloo_kit.output_folder import read_json, without_nan, write_json
 from rloo_kit.report.page import write_report
 from rloo_kit.text.redaction import redact_tree
 
-# Fields that are written of an evaluation during training; other evaluations are written in full
+# The fields of an evaluation during training that are written. Other evaluations are written in
+# full
 KEPT_DURING_TRAINING = ("rewards", "num_prompts", "mean_length")
 # Files to which each step appends rows
 ROW_FILES = ("metrics.jsonl", "completions.jsonl")
@@ -134,7 +135,8 @@ class RunRecorder(TrainerCallback):
                 json.dumps(redact_tree(without_nan(row)), ensure_ascii=False) + "\n" for row in rows
             )
             with (self.folder / name).open("ab") as file:
-                # UTF-8 lacks lone surrogates, which a tokenizer may return: their JSON escapes
+                # a tokenizer may return lone surrogates, which UTF-8 cannot encode: write their
+                # JSON escapes
                 file.write("".join(lines).encode("utf-8", "backslashreplace"))
         except OSError as exc:
             raise DiskError(

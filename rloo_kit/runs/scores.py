@@ -137,8 +137,8 @@ class HeldOutScores(TrainerCallback):
         """Return the mean score of the reward that chooses checkpoints and weights.
 
         It is the first reward that the run trains on or whose mean was not 0 before training. Other
-        rewards are skipped, because their mean may stay at 0, as that of ``accuracy`` does for long
-        answers. The result is None if all rewards are skipped.
+        rewards are skipped, because their mean may stay at 0 (for example, the mean of ``accuracy``
+        for long answers). The result is None if all rewards are skipped.
         """
         own = {reward.name for reward in self.job.rewards}
         before = (self.before or found).rewards

@@ -94,7 +94,7 @@ def warm_up(  # noqa: PLR0913
     write_json(folder / "warm_up.json", {"examples": named, **settings, **found}, indent=1)
     file = "RUN.yaml" if isinstance(source, RunConfig) else source
     command = command_with_adapter(file, overrides, config, folder)
-    say(f"adapter in {folder}; the run continues it with {command}")
+    say(f"adapter in {folder}; train it further with {command}")
     return folder
 
 
@@ -146,7 +146,9 @@ def read_examples(source: str | Path | Sequence[Row]) -> list[Row]:
         for place, row in placed:
             if not row["completion"].strip():
                 there = format_value(sorted(map(str, row.keys() - {"completion"})))
-                raise DataError(f"{place}: has no text in `completion`, only {there}: fill it in")
+                raise DataError(
+                    f"{place}: `completion` has no text (other columns: {there}): fill it in"
+                )
         return rows
     best = best_completions(rows)
     if not best:
@@ -233,9 +235,9 @@ def tokenized(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of prompt and completion of each row.
 
-    The prompt has the same tokens as in the run. The completion ends with the end-of-turn token. It
-    ends with the end-of-text token if the prompt is plain text, or the tokenizer has no end-of-turn
-    token. If the chat template opens a thought at the end of the prompt, the mark that opens a
+    The prompt has the same tokens as in the run. The completion ends with the end-of-turn token or,
+    if the prompt is plain text or the tokenizer has no such token, with the end-of-text token. If
+    the chat template opens a thought at the end of the prompt, the mark that opens a
     thought is removed from the start of the completion.
 
     Args:

@@ -87,7 +87,8 @@ class Position(NamedTuple):
 
     evidence: float  # <sampler - middle, delta>
     size: float  # <delta, delta>
-    variance: float  # variance of the evidence that rounding alone causes
+    # variance of `evidence`, due to rounding and to tokens that fit neither policy
+    variance: float
     # mean of |sampler - other policy|, divided by the mean of |sampler - current policy|
     fit: float
 
@@ -115,8 +116,8 @@ def position_between(
 ) -> Position | None:
     """Return where the sampler is on the line from ``other`` (0) to ``now`` (1).
 
-    If there are at least 100 tokens, those with the largest differences between ``now`` and
-    ``other`` are left out: 0.5% of the tokens, but at least 3.
+    If there are at least 100 tokens, the tokens on which ``now`` and ``other`` differ most are left
+    out: 0.5% of all tokens, but at least 3 tokens.
 
     In the result, ``share`` is the least-squares estimate of the sampler's place on the line.
     ``errors`` is the distance from the midpoint (1/2) in standard errors. It is negative if the
@@ -149,15 +150,16 @@ def position_between(
 
 
 def is_other(positions: Sequence[Position]) -> bool:
-    """Return True if log-probabilities prove that the engine did not use the current policy.
+    """Return True if log-probabilities prove that the engine sampled from the other policy.
 
-    They prove it if the engine's log-probabilities are much nearer to those of another policy: the
-    base without adapter, or the policy of one step ago. The newest batch alone must prove this, or
-    all given batches together if there are at least 3.
+    The other policy is the base without adapter, or the policy of one step ago. The proof is that
+    the engine's log-probabilities are much nearer to the other policy's than to the current
+    policy's, either in the newest batch or, if there are at least 3 batches, in all of them
+    together.
 
     Args:
-        positions: For each of the last batches, the position of the engine between that other
-            policy and the current one; the newest batch last.
+        positions: For each of the last batches, the position of the engine on the line from the
+            other policy to the current policy. The newest batch is the last.
     """
     last = positions[-1]
     sure = last.errors < -SURE_ERRORS and last.fit < SURE_FIT
@@ -198,7 +200,10 @@ def rounding(model: Model, dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass
 class Policies:
-    """Source of the log-probabilities of the trainer's model, also with other adapter values."""
+    """Source of log-probabilities under the trainer's model, with current or other adapter values.
+
+    ``adapter_set_to`` sets other values during a ``with`` block.
+    """
 
     run: Pass  # the forward pass, with the current values of the adapter
     model: Model  # a model with a PEFT adapter
@@ -272,7 +277,7 @@ class Policies:
 
 
 class Canary:
-    """Comparison of an engine's and the trainer's log-probabilities; raises if policies differ."""
+    """Check that an engine samples from the trainer's policy, by comparing log-probabilities."""
 
     def __init__(self, policies: Policies, sampling: Sampling) -> None:
         self._policies = policies
@@ -334,7 +339,8 @@ class Canary:
 
         Args:
             tokens: The batch of B completions.
-            log_probs: The log-probabilities of their tokens that the engine reported.
+            log_probs: For each completion, the log-probabilities of its tokens, as the engine
+                reported them.
             engine_name: Name of the engine, for messages.
 
         Returns:
@@ -343,8 +349,8 @@ class Canary:
             and 0 for the policy of one step ago. Each is left out if rounding hides the difference
             between its two policies. ``sampling/probe_difference`` is the mean difference between
             engine and trainer in nats; ``sampling/rounding_noise`` is the mean difference that
-            rounding explains. Only these two are returned if ``Sampling.whole_distribution`` is
-            False, for example with ``top_k``, because the policies cannot be compared then.
+            rounding explains. If ``Sampling.whole_distribution`` is False, for example with
+            ``top_k``, the policies cannot be compared, and only the last two metrics are returned.
 
         Raises:
             StalePolicyError: The log-probabilities fit another policy better, or differ by more
@@ -400,8 +406,8 @@ class Canary:
         """Estimate how much rounding changes log-probabilities.
 
         The effect of rounding is irregular: it changes nothing in many batches, and then one
-        uncertain token by a tenth of a nat. So the mean square over the last batches is added to
-        each token's own square.
+        uncertain token by a tenth of a nat. So the variance of a token is the square of its change,
+        plus the mean square over the last batches.
 
         Args:
             moved: ``(N,)`` changes of log-probabilities by the simulated rounding.

@@ -42,7 +42,8 @@ def start_engine(
         args: A ``LeaveOneOutConfig``.
         why_not: The caller's reason why vLLM cannot sample here; None if there is none.
         trains: True for a training, which rejects settings that have no effect on the engine. False
-            for an evaluation, which only rejects ``generation_kwargs`` of another engine.
+            for an evaluation, which only rejects ``generation_kwargs`` that the engine does not
+            accept.
 
     Returns:
         The engine, or None if transformers samples; and the choice, with the reason if a faster
@@ -107,7 +108,7 @@ def _check_shared(args: Any, shared: EngineSettings) -> None:
 
 
 def _put_to_sleep(model: Model) -> None:
-    """Free the memory of the vLLM engine that Unsloth loaded with a model, because it is unused."""
+    """Free the memory of the unused vLLM engine that Unsloth loaded with a model, if it exists."""
     llm = getattr(model, "vllm_engine", None)
     if (
         llm is not None
@@ -179,7 +180,8 @@ def check_engine(args: Any, run: RunConfig | None = None, *, trains: bool = True
         GenerationError: The engine was requested by name and is not installed, or its server cannot
             be reached or serves another model.
         ConfigError: A setting has no effect on the engine, or vLLM does not support a LoRA setting.
-        ModelError: The base model, whose name is compared with that of the server, is missing.
+        ModelError: The base model does not exist or cannot be read, so its name cannot be compared
+            with the name of the server's model.
     """
     asked = requested_engine(args)
     why_not = None if asked == "server" else why_not_vllm()  # a server has its own vLLM

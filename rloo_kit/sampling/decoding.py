@@ -54,8 +54,8 @@ def complete(
 
     Args:
         model: A causal language model of transformers, with or without PEFT's wrapper.
-        prompt_ids: B prompts; adjacent equal prompts share their prefill if ``sample_rows`` decodes
-            (not Unsloth or transformers).
+        prompt_ids: B prompts. Adjacent equal prompts share their prefill, unless Unsloth or the
+            decoding loop of transformers runs instead of ``sample_rows``.
         pad_token_id: The id that pads prompts on the left.
         ends: Ids of the tokens that end a completion.
         thought: Limit on the length of a thought. A completion whose thought is still open at the
@@ -100,8 +100,8 @@ def grow(
         begun: The unfinished completions; ``begun.is_enough`` decides when to stop.
         pad_token_id: The id that pads prompts on the left.
         thought: Limit that ends a completion whose thought is too long; None for no limit.
-        **how: Further arguments of ``generate``, such as ``generation_config``, whose
-            ``max_new_tokens`` limits a whole completion, including the tokens that it already has.
+        **how: Further arguments of ``generate``, such as ``generation_config``. Its
+            ``max_new_tokens`` limits a whole completion, including the tokens in ``begun``.
 
     Returns:
         The new tokens of each completion, and their log-probabilities at the sampling temperature.
@@ -166,7 +166,7 @@ def as_sampled(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_learned(model: Any) -> Iterator[None]:
-    """Speed up passes of a learning step, and their backward passes, during a ``with`` block.
+    """Speed up forward and backward passes of a learning step during a ``with`` block.
 
     LoRA layers make fewer casts, and attention is faster on a CPU. If Unsloth has replaced the
     model's forward pass, nothing changes, because its own layers are fast already.
@@ -287,7 +287,7 @@ class _Growth:
         Sampling starts with B rows and drops rows that have ended; L rows are left.
 
         Args:
-            live: ``(L,)`` numbers of the rows that are left, counted among the B rows.
+            live: ``(L,)`` indices of the rows that are left, in the range from 0 to B - 1.
             ids: ``(L, W + t)`` ids: W columns for prompts with the completions to continue, padded
                 on the left, and t columns for the tokens sampled since.
             logits: ``(L, vocabulary)`` logits from which the newest tokens were sampled.
@@ -376,7 +376,7 @@ class GrowingLayer(DynamicLayer):
         self._spare.clear()
 
     def _grown(self, name: str, start: int, new: torch.Tensor) -> torch.Tensor:
-        """Return the tensor ``name`` of ``start`` columns, followed by new columns."""
+        """Append the columns ``new`` to the ``start`` columns of ``name``; return all columns."""
         spare = self._spare.get(name)
         end = start + new.shape[-2]
         if spare is None or spare.shape[-2] < end:
@@ -535,7 +535,7 @@ def _select(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
 
 
 def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
-    """Return True if a logits processor keeps a state for each row, as classifier-free guidance."""
+    """Return True if a logits processor keeps state per row, as classifier-free guidance does."""
     values = [value for one in processors for value in vars(one).values()]
     return num_rows > 1 and any(
         isinstance(one, dict) or (isinstance(one, torch.Tensor) and one.dim() > 1) for one in values
@@ -547,9 +547,9 @@ def _has_row_state(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 @contextlib.contextmanager
 def finite_logits() -> Iterator[None]:
-    """Replace torch's error about NaN or Inf by one that says what to change, in a ``with`` block.
+    """Raise ``DivergedError`` in place of torch's error about NaN or Inf during sampling.
 
-    The block samples tokens.
+    Use it in a ``with`` block around code that samples tokens. The message says what to change.
 
     Raises:
         DivergedError: The logits of the model contain NaN or Inf.

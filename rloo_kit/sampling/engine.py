@@ -1,8 +1,9 @@
 """The interface of sampling engines, the folder for sent adapters, and the choice of an engine.
 
 The base model stays in the engine. After every optimizer step only the LoRA adapter is sent, as a
-small folder in shared memory or, if that is short of room, in the system's temporary folder. The
-adapter is not merged into the base, so 4-bit weights are not rounded again.
+small folder in shared memory. If shared memory has too little free space, the folder is in the
+system's temporary folder. The adapter is not merged into the base, so 4-bit weights are not rounded
+again.
 """
 
 import os
@@ -67,8 +68,8 @@ class Sampling:
     def whole_distribution(self) -> bool:
         """True if tokens are sampled from the policy's whole distribution.
 
-        It is False if a setting such as ``top_k`` excludes tokens or changes their probabilities in
-        another way than ``temperature``.
+        It is False for greedy sampling, and if a setting other than ``temperature``, such as
+        ``top_k``, excludes tokens or changes their probabilities.
         """
         top = (self.top_p, self.min_p, self.repetition_penalty) == (1.0, 0.0, 1.0)
         return top and self.top_k <= 0 and self.temperature > 0 and not self.others
@@ -218,9 +219,9 @@ class AdapterFolder:
     """Temporary folder for the newest adapter, and for other files that an engine reads.
 
     Args:
-        parent: The folder in which it is created. None creates it in shared memory, or in the
-            system's temporary folder if shared memory cannot be written to or has less than 1 GiB
-            free, as in many containers.
+        parent: The folder in which the new folder is created. None chooses shared memory. If shared
+            memory is not writable or has less than 1 GiB free, as in many containers, None chooses
+            the system's temporary folder.
 
     Raises:
         GenerationError: ``parent`` does not exist, or cannot be written to.

@@ -55,7 +55,7 @@ class VllmEngine:
     """Engine that runs vLLM in this process.
 
     If Unsloth started vLLM when it loaded the model, that engine is used, and ``num_sequences``,
-    ``seed`` and ``extra`` have no effect. Otherwise a new one is started.
+    ``memory_share``, ``seed`` and ``extra`` have no effect. Otherwise a new engine is started.
 
     Args:
         model: The policy, with its LoRA adapter.
@@ -63,8 +63,8 @@ class VllmEngine:
         num_sequences: Number of completions that are sampled at the same time.
         sleeps: If True, ``sleep`` frees GPU memory until the engine is used again. If False,
             ``sleep`` does nothing.
-        memory_share: Fraction of the GPU's memory that an engine with its own copy of the weights
-            uses; None computes it (``engine_memory``).
+        memory_share: Fraction of the GPU's memory that the engine uses; None computes it
+            (``engine_memory``).
         seed: Seed of vLLM.
         extra: Further arguments of ``vllm.LLM``.
 
@@ -99,8 +99,8 @@ class VllmEngine:
             if config.max_model_len < max_length:  # Unsloth lowers it if its cache is too small
                 raise GenerationError(
                     f"vLLM, which was started with the model, has room for {config.max_model_len} "
-                    f"tokens, but the run needs {max_length}: lower model.max_seq_length to the "
-                    f"first number, or set trainer.generation: transformers"
+                    f"tokens, but the run needs {max_length}: lower model.max_seq_length to "
+                    f"{config.max_model_len}, or set trainer.generation: transformers"
                 )
         self._folder = AdapterFolder()
         if self.shared:
@@ -327,7 +327,7 @@ class VllmEngine:
     def _requests(self) -> Iterator[None]:
         """Wake vLLM; at the end of a ``with`` block abort the requests that are left.
 
-        Without this, the next call would get the requests of a call that Ctrl-C has ended.
+        Otherwise, after Ctrl-C, the next call would also run the requests of the interrupted call.
 
         Raises:
             MemoryRanOutError: The GPU has no memory left to wake vLLM.
@@ -428,7 +428,7 @@ def add_one_adapter(  # noqa: PLR0913 (the parameters of vLLM's add_lora_linear)
 ) -> None:
     """Add the output of the adapter to ``y``, the output of fused linear layers.
 
-    The engine must have only one adapter, and all requests of a pass must use it, or none of them.
+    The engine must have only one adapter. In a pass, either all requests use it or none does.
 
     Args:
         wrapper: The ``PunicaWrapperCPU`` whose method this replaces.
@@ -447,7 +447,7 @@ def add_one_adapter(  # noqa: PLR0913 (the parameters of vLLM's add_lora_linear)
 
 
 def _is_lora_request(request: object) -> bool:
-    """Return True if a request is an ordinary LoRA request, whose adapter vLLM keeps by an id."""
+    """Return True if a request is an ordinary LoRA request, with an id for its adapter in vLLM."""
     # For an unquantised base Unsloth returns a request whose adapter is merged into the shared
     # weights while the engine samples (_MergedLoRARequest); only LLM.generate accepts it
     return hasattr(request, "lora_int_id")

@@ -94,8 +94,8 @@ class VllmServer:
         args: A ``LeaveOneOutConfig``, with the address and the folder for the adapter.
         needs: Requirements of the run.
         adapter_dtype: The dtype to which an adapter is rounded; None if the model is not loaded
-            yet. Only if it is None, the server's model is compared with ``needs.base``, because
-            Unsloth may load the model under another name.
+            yet. With None, the server's model is also compared with ``needs.base``. Once the model
+            is loaded, its name may differ, because Unsloth may load it under another name.
 
     Raises:
         GenerationError: The server cannot be reached within ``vllm_server_timeout`` seconds, is not

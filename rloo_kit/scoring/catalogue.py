@@ -30,8 +30,8 @@ class Entry:
     """Catalogue entry of one built-in reward."""
 
     name: str
-    summary: str  # first line of its docstring
-    text: str  # the whole docstring
+    summary: str  # first line of the reward's docstring
+    text: str  # the reward's whole docstring
     parameters: tuple[Parameter, ...]
 
 

@@ -147,7 +147,7 @@ class Composed:
     A composed reward is async if one of its parts is async.
     """
 
-    # The composed reward uses the scores, and has the name, of the first part
+    # The first part gives the composed reward its scores and its name
     parts: tuple[CheckedReward, ...]
 
     async def scores(self, columns: dict[str, Any]) -> list[Score]:
@@ -196,7 +196,7 @@ class Composed:
             part.release()
 
     def __call__(self, **columns: Any) -> list[Score] | Coroutine[Any, Any, list[Score]]:
-        """Return one score per completion, or a coroutine that returns them if a part is async."""
+        """Return one score per completion; if a part is async, return a coroutine for them."""
         coroutine = self.scores(columns)
         if self.is_async:
             return coroutine

@@ -46,8 +46,8 @@ def reward_columns(
     They are the columns, each a list with one value per completion, and the trainer's arguments.
 
     Args:
-        rows: Row of the dataset for each completion, with a ``prompt``. If a row does not have a
-            column of another row, the value is None.
+        rows: Row of the dataset for each completion, with a ``prompt``. If a row lacks a column
+            that another row has, its value there is None.
         completions: The completions, as texts or conversations.
         completion_ids: Token ids of each completion; None if they are not known.
         **of_trainer: The trainer's values for ``trainer_state``, ``log_extra`` and ``log_metric``.
@@ -146,8 +146,8 @@ class CheckedReward:
         if missing := set(needed) - columns.keys():
             raise RewardContractError(
                 f"reward {self.name!r} asks for {', '.join(map(repr, sorted(missing)))}, which the "
-                "dataset lacks; add the column, name another one in data.columns, or give the "
-                f"parameter a default (available arguments: {', '.join(sorted(columns))})"
+                "dataset lacks; add the column, rename another column with data.columns, or give "
+                f"the parameter a default (available arguments: {', '.join(sorted(columns))})"
             )
 
     def _select(self, columns: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +216,8 @@ class CheckedReward:
             got = f"{len(values)} scores for {len(completions)} completions"
         if got:
             return self._failed(
-                f" returned {got}; return a list of one float (or None) per completion, in order",
+                f" returned {got}; return a list with one float (or None) for each completion, in "
+                "order",
                 columns,
             )
         scores = [_number(value) for value in values]

@@ -70,9 +70,9 @@ def with_weights(
 ) -> list[LoadedReward]:
     """Return the rewards with their weights replaced by those of ``trainer.reward_weights``.
 
-    If ``weights`` is None, all rewards keep their own weights. If there are fewer weights than
-    rewards, the last rewards do. This is the case for the rewards of environments, which a run file
-    does not list.
+    If ``weights`` is None, every reward keeps its own weight. There may be fewer weights than
+    rewards, because a run file does not list the rewards of environments. The rewards at the end,
+    which get no new weight, then keep their own.
     """
     weights = weights or ()
     changed = [
@@ -97,8 +97,8 @@ def load_rewards(
         specs: Specs of the rewards, or one spec as text. Each is the name of a built-in reward,
             ``file.py:function``, ``package.module:function``, a reward model (folder or hub name),
             a callable, or a table such as ``{name: thinking, weight: 0.5, long: 60}``.
-        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: these
-            rewards are bound later, by the trainer or ``evaluate``, to its own tokenizer.
+        tokenizer: Tokenizer of the policy, for the rewards that have a ``bind`` method. None: the
+            trainer or ``evaluate`` binds these rewards later, to the tokenizer that it uses.
         base_dir: Folder to which paths are relative; None: the working directory.
         chat_template_kwargs: Keyword arguments for the policy's chat template. They may determine
             whether the template opens a thought in the prompt.
@@ -214,7 +214,7 @@ def _from_table(table: Mapping[str, Any], base: Path, say: Say | None) -> Loaded
             if "model" in parameters:
                 raise RewardLoadError(
                     f"reward {format_value(target_name)} is the name of a model, but its table "
-                    "names another one; remove 'model', or write name: reward_model"
+                    "names another model; remove 'model', or write name: reward_model"
                 )
             parameters["model"] = target_name
             target = RewardModel
@@ -237,7 +237,7 @@ def _composed(reward: Reward, keys: dict[str, Any], name: str, base: Path, say: 
 
     Args:
         reward: The reward.
-        keys: Those of these four keys that the reward's table has, with their values.
+        keys: The keys among these four that the reward's table has, with their values.
         name: Name of the reward, for error messages.
         base: Folder to which paths are relative.
         say: See ``load_rewards``.
@@ -301,7 +301,7 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
         if not path.is_file():
             raise RewardLoadError(
                 f"{what} file {format_value(str(path))} does not exist; give its path relative "
-                "to the run file, or an absolute one"
+                "to the run file, or its absolute path"
             )
         here = Path.cwd()
         place = str(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -312,7 +312,7 @@ def find_object(name: str, base: Path, say: Say | None, what: str) -> Any:
     else:
         return None
     if say is not None:
-        function = printable(attribute) or "no function named"
+        function = printable(attribute) or "no function given"
         say(f"running code of {printable(place)} ({function})")
     return _attribute(load(), attribute, name, what)
 
@@ -415,17 +415,17 @@ def _attribute(module: ModuleType, attribute: str, spec: str, what: str) -> Any:
         and not name.startswith("_")
     ]
     raise RewardLoadError(
-        f"{what} {format_value(spec)} cannot be found: there is no {format_value(attribute)} in "
-        f"its file or module{did_you_mean(attribute, names)}; after a colon, as in "
+        f"{what} {format_value(spec)} cannot be found: its file or module has no object named "
+        f"{format_value(attribute)}{did_you_mean(attribute, names)}; after a colon, as in "
         f"'file.py:function', give one of: {', '.join(names)}"
     )
 
 
 def _unknown(name: str) -> str:
     return (
-        f"unknown reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give a built-in one "
-        f"({', '.join(sorted(BUILTIN))}), 'file.py:function', 'package.module:function', the "
-        "folder of a reward model, or its hub name 'org/name'"
+        f"unknown reward {format_value(name)}{did_you_mean(name, BUILTIN)}; give a built-in reward "
+        f"({', '.join(sorted(BUILTIN))}), 'file.py:function', 'package.module:function', or a "
+        "reward model (its folder, or its hub name 'org/name')"
     )
 
 

@@ -11,8 +11,8 @@ ANSWER = "rlookitanswer"  # one word, so that a template keeps it as it is
 def end_token_ids(given: int | Sequence[int] | None, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of the tokens that end a completion, each once.
 
-    They are the EOS token, the end of a turn in the chat template, and ``given``, the
-    ``eos_token_id`` of the model's ``generation_config``.
+    They are the EOS token, the token that ends a turn in the chat template, and the tokens of
+    ``given``, the ``eos_token_id`` of the model's ``generation_config``.
     """
     ends = [given] if isinstance(given, int | None) else given
     ends = [*ends, tokenizer.eos_token_id, end_of_turn_id(tokenizer)]

@@ -1,6 +1,7 @@
 """Helpers that keep only finite numbers.
 
-A damaged file or a user's reward function may contain or return NaN, infinity or other types.
+A damaged file may contain NaN, infinity or values of other types, and a user's reward function may
+return them.
 """
 
 from collections.abc import Iterable

@@ -28,8 +28,8 @@ ALWAYS_SECRET = re.compile(
     r"|(access|api|auth|hf|hub|bot|refresh|bearer|session)_?token(?![a-z])"
     r"|(access|private|auth|account|encryption|signing|master)_key(?![a-z])"
 )
-# Words that mark a value as a secret, unless the value is plain. A setting must end with the word;
-# an environment variable may have it anywhere in its name.
+# Words that mark a value as a secret, unless the value is plain. The name of a setting must end
+# with the word; the name of an environment variable may have it anywhere.
 OFTEN_SECRET = "(?<![a-z])(auth|authorization|bearer|cookie|jwt|key|pass|pat|pwd|token)"
 OFTEN_SECRET_SETTING = re.compile(f"{OFTEN_SECRET}$")
 OFTEN_SECRET_VARIABLE = re.compile(f"{OFTEN_SECRET}(?![a-z])")
@@ -71,7 +71,7 @@ def is_plain(value: str) -> bool:
     """Return whether a value is too ordinary to be a secret.
 
     Plain values are texts of less than 8 characters, texts of at most 15 characters without a
-    digit, texts without letters such as numbers and dates, paths without a digit, URLs without a
+    digit, texts without letters (such as numbers and dates), paths without a digit, URLs without a
     password, and masks.
     """
     text = value.strip()
@@ -116,7 +116,7 @@ def remember_settings(settings: object, name: str = "") -> None:
 
     Args:
         settings: Dict, list or tuple to search, or a single value.
-        name: Key of ``settings``, if it is a value in a dict.
+        name: Key under which a dict holds ``settings``; "" if there is none.
     """
     if isinstance(settings, Mapping):
         for key, value in settings.items():

@@ -215,10 +215,10 @@ def find_thoughts(
 
     ``tokens`` is the number of tokens in all turns. ``thought_tokens`` is the number of tokens in
     the thoughts of all turns. ``answer_at`` is the number of characters in the text of the last
-    turn up to the end of its last closing mark, where the answer begins. They are counted after
-    secrets are masked, as the text is written to files. ``thought_tokens`` and ``answer_at`` are
-    None if the last turn has no closing mark; ``answer_at`` is also None if the text does not match
-    the tokens.
+    turn up to the end of its last closing mark, where the answer begins. The count refers to the
+    text that is written to files, in which secrets are masked. ``thought_tokens`` and ``answer_at``
+    are None if the last turn has no closing mark; ``answer_at`` is also None if the text does not
+    match the tokens.
 
     Args:
         marks: Marks of the model's thoughts; None if they are unknown, so that no thought is found.

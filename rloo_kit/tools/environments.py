@@ -26,8 +26,8 @@ class Environments:
             column ``environment`` of each row names its class.
 
     Raises:
-        ConfigError: The dict is empty, a class cannot be called without arguments, or it has no
-            plain method ``reset``.
+        ConfigError: The dict is empty, a class cannot be called without arguments, or its method
+            ``reset`` is missing or async.
     """
 
     def __init__(self, given: Factories) -> None:

@@ -53,8 +53,8 @@ class ToolLoop:
     Args:
         tools: Plain or async functions that the model can call in every row.
         environments: Environment class, dict of classes by name, or None.
-        tokenizer: Tokenizer of the policy. If it has no ``response_template``, which is needed to
-            read the model's calls, one is set on it.
+        tokenizer: Tokenizer of the policy. Its ``response_template`` is needed to read the model's
+            calls, and is set on the tokenizer if it is missing.
         settings: Keyword arguments for the chat template.
         limits: Limits of a trajectory and of a call.
         run: Function that runs TRL's loop (``training.trl_step.run_tool_loop``).
@@ -223,7 +223,7 @@ class ToolLoop:
     def _guarded(self, tool: Tool) -> Tool:
         """Return the tool with a time limit, and with a limit of 10,000 characters for its result.
 
-        If characters of the result are left out, their number is added to its end.
+        A longer result is truncated, and the number of missing characters is added at its end.
         """
         timeout = self.limits.timeout
         if inspect.iscoroutinefunction(tool):

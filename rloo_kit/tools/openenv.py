@@ -83,9 +83,9 @@ class OpenEnv:
 
         The text is the observation as JSON or, if it has only one field, the value of this field.
 
-        If the call is interrupted, or fails without an answer from the server, close the session. A
-        late result of that call could otherwise be read as the result of the next one. If the
-        server answers with an error (RuntimeError), the session stays open.
+        If the call is interrupted, or fails without an answer from the server, close the session.
+        Otherwise the next call could read a late result of this call. If the server answers with an
+        error (RuntimeError), the session stays open.
         """
         try:
             result = getattr(self._client, what)(*args, **columns)

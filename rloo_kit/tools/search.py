@@ -34,7 +34,9 @@ def search(file: str | Path, results: int = 3) -> Callable[[str], str]:
     for place, row in read_rows(Path(file)):
         text = row.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{place}: the column text holds no text, but search needs it")
+            raise DataError(
+                f"{place}: the column 'text' must be a non-empty string, because search reads it"
+            )
         texts.append(text)
     words_of = bm25s.tokenize(texts, return_ids=False, show_progress=False)
     if not any(words_of):

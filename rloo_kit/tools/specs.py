@@ -71,9 +71,9 @@ def _made(table: dict[str, Any], base_dir: Path, say: Say | None) -> Any:
         ) from exc
     if not callable(tool):
         raise ConfigError(
-            f"tool {format_value(name)} is given as a table, so the function of this name must "
-            "return the tool, but its result is not a function: return a function or, if the "
-            "function is itself the tool, write its name without a table"
+            f"tool {format_value(name)} is given as a table, so this function must return the "
+            "tool, but it does not return a function: correct it or, if it is itself the tool, "
+            "write its name without a table"
         )
     return tool
 
@@ -85,8 +85,8 @@ def load_environment(spec: Any, base_dir: Path = Path(), say: Say | None = None)
     set, return None.
 
     Args:
-        spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``; a dict from
-            names to these; or None.
+        spec: A class, a built-in name, ``file.py:Class`` or ``package.module:Class``. A dict whose
+            values have one of these forms stands for several classes. None if the key is not set.
         base_dir: Folder to which paths are relative.
         say: Function that is called with a line of text before code of a file or package is run.
 

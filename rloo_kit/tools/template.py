@@ -40,8 +40,8 @@ def checked_template(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]
     named = named if isinstance(named, dict) else {"default": named}
     if "default" not in named or not templates.supports_tool_calling(tokenizer):
         raise ConfigError(
-            "the model has no default chat template, or it shows no tool calls: use a model that "
-            "was trained to call tools, or set model.chat_template"
+            "the model has no default chat template, or its template shows no tool calls: use a "
+            "model that was trained to call tools, or set model.chat_template"
         )
     if getattr(tokenizer, "response_template", None) is None:
         try:
@@ -134,7 +134,7 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(
                     f"tool {tool.__name__} has the parameter {parameter}, but the model passes "
-                    "each value by its name: use only parameters that have names"
+                    "each value by its name: use only parameters that can be passed by name"
                 )
     names = [one["function"]["name"] for one in found]
     if len({*names}) < len(names):

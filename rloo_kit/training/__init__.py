@@ -1,4 +1,4 @@
-"""The leave-one-out trainer, which extends TRL's, with its settings and its dry run.
+"""The leave-one-out trainer (a subclass of TRL's ``RLOOTrainer``), its settings and its dry run.
 
 Public names: ``LeaveOneOutTrainer`` and ``LeaveOneOutConfig``. The module ``step_trainer`` builds
 the parts of ``rloo.step.Step`` from TRL's trainer. These parts are in ``policy`` (forward passes),

@@ -52,9 +52,9 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
     nothing and only fills the tables of ``report_to``. ``bf16`` and ``fp16`` depend on the device.
     ``gradient_checkpointing`` and ``vllm_enable_sleep_mode`` are on only on a GPU.
 
-    Unsloth replaces ``RLOOConfig`` by a class in which some defaults differ. Here they are reset to
-    TRL's, so that a run file means the same with and without Unsloth. ``TrlParser`` and
-    ``HfArgumentParser`` accept this class in the same way as TRL's.
+    Unsloth replaces ``RLOOConfig`` by a class in which some defaults differ. This class restores
+    TRL's defaults, so that a run file means the same with and without Unsloth. ``TrlParser`` and
+    ``HfArgumentParser`` accept this class as they accept ``RLOOConfig``.
 
     Raises:
         ConfigError: A setting is unknown (the message suggests the nearest known name), exists only
@@ -149,7 +149,7 @@ class LeaveOneOutConfig(KitSettings, RLOOConfig):
 
     @property
     def n_gpu(self) -> int:
-        """Number of GPUs; at most 1, because transformers would split batches among several."""
+        """Number of GPUs; at most 1, because transformers would split batches among more GPUs."""
         return min(1, super().n_gpu)
 
     @property
@@ -192,9 +192,9 @@ def _own_config(args: RLOOConfig | None) -> LeaveOneOutConfig:
 
     An ``RLOOConfig`` does not record which of its values the user set. So all its values are used,
     including those that Unsloth's patched class adds, and the kit's own settings get their
-    defaults. There are two exceptions. A setting in ``BY_DEVICE`` that has TRL's default gets the
-    kit's default for this machine. ``bf16`` and ``fp16`` get it only if ``args`` is of Unsloth's
-    class and both are off.
+    defaults. There is one exception: a setting in ``BY_DEVICE`` that has TRL's default gets the
+    kit's default for this machine. For ``bf16`` and ``fp16``, this happens only if Unsloth has
+    patched the class and both settings are off.
 
     Raises:
         ConfigError: ``args`` is the configuration of another trainer.

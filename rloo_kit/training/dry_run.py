@@ -67,7 +67,7 @@ class DryRun:
 
 @dataclass(eq=False)
 class WorstCase:
-    """Runner of the largest learning step that can occur in a training, before its first step."""
+    """Runner of the largest learning step that can occur, used before a training begins."""
 
     trainer: TrlStep
     policy: Policy
@@ -99,9 +99,9 @@ class WorstCase:
         """Return True if a whole generation batch needs at most half of the token budget.
 
         A pass that uses the whole token budget is estimated to fill at most half of the free
-        memory, so such a batch fills at most a quarter. No batch counts as small if the budget is
-        not an estimate of free memory, because it is the setting ``tokens_per_micro_batch`` or the
-        smallest possible budget.
+        memory, so such a batch fills at most a quarter. This holds only if the budget was estimated
+        from the free memory. If the budget is the setting ``tokens_per_micro_batch`` or the
+        smallest possible budget, no batch counts as small.
         """
         args = self.trainer.args
         budget = self.learner.budget
@@ -239,8 +239,8 @@ class WorstCase:
         """Keep an optimizer of the run's kind, with its states, in memory during a ``with`` block.
 
         The optimizer makes one step to allocate its states; the weights are then restored, and the
-        gradients are None. Nothing happens if the trainer has its optimizer already, or if
-        ``NOT_STEPPED`` has a word of the optimizer's name.
+        gradients are None. Nothing happens if the trainer has its optimizer already, or if the
+        optimizer's name contains one of the words in ``NOT_STEPPED``.
         """
         trainer = self.trainer
         parameters = self.learner.parameters

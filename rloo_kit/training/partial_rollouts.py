@@ -114,9 +114,9 @@ class InFlight:
         return self._choose(num)
 
     def _begin(self, num: int) -> None:
-        """Begin new groups until ``num_groups`` groups, and at least ``num``, are in flight.
+        """Begin new groups until ``num_groups`` are in flight, or the training needs no more.
 
-        No more groups are begun than the whole training needs, except to reach ``num``.
+        In any case at least ``num`` groups are in flight afterwards.
         """
         room = min(self.num_groups - len(self.groups), self.num_wanted() - self.num_begun)
         for place in itertools.islice(self.coming, max(0, room, num - len(self.groups))):

@@ -136,8 +136,9 @@ class Sampler:
 
         Args:
             engine: The engine that samples.
-            prompt_ids: The prompts; if completions are continued, with their tokens so far.
-            draw: Function of the sampling settings and a seed, which samples.
+            prompt_ids: The tokens that are continued: the prompts, each followed by the tokens of
+                its unfinished completion, if there are any.
+            draw: Function that samples; it is called with the sampling settings and a seed.
 
         Raises:
             StalePolicyError: The engine did not sample from the current policy.
@@ -252,14 +253,14 @@ class Sampler:
 
     @contextlib.contextmanager
     def _samples(self) -> Iterator[None]:
-        """Prepare the model for sampling in a ``with`` block, and add advice to its errors."""
+        """Prepare the model for sampling in a ``with`` block, and add advice to errors in it."""
         # TRL turns checkpointing off for sampling, but not on again if sampling fails
         off = without_checkpointing(self.model)
         training = self.model.training
         with blame_generation_kwargs(self.args.generation_kwargs), finite_logits(), off:
             try:
                 yield
-            finally:  # Unsloth leaves training mode on, or after an error evaluation mode
+            finally:  # Unsloth leaves the model in training mode, or in eval mode after an error
                 self.model.train(training)
 
     def _sync(self, engine: Engine, prompt_ids: TokenIds) -> None:

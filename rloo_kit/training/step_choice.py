@@ -24,7 +24,7 @@ class StepChoice:
     """The choice of a training step: the kit's step, or TRL's step with a reason."""
 
     by_trl: bool = False  # True if TRL's step is used
-    reason: str = ""  # why TRL's step is used; empty for the kit's
+    reason: str = ""  # why TRL's step is used; empty if the kit's step is used
 
     def __str__(self) -> str:
         return f"TRL's own step trains: {self.reason}" if self.by_trl else "the kit's step trains"
@@ -45,7 +45,7 @@ def choose_step(
         args: Settings of the training.
         images: True if the prompts have images.
         router_loss: Coefficient of the load-balancing loss of a mixture of experts; 0 for none.
-        overridden: Those of ``TRL_METHODS`` that a subclass of the trainer overrides.
+        overridden: Names in ``TRL_METHODS`` of the methods that the trainer's class overrides.
 
     Raises:
         ConfigError: ``step`` is ``kit`` but the kit's step cannot run this training, or a setting
@@ -107,9 +107,10 @@ def check_tools(choice: StepChoice) -> None:
 
 
 def let_trl_sample(args: LeaveOneOutConfig, choice: StepChoice) -> None:
-    """Set TRL's vLLM settings in ``args`` by the setting ``generation`` if TRL's step samples.
+    """Turn vLLM in TRL on or off, in ``args``.
 
-    If the kit's step samples, turn vLLM off in TRL.
+    If TRL's step was chosen, it uses vLLM if ``generation`` is ``vllm`` or ``server``; for other
+    values, TRL's own settings stay. If the kit's step was chosen, vLLM is off in TRL.
     """
     if not choice.by_trl:
         args.use_vllm = False

@@ -30,8 +30,8 @@ class StepLog:
         tables: Columns of TRL's table of completions (``log_completions``), to which rows are
             appended; empty if TRL's step trains, because TRL then fills its table itself.
         state: Returns transformers' ``TrainerState``, whose token count is updated.
-        tell: Called once for each rollout, with a list of one record per completion and with the
-            rollout.
+        tell: Called for each rollout with two arguments: a list with one record per completion,
+            and the rollout.
     """
 
     names: list[str]
@@ -112,11 +112,11 @@ class StepLog:
         self.elsewhere += seconds
 
     def note_scored(self, rows: int) -> None:
-        """Keep the extra columns of a new rollout; a step may make several before it logs one.
+        """Keep the extra columns of a new rollout until ``note_rollout`` logs this rollout.
 
         Args:
-            rows: Number of rows of the rollout. If a column has more or fewer values, some are of
-                rows that were replaced, so all its values become None.
+            rows: Number of rows of the rollout. If a column has another number of values, some of
+                them belong to rows that were replaced, so all values of the column become None.
         """
         self.extras.append(
             {

@@ -52,7 +52,7 @@ from rloo_kit.types import Say, TokenIds, Tokenizer
 
 
 class StepTrainer(ResumableTrainer, TrlStep):
-    """TRL's ``RLOOTrainer``; ``rloo.step.Step`` or TRL's own code is its training step."""
+    """TRL's ``RLOOTrainer``, whose training step is ``rloo.step.Step`` or TRL's own code."""
 
     tool_loop: ToolLoop | None = None  # runs the tools that completions call
 
@@ -321,9 +321,9 @@ class StepTrainer(ResumableTrainer, TrlStep):
     def _generate_single_turn(
         self, prompt_ids: TokenIds, images: object, multimodal_fields: object
     ) -> TokenIds:
-        """Sample completions for TRL's code, which always samples for an ``eval_dataset``.
+        """Sample completions for TRL's code: for TRL's step, and always for an ``eval_dataset``.
 
-        If TRL's step trains, this calls TRL's method. Otherwise the kit's sampler samples.
+        If TRL's step was chosen, TRL's method samples, otherwise the kit's sampler.
         """
         if self.by_trl:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
@@ -348,7 +348,7 @@ class StepTrainer(ResumableTrainer, TrlStep):
         if self.by_trl:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        self.optimizer.train()  # of schedule-free optimizers; accelerate's wrapper has it always
+        self.optimizer.train()  # for schedule-free optimizers; accelerate's wrapper always has it
         self.collected.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device)

@@ -68,13 +68,12 @@ def make_tool_loop(
 def with_prompts(
     dataset: Any, environments: EnvironmentFactory | None, args: LeaveOneOutConfig
 ) -> Any:
-    """Return the training set with a column ``prompt``, which is optional with environments.
+    """Return the training set with a column ``prompt``; with environments, add it if it is missing.
 
-    The method ``reset`` of an environment can return the whole prompt, so a dataset without prompts
-    gets empty prompts. If there is no dataset, a new one is made. It has an empty prompt for each
-    group of the training, and a column ``seed`` (0, 1, ...). With it ``reset`` can start the same
-    game for all completions of a group. In TRL's GRPO trainer, each completion starts a different
-    game.
+    The added prompts are empty, because the method ``reset`` of an environment can return the whole
+    prompt. If there is no dataset, a new one is made. It has an empty prompt for each group of the
+    training, and a column ``seed`` (0, 1, ...). With this seed, ``reset`` can start the same game
+    for all completions of a group. In TRL's GRPO trainer, each completion starts a different game.
 
     Args:
         dataset: A dataset, a stream or None. A stream must have prompts.

@@ -101,7 +101,8 @@ class LeaveOneOutTrainer(StepTrainer):
 
     Raises:
         ConfigError: An argument is missing, unknown or given twice. Or ``args.step`` is ``kit``,
-            but the kit's step cannot run this training, or TRL's step would get an engine.
+            but the kit's step cannot run this training. Or ``engine`` is given, but TRL's step is
+            used.
         DataError: The dataset has no rows or no column ``prompt``.
         RewardError: A reward cannot be loaded, or does not return scores.
         GenerationError: An engine was requested by name but cannot sample.
@@ -256,7 +257,7 @@ class LeaveOneOutTrainer(StepTrainer):
             ],
         )
         if choice.by_trl and engine:
-            raise ConfigError(f"{choice}; leave out engine, which it cannot use")
+            raise ConfigError(f"{choice}; TRL's step cannot use an engine: leave engine out")
         let_trl_sample(args, choice)
         return choice
 
@@ -266,7 +267,7 @@ class LeaveOneOutTrainer(StepTrainer):
         Args:
             reference: The caller's reference model. If it is None, the reference is the base model
                 or TRL's frozen copy of the adapter.
-            at_base: True if the new adapter still equals the base model.
+            at_base: True if the adapter is new, so that the policy still equals the base model.
         """
         if not self.args.beta or at_base or reference is not None:
             drop_old_reference(self.model)  # the base without adapter is the same, and cheaper
@@ -277,7 +278,7 @@ class LeaveOneOutTrainer(StepTrainer):
             self.ref_model = self.accelerator.prepare_model(reference.eval(), evaluation_mode=True)
 
     def _views(self, args: LeaveOneOutConfig, model: Model) -> list[Any]:
-        """Return the callbacks that show and diagnose the training; none except in process 0."""
+        """Return the callbacks that show and diagnose the training; only process 0 has any."""
         if args.process_index:
             return []
         if not args.doctor:
@@ -420,7 +421,7 @@ def _load_weighted(
     """
     listed = [*specs] if isinstance(specs, list | tuple) else [specs]
     if pool:
-        # the rewards of a run file are loaded, and include those of its environments
+        # the rewards of a run file are already loaded, and include the rewards of its environments
         names = {one.name for one in listed if isinstance(one, LoadedReward)}
         listed += [one for one in pool.rewards if one.__name__ not in names]
         if args.reward_weights is not None:
@@ -445,7 +446,7 @@ def _load_weighted(
 
 
 def check_prompts(dataset: Any, args: LeaveOneOutConfig) -> None:
-    """Check that the training set can fill a batch or, for a stream, that the settings allow one.
+    """Check that the training set can fill a batch; if it is a stream, check the settings instead.
 
     Raises:
         DataError: The training set has too few rows. Or it is a stream, but a setting needs random
@@ -498,8 +499,8 @@ def _translate_parts(parts: dict[str, Any], others: dict[str, Any], has_environm
             ``train_dataset`` optional.
 
     Raises:
-        ConfigError: A required argument is missing, one is unknown, or one is given under both
-            names.
+        ConfigError: A required argument is missing, or an argument is unknown or is given under
+            both its old and its new name.
         DataError: The ``eval_dataset`` is not a dataset, or has no column ``prompt``.
         ModelError: The memory of the model was released.
     """

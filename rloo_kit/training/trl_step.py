@@ -87,9 +87,9 @@ class TrlStep(RLOOTrainer):
         return self._logs
 
     def _generate(self, prompts: Any) -> Any:
-        """Sample with TRL's method, and return its result with other texts of the completions.
+        """Sample with TRL's method, but decode the completions as the kit's step does.
 
-        The texts are decoded as in the kit's step, so that they keep the marks of thoughts.
+        The texts then keep the marks of thoughts.
         """
         prompt_ids, ids, _, *others = super()._generate(prompts)
         completions = as_completions(prompts, completion_texts(self.tokenizer, ids))
@@ -107,7 +107,9 @@ class TrlStep(RLOOTrainer):
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[dict[str, list[Any]]]:
-        """Record the results of TRL's three methods, or of a subclass's, during a ``with`` block.
+        """Record the results of three methods during a ``with`` block: GENERATE, REWARD and PASS.
+
+        If a subclass overrides one of these methods of TRL, the results of its method are recorded.
 
         Yields:
             A dict with a list for each method's name. Each call of the method appends its result
@@ -240,7 +242,7 @@ def run_tool_loop(attributes: dict[str, Any], *arguments: Any) -> Any:
     """Call the tool loop of TRL's ``GRPOTrainer``, ``_tool_call_loop``, and return its results.
 
     Args:
-        attributes: By name, the attributes that the loop reads from a trainer.
+        attributes: Values of the attributes that the loop reads from a trainer, by name.
         *arguments: The arguments of the loop.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer

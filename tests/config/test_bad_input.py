@@ -158,7 +158,7 @@ WRONG = {
     "lora.r is 'x'": replace(QUICKSTART, lora=replace(QUICKSTART.lora, r="x")),
     "model: must have": RunConfig(model="tiny-thinker"),
     "a reward as 'file.py:function'": replace(QUICKSTART, rewards=[print]),
-    "a path as text": replace(QUICKSTART, output_dir=Path("x")),
+    "a path as str": replace(QUICKSTART, output_dir=Path("x")),
     "cannot be read from a dict": {"trainer": {"max_steps": 1}},
 }
 

@@ -152,7 +152,7 @@ WRONG = {
     "lora: {alpha_pattern: {'*': 2}}": "lora.alpha_pattern is '*', which is not a valid regular",
     "lora: {exclude_modules: '[a'}": "lora.exclude_modules is '[a', which is not a valid regular",
     "lora: {layer_replication: [[0, 2]]}": "lora.layer_replication is for layers that are",
-    "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for biases of the base, but",
+    "{lora: {bias: all}, trainer: {beta: 0}}": "lora.bias is for training biases of the base model",
     "lora: {others: {}}": "unknown key lora.others",
     "data: {max_prompt_quantile: 1.0}": "data.max_prompt_quantile is 1.0, must be less than",
     "data: {max_prompt_quantile: 0.9, max_prompt_tokens: 9}": (
@@ -167,7 +167,7 @@ WRONG = {
     "data: {held_out: 0, held_out_every: 5}": "set data.held_out above 0",
     "trainer: {stop_on: [reward_hacking]}": "set data.held_out_every",
     "{data: {held_out_every: 10}, trainer: {keep_best: 2, save_steps: 25}}": (
-        "trainer.save_steps 25 and data.held_out_every 10 rarely meet"
+        "trainer.save_steps 25 and data.held_out_every 10 are rare: set one to a multiple"
     ),
     "trainer: {eval_on_start: true}": "data.held_out is scored before training anyway: leave it",
 }
@@ -270,7 +270,7 @@ def test_settings_without_a_section():
 
 def test_a_resume_with_other_settings_names_the_command_that_needs_none(tmp_path):
     write(tmp_path, "data: {held_out: 32}")
-    with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume`, which needs no"):
+    with pytest.raises(ConfigError, match=f"rloo-kit train {tmp_path} --resume`\\)"):
         check_same_settings(tmp_path, RunConfig())
     write(tmp_path, "lora: {use_rslora: true}")
     with pytest.raises(ConfigError, match=r"lora.use_rslora is None, but .* began with True"):

@@ -147,7 +147,7 @@ ERRORS = {
     "scale_rewards: group": "normalize_advantages: true",
     "stop_token: period": "end at the EOS token",
     "stop_token_id: 0": "end at the EOS token",
-    "sft_model_path: x": "give it as model.name in a run file, or in Python to rk.load",
+    "sft_model_path: x": "give it as model.name in a run file; in Python, pass it to rk.load",
     "max_prompt_length: 512": "give it as data.max_prompt_tokens in a run file",
     "vllm_sampling_params: {}": "set temperature, top_p",
     "{total_episodes: 8, max_steps: 1}": "keep max_steps",
@@ -223,7 +223,7 @@ SAME += [("max_prompt_length", None), ("delta", None), ("group_by_length", False
 
 @pytest.mark.parametrize(("name", "value"), [*SAME, *dict.fromkeys(NEEDLESS, 4).items()])
 def test_what_changes_nothing_is_left_out_with_one_warning(name, value):
-    why = NEEDLESS.get(name, "rloo-kit does so anyway")
+    why = NEEDLESS.get(name, "rloo-kit works this way without it")
     with pytest.warns(FutureWarning, match=f"{name}={value!r} is not needed: {why}") as caught:
         assert translate_trainer_arguments({name: value}) == {}
     assert len(caught) == 1

@@ -242,21 +242,21 @@ def test_a_missing_file_and_a_folder_are_not_looked_up_on_the_hub(tmp_path, monk
     where = f"'sub/promts.jsonl' does not exist in {tmp_path / 'sub'}"
     refused("sub/promts.jsonl", f"{where}; did you mean 'prompts.jsonl'?; give the path")
     refused("none/p.jsonl", f"does not exist in {tmp_path / 'none'}; give the path")
-    refused(tmp_path / "sub" / "empty", "nor a folder or hub dataset that can be loaded now")
+    refused(tmp_path / "sub" / "empty", "cannot be loaded now as a folder or hub dataset")
 
 
 @pytest.mark.parametrize("answers", ['1, "a"', "[1], 2", f"{2**70}, {2**70}"])
 def test_a_column_that_cannot_be_stored_is_refused(tmp_path, answers):
     rows = [{"prompt": "Why?", "answer": answer} for answer in json.loads(f"[{answers}]")]
-    said = r"the column 'answer' cannot be stored .*: give it values of one type"
+    said = r"the column 'answer' cannot be stored .*: give all its values the same type"
     with pytest.raises(DataError, match=said):
         load_prompts(write(tmp_path, "p.jsonl", lines(*rows)))
 
 
 def test_a_hub_name_that_cannot_be_loaded_says_what_to_check():
-    what = "'nobody/nothing' is neither built in (arithmetic, countdown, sums, gsm8k, dapo-math, "
-    what += "math500, reasoning_gym:TASK), a file here, nor a folder or hub dataset "
-    for message in (what, "check the name, its split 'test', its configuration"):
+    what = "'nobody/nothing' is not one of arithmetic, countdown, sums, gsm8k, dapo-math, "
+    what += "math500, reasoning_gym:TASK, is not a file here, and cannot be loaded now as a folder "
+    for message in (what, "check the name, the split 'test', the configuration"):
         refused("nobody/nothing", message, split="test")
 
 
@@ -272,7 +272,7 @@ def test_folders_of_save_to_disk_are_read(tmp_path):
     for folder, split, answer in (("one", "train", "1"), ("several", "test", "2")):
         (row,) = load_prompts(str(tmp_path / folder), split=split, chat=False)
         assert row == {"prompt": "Why?", "answer": answer}
-    refused(str(tmp_path / "one"), "check the name, its split 'test'", split="test")
+    refused(str(tmp_path / "one"), "check the name, the split 'test'", split="test")
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -298,18 +298,18 @@ def test_columns_gives_a_sources_columns_the_kits_names(rows_of_questions):
 WRONG_COLUMNS = {
     "{prompt: text}": (
         "has no `text`, only ['id', 'question', 'solution']: rename the column to prompt, or name "
-        "it with columns, as in {prompt: question}"
+        "it in data.columns, as in {prompt: question}"
     ),
     "{prompt: question, answer: text}": (
-        "columns names 'text' as the source of 'answer', but there are only ['id', 'question', "
-        "'solution']: name one of these"
+        "columns: 'answer' should come from the column 'text', but the data has only ['id', "
+        "'question', 'solution']: name one of these"
     ),
-    "{prompt: question, answer: question}": "must name one column prompt",
-    "{prompt: question, answer: solution, reference: solution}": "must not name a column twice",
+    "{prompt: question, answer: question}": "leaves no column prompt",
+    "{prompt: question, answer: solution, reference: solution}": "uses a column twice",
     "{prompt: question, id: solution}": "but the data already has a column 'id'",
     "{answer: solution}": (
         "has no `prompt`, only ['id', 'question', 'solution']: rename the column to prompt, or "
-        "name it with columns, as in {prompt: question}"
+        "name it in data.columns, as in {prompt: question}"
     ),
 }
 
@@ -453,7 +453,7 @@ WRONG_GYM = {
     "{level: 12}": "reasoning_gym:chain_sum has the levels 1 to 11, not 12",
     "{level: [1, true]}": "has the levels 1 to 11, not True",
     "{settings: {max_term: 3}}": "unexpected keyword argument 'max_term'",
-    "{settings: {seed: 3}}": "data.settings has 'seed': leave it out, and set the seed of the run",
+    "{settings: {seed: 3}}": "data.settings has 'seed': leave it out; the run's seed replaces seed",
     "{settings: {max_terms: 1}}": "cannot make prompts with the settings {'max_terms': 1}",
 }
 

@@ -264,8 +264,8 @@ def test_each_adapter_gives_its_own_answers(run, tmp_path, save_adapter):
 
 WRONG = {
     "eval ./nowhere/run": "./nowhere/run",
-    "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0: set it to 1 or more, or",
-    "eval tiny-thinker --samples -1": "num_samples is -1: set it to 1 or more, or to 0",
+    "eval tiny-thinker --samples 0 --no-greedy": "num_samples is 0: set it to 1 or more (0",
+    "eval tiny-thinker --samples -1": "num_samples is -1: set it to 1 or more (0 is",
     "eval tiny-thinker --prompts nowhere.jsonl": "nowhere.jsonl",
     "judge tiny-thinker": "--against",
     "eval tiny-thinker --num-prompts 0": "num-prompts is 0",
@@ -315,7 +315,7 @@ def test_prompts_that_another_run_trained_on_are_refused(run, tmp_path):
         record_held_out(folder, file, num)
         models.append(find_trained(folder))
     read_held_out(models[:1])
-    with pytest.raises(DataError, match="2 of 4 held-out prompts"):
+    with pytest.raises(DataError, match="2 of 4 prompts were not held out"):
         read_held_out(models)
 
 
@@ -349,7 +349,7 @@ def test_code_of_tools_is_named_before_it_runs(run, tmp_path, key):
     value = f"{name}:lost" if key == "environment" else f"[{name}:lost]"
     folder = with_settings(run, tmp_path / "run", f"{key}={value}")
     said = []
-    with pytest.raises(RewardLoadError, match="there is no 'lost'"):
+    with pytest.raises(RewardLoadError, match="no object named 'lost'"):
         rk.evaluate_models([folder], say=said.append)
     assert said == [f"running code of {name} (lost)"]
 
@@ -566,9 +566,9 @@ def test_prompts_that_the_run_trained_on_are_not_scored_as_held_out(run, tmp_pat
     assert prompts() == kept_out
     assert prompts("data.held_out=2") == kept_out[2:]
     assert main(["eval", str(folder), "--set", "data.held_out=6"]) == 2
-    assert "2 of 6 held-out prompts were not held out" in capsys.readouterr().err
+    assert "2 of 6 prompts were not held out" in capsys.readouterr().err
     write_sums(file, 11)
-    with pytest.raises(DataError, match="1 of 4 held-out prompts"):
+    with pytest.raises(DataError, match="1 of 4 prompts were not held out"):
         prompts()
 
 

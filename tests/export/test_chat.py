@@ -134,7 +134,7 @@ def test_the_model_calls_the_tools_of_its_run(tmp_path, capsys):
         said = talk(tmp_path / "run", "What is 345 + 432?", "What is 2 + 2?")
         if "calculator: 777" in said:
             break
-    assert said.startswith("environments are not played in a chat")
+    assert said.startswith("environments are not used in a chat")
     call, _, answer = said.partition("calculator: 777")
     assert '"expression": "345 + 432"' in call
     assert "777" in answer
@@ -145,7 +145,7 @@ def test_the_user_confirms_each_program(monkeypatch):
     answers = iter(["", "y"])
     monkeypatch.setattr("builtins.input", lambda *_: next(answers))
     run_program = confirmed_python(console)
-    with pytest.raises(PermissionError, match="the user did not run the program"):
+    with pytest.raises(PermissionError, match="the user did not allow the program to run"):
         run_program(code="print(6 * 7)")
     assert run_program(code="print(6 * 7)") == "42\n"
     assert console.file.getvalue().count("run this program? [y/N] ") == 2

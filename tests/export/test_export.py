@@ -173,7 +173,7 @@ def test_merged_weights_are_base_plus_adapter_in_16_bit(run, merged):
     assert other.double().mean() < 0.001  # ties between two roundings
     assert torch.equal(found["model.norm.weight"], base["model.norm.weight"])
     assert any("loaded back: " in line and "(at most 0.03)" in line for line in said)
-    assert "It was trained on the base in 4 bits" in card
+    assert "The adapter was trained on the base in 4 bits" in card
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == 1024  # the model's, not that of the run
 
@@ -297,7 +297,7 @@ def test_four_bit_base_is_written_out_with_a_warning(run, packed_thinker, tmp_pa
         run = changed(run, tmp_path / "run", "tiny-thinker", str(packed_thinker))
     folder, card, said = export(run, "merged", tmp_path / "x", base=base)
     assert "lack the precision that the base lost by quantisation" in card
-    assert "to which all scores belong" not in card  # it is the run's own base
+    assert "All scores were measured on" not in card  # it is the run's own base
     assert "loaded back" in said[-2]
     weights = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -531,7 +531,7 @@ def test_card_of_a_checkpoint_is_of_its_step(run, tmp_path):
 def test_another_base_is_named_with_the_one_that_the_scores_belong_to(run, tmp_path):
     base = shutil.copytree(TINY_THINKER, tmp_path / "other")
     _, card, said = export(run, "merged", tmp_path / "m", base=str(base))
-    note = "The adapter was trained on tiny-thinker, to which all scores belong, and was merged"
+    note = "The adapter was trained on tiny-thinker and merged into other. All scores were measured"
     assert note in card
     assert any(note in line for line in said)
 
@@ -596,7 +596,7 @@ def test_hub_names_differ_from_paths(tmp_path):
 
 
 WRONG = {
-    "RUN --to onnx": "exported to adapter, merged, gguf, hub, not to 'onnx'",
+    "RUN --to onnx": "--to 'onnx' is unknown: give one of adapter, merged, gguf, hub",
     "RUN --to hub": "give --repo OWNER/NAME",
     "RUN --to gguf --dtype q2": "dtype is 'q2', must be one of bf16, f16, q8_0, q5_k_m",
     "RUN --to merged --dtype q8_0": "dtype is 'q8_0', must be one of bf16, nf4",

@@ -74,8 +74,8 @@ def test_a_cpu_and_a_card_with_kernels_are_taken(facts, why_not):
 
 
 REFUSED = [
-    (HIDDEN, "torch's CUDA 13.0 needs a newer one: update the driver to 580 or later"),
-    (HIDDEN | {"driver": "515.1", "cuda": "12.8"}, "update the driver to 525 or later"),
+    (HIDDEN, "torch's CUDA 13.0 needs a newer driver: update it to 580 or later"),
+    (HIDDEN | {"driver": "515.1", "cuda": "12.8"}, "update it to 525 or later"),
     (HIDDEN | {"cuda": None}, "torch is built without CUDA: install its CUDA build"),
     (HIDDEN | {"driver": "580.65"}, "look at CUDA_VISIBLE_DEVICES"),
     (HIDDEN | {"driver": BROKEN}, "(Failed to initialize NVML: Driver/library version mismatch)"),
@@ -95,8 +95,8 @@ def test_a_home_folder_that_cannot_be_written_is_named(why_not, monkeypatch, tmp
     monkeypatch.setattr(os, "access", lambda path, _: path == tmp_path)
     monkeypatch.setenv("HOME", "/nowhere")
     assert why_not() == (
-        "Triton compiles for the card and finds no folder to write to "
-        "(/nowhere/.triton/cache cannot be written): set TRITON_CACHE_DIR to one"
+        "Triton compiles for the card and finds no folder for its cache "
+        "(/nowhere/.triton/cache cannot be written): set TRITON_CACHE_DIR to another folder"
     )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     assert why_not() is None
@@ -153,7 +153,7 @@ print(main(["train", "qwen3-4b-thinking-12gb"]), main(["doctor"]))
         env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}, cwd=tmp_path,
         capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
-    says = "torch does not see the card of the driver 550.54.14"
+    says = "torch does not see the card that nvidia-smi lists (driver 550.54.14)"
     assert says in done.stderr
     assert not (tmp_path / "runs").exists()
     assert f"training cannot start: {says}" in done.stdout

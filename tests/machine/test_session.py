@@ -106,7 +106,7 @@ def test_a_report_of_a_gpu_says_how_much_of_it_tensors_hold_and_which_children_a
     after = MemoryUse(0, 8 * MIB, 20 * MIB, MIB, ("7 vllm", "8 vllm"))
     text = str(Released(before, after))
     assert "released 9,196 MiB of GPU memory" in text
-    assert "20 MiB left, of which tensors hold 8 MiB, and 1 MiB outside of torch" in text
+    assert "holds 20 MiB (tensors: 8 MiB), and 1 MiB are in use outside of torch" in text
     assert "child processes left: 7 vllm, 8 vllm" in text
 
 

@@ -182,7 +182,7 @@ def without_weights(adapter, folder):
     [
         (
             ia3,
-            "of type 'IA3' for CAUSAL_LM, but only LoRA adapters for CAUSAL_LM can be trained",
+            "has peft_type 'IA3' and task_type CAUSAL_LM, but only LoRA adapters for CAUSAL_LM can",
         ),
         (
             lambda adapter, folder: rewritten(adapter, folder, base_model_name_or_path="/no/base"),

@@ -108,7 +108,7 @@ def test_every_field_of_the_installed_lora_config_is_known():
     [
         ({"random_state": 3}, "unknown LoRA setting 'random_state'"),
         ({"init_lora_weights": "pissa"}, "changes the base"),
-        ({"bias": "lora_only"}, "bias is for biases of the base, but"),
+        ({"bias": "lora_only"}, "bias is for training biases of the base model, but"),
         ({"layers_pattern": "layers"}, "PEFT refuses the LoRA settings"),
         ({"rank_pattern": {"q_proj": "x"}}, r"PEFT refuses the LoRA settings \(TypeError: "),
         ({"layers_to_transform": 99}, r"PEFT refuses .*: Target modules .* correct the setting"),

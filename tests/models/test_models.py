@@ -66,8 +66,8 @@ def of_the_hub(kind):
         (RuntimeError("Disk quota exceeded (os error 122)"), "stored in the hub's cache"),
         (FileNotFoundError(2, "No such file or directory"), "the certificates .SSL_CERT_FILE"),
         (ssl.SSLError(9, "[X509] PEM lib"), "SSLError.*the certificates .SSL_CERT_FILE"),
-        (httpx.ProxyError("407"), r"\(ProxyError: 407\): check the network and the proxy"),
-        (ImportError("Using SOCKS proxy, but the 'socksio' package is not"), "and the proxy"),
+        (httpx.ProxyError("407"), r"\(ProxyError: 407\): check the network, the proxy"),
+        (ImportError("Using SOCKS proxy, but the 'socksio' package is not"), "ALL_PROXY, HTTPS_"),
     ],
     ids=range(11),
 )
@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_of_weights_is_named(monkeypatch):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", full)
     with pytest.raises(rk.ModelError, match="stored in the hub's cache"):
         load_tokenizer("org/name")
-    with pytest.raises(rk.ModelError, match=r"finds a full disk .*: free some space"):
+    with pytest.raises(rk.ModelError, match=r"the disk is full .*: free some space"):
         load_tokenizer(TINY_THINKER)
 
 

@@ -139,7 +139,9 @@ def test_saturation_is_an_error_only_where_nothing_else_is_learned():
 @pytest.mark.parametrize(("empty", "shown"), [(0.0, "0"), (1.0, "1"), (0.5, "0.5")])
 def test_scores_of_altered_completions_are_shown_once(empty, shown):
     (finding,), _ = find([probed([0.0] * 16, empty=[empty] * 16)], batch(4, 4))
-    assert finding.evidence == f"all 16 completions scored 0, altered ones {shown}"
+    assert (
+        finding.evidence == f"all 16 completions scored 0, and altered completions scored {shown}"
+    )
 
 
 @pytest.mark.parametrize("usual", [0, 1])

@@ -239,7 +239,8 @@ def test_pairs_that_differ_in_the_thought_alone_ask_for_it(tmp_path):
         for n in range(4)
     ]
     with pytest.raises(
-        DataError, match=r"both answers of each of the 3 pairs are the same .*set keep_thought"
+        DataError,
+        match=r"chosen and rejected are the same in each of the 3 pairs.*set keep_thought",
     ):
         train(tmp_path, rows, held_out=1)
     assert list(tmp_path.iterdir()) == []

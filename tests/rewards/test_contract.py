@@ -212,7 +212,7 @@ def test_public_names_and_submodules_do_not_depend_on_import_order():
 REMEDIES = {
     "{name: accuracy, match: fuzzy}": "give one of: auto, exact, number, choice",
     "{name: accuracy, match: number, tolerance: -1}": "tolerance is -1; set it to 0 or more",
-    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, and finite",
+    "{name: accuracy, match: number, tolerance: .inf}": "set it to 0 or more, and to a finite",
     "{name: accuracy, tolerance: 0.1}": "set match to 'number', or remove tolerance",
     "{name: code, max_workers: 0}": r"max_workers is 0; set it to 1 or more\);",
     "{name: code, memory_mib: 1}": "memory_mib is 1; set it to 64 or more",

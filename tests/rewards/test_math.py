@@ -147,7 +147,7 @@ def is_running(pid):
 
 
 def test_a_missing_column_and_a_missing_library_are_named(monkeypatch, tmp_path):
-    with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another one"):
+    with pytest.raises(RewardContractError, match=r"'gold'.* add it, or name another column"):
         Math(column="gold")(completions=["1"], answer=["1"])
     (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)

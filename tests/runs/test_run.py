@@ -260,7 +260,7 @@ def test_a_resume_refuses_other_held_out_prompts(finished):
     check_held_out(held_out, before)
     seen = held_out.map(lambda _: {"prompt": [{"role": "user", "content": "And 1 + 1?"}]})
     for others in (held_out.select(range(15)), seen, None):
-        with pytest.raises(DataError, match="not those that the run scored before"):
+        with pytest.raises(DataError, match="differ from the prompts that the run scored before"):
             check_held_out(others, before)
 
 

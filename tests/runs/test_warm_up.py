@@ -154,7 +154,7 @@ def test_conversations_are_examples_of_their_last_answer():
     write_rows("talk.jsonl", unscored)
     assert [row["completion"] for row in read_examples("talk.jsonl")] == ["3", "4"]
     write_rows("talk.jsonl", [*unscored, {"prompt": "2+2?", "completion": "", "score": None}])
-    with pytest.raises(DataError, match=r"line 3: has no text in `completion`, only"):
+    with pytest.raises(DataError, match=r"line 3: `completion` has no text \(other"):
         read_examples("talk.jsonl")
     Path("run").mkdir()
     write_rows("run/completions.jsonl", unscored)
@@ -204,8 +204,8 @@ def refused(capsys, monkeypatch):
 LONG = "1" * 90
 WRONG_EXAMPLES = {
     "": "there are no rows: add at least one",
-    '{"prompt": "2+2?", "answer": "4"}': "line 1: has no text in `completion`, only",
-    '{"prompt": "1", "completion": "1"}\n{"prompt": "2", "completion": " "}': "line 2: has no text",
+    '{"prompt": "2+2?", "answer": "4"}': "line 1: `completion` has no text (other",
+    '{"prompt": "1", "completion": "1"}\n{"prompt": "2", "completion": " "}': "has no text",
     '{"completion": "4"}': "line 1: prompt is None",
     f'{{"prompt": "{LONG}", "completion": "{LONG}"}}': "all 1 examples are longer than",
     '{"prompt": "a", "completion": "123456789 123456789 123456789 123456789 12345678"}': (
@@ -277,7 +277,7 @@ def test_the_next_command_of_a_pattern_of_layers_and_a_single_override_can_be_ru
     monkeypatch.setattr("rloo_kit.runs.warm_up._trained", trained)
     said = []
     warm_up("run.yaml", "rows.jsonl", overrides="seed=7", say=said.append)
-    words = shlex.split(said[-1].partition(" continues it with ")[2])
+    words = shlex.split(said[-1].partition("; train it further with ")[2])
     assert words[:5] == ["rloo-kit", "train", "run.yaml", "--set", "seed=7"]
     config, _ = read_config(words[2], words[4::2])
     assert config.seed == 7
@@ -338,7 +338,7 @@ def test_examples_are_learnt_and_the_run_continues(capsys, tokenizer):
     assert [one["completion"] for one in found.samples] == [ANSWER] * 4
     assert found.cut_off == 0
 
-    command = shlex.split(said[-1].partition(" continues it with ")[2])
+    command = shlex.split(said[-1].partition("; train it further with ")[2])
     assert command[:3] == ["rloo-kit", "train", "run.yaml"]
     assert main(command[1:]) == 0
     assert rk.read_run_file("runs/sums/run.yaml").seed == 7

@@ -94,7 +94,7 @@ def test_a_missing_routing_column_is_named():
 def test_a_column_of_rows_that_are_not_there_may_be_missing():
     reward = checked(routed(Accuracy(column="solution"), task="proof"))
     assert reward(**COLUMNS) == [None] * 4
-    with pytest.raises(RewardContractError, match=r"asks for 'solution', .* add the column, name"):
+    with pytest.raises(RewardContractError, match=r"asks for 'solution', .* add the column, ren"):
         reward.check_columns(COLUMNS)
 
 

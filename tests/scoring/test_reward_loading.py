@@ -153,7 +153,7 @@ def test_rewards_without_a_given_weight_keep_their_own():
 
 
 REMEDIES = {
-    "thinkin": r"did you mean 'thinking'\?.* give a built-in one \(accuracy",
+    "thinkin": r"did you mean 'thinking'\?.* give a built-in reward \(accuracy",
     "none.py:polite": "does not exist; give its path relative to the run file",
     "my.py:polit": r"did you mean 'polite'\?.* one of: polite, old_style, Short, inf",
     "my.py:0.5": "as in 'file.py:function', give one of: polite",

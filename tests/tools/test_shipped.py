@@ -96,7 +96,7 @@ WRONG = {
     "calculater": "did you mean 'calculator'",
     "mine.py:number": "cannot be called",
     "other.py:say": "tool file",
-    "mine.py:sey": "there is no 'sey' in its file or module",
+    "mine.py:sey": "its file or module has no object named 'sey'",
     "search": "tool search needs a table",
     "{name: search, file: no.jsonl, results: 0}": "results is 0; give a whole number of at least 1",
     "{name: search}": "cannot be made from",
@@ -106,7 +106,7 @@ WRONG = {
     "{name: serch, file: no.jsonl}": "unknown tool 'serch'",
     "{name: search, file: none.jsonl}": "does not exist",
     "{name: search, file: no.jsonl}": "has no words",
-    "{name: search, file: empty.jsonl}": "line 1: the column text holds no text",
+    "{name: search, file: empty.jsonl}": "line 1: the column .text. must be a non-empty string",
     "{name: mine.py:nothing}": "must return the tool",
 }
 

@@ -220,11 +220,11 @@ REFUSED = {
     "hub_always_push": (True, "export RUN --to hub"),
     "save_total_limit": (
         3,
-        "trainer.keep_last and trainer.keep_best decide which checkpoints stay: set those",
+        "trainer.keep_last and trainer.keep_best decide which checkpoints stay: set these two",
     ),
     "label_smoothing_factor": (0.1, "no labels to smooth: leave it out"),
     "data_seed": (3, "trainer.seed gives the order of prompts: leave it out"),
-    "train_sampling_strategy": ("sequential", "trainer.shuffle_dataset: false"),
+    "train_sampling_strategy": ("sequential", "trainer.shuffle_dataset is false"),
     "enable_jit_checkpoint": (True, "SIGTERM saves a checkpoint anyway"),
     "save_only_model": (True, "only TRL's step obeys: set trainer.step to trl"),
     "restore_callback_states_from_checkpoint": (True, "only TRL's step obeys"),

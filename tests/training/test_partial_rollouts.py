@@ -288,7 +288,7 @@ def test_the_log_has_ages_and_the_effective_sample_size(tmp_path):
     [
         ({"rows_in_flight": 10}, "rows_in_flight is 10, must be a multiple"),
         ({"rows_in_flight": 4}, "rows_in_flight is 4, .* at least 8 .the completions"),
-        ({"rows_in_flight": 48}, "48, .* at most 40 .*max_rollout_age 4"),
+        ({"rows_in_flight": 48}, "48, .* at most 40 .*max_rollout_age is 4"),
         # tests/reference has the settings of sampling that cannot meet it
         ({"use_transformers_continuous_batching": True}, "cannot be used with"),
         ({"generation": "server"}, "vLLM's server cannot stop before"),

@@ -117,7 +117,7 @@ def test_records_hold_the_advantages_that_trl_trains_with(new_trainer, config):
 
 
 def test_an_engine_for_trls_step_is_refused(new_trainer, config):
-    with pytest.raises(rk.ConfigError, match="leave out engine, which it cannot use"):
+    with pytest.raises(rk.ConfigError, match="TRL's step cannot use an engine: leave engine out"):
         new_trainer(config(step="trl"), engine=types.SimpleNamespace())
 
 
