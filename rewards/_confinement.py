@@ -293,9 +293,10 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 def system_call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     """Return the seccomp filter, a BPF program that denies system calls, for a machine type.
 
-    It denies the system calls in ``_DENIED``, ``clone3``, and every system call that is newer than
-    these lists. It denies a system call in ``_DENIED_BY_ARGUMENT`` if its argument meets the
-    condition given there. Each instruction is (operation, jump if true, jump if false, operand).
+    It denies the system calls in ``_DENIED``, ``clone3``, and every system call with a number above
+    ``_NEWEST``, because the lists in this file do not cover it. It denies a system call in
+    ``_DENIED_BY_ARGUMENT`` only if its argument meets the condition given there. Each instruction
+    is (operation, jump if true, jump if false, operand).
 
     Args:
         machine: ``x86_64`` or ``aarch64``.

@@ -47,7 +47,8 @@ class RegexFormat(TextReward):
     pattern: str
     """The regular expression."""
     full: bool = True
-    """The pattern must match the whole text. False: it may match anywhere in the text."""
+    """True (or None with ``pattern``): the pattern must match the whole text. False: it may match
+    anywhere in the text."""
     part: Part = "completion"
     """Text to match: ``completion`` (all of it), or ``answer`` (after the last ``</think>``)."""
 

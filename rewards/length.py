@@ -154,9 +154,9 @@ class SoftOverlong(TokenReward):
     """Number of tokens at which the score reaches -1. Set it to at most the trainer's
     max_completion_length, at which completions are truncated."""
     soft_punish_cache: int
-    """Number of tokens below ``max_completion_length`` over which the score falls from 0 to -1.
-    With 0, it falls at once above ``max_completion_length``. DAPO uses a fifth of that length
-    (4,096 of 20,480)."""
+    """Length, in tokens, of the range that ends at ``max_completion_length`` and in which the score
+    falls from 0 to -1. With 0, the score falls at once above ``max_completion_length``. DAPO uses a
+    fifth of ``max_completion_length`` (4,096 of 20,480)."""
 
     def __post_init__(self) -> None:
         """Check that ``soft_punish_cache`` is not greater than ``max_completion_length``."""

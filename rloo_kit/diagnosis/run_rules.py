@@ -362,7 +362,8 @@ def _constant(run: RunRecord) -> Iterator[Seen]:
 def _never_paid(run: RunRecord) -> str | None:
     """Return the name of a reward that was 0 for every completion of the run, or None.
 
-    The rewards in ``MAY_BE_0`` do not count, except ``tool_use`` in a run without tools.
+    The rewards in ``MAY_BE_0`` are ignored. Exception: if the run has no tools, ``tool_use`` is
+    checked like any other reward.
     """
     has_tools = bool(run.series("tools/call_frequency"))
     for match in filter(None, map(REWARD_MEAN.fullmatch, run.rows[0])):

@@ -169,10 +169,10 @@ def _moved(probed: Probed) -> Iterator[Seen]:
 
 
 def _num_changed(probed: Probed, probe: str) -> int:
-    """Return how many scores differ between the first call and another one by more than rounding.
+    """Return how many scores of another call differ from those of the first, beyond rounding.
 
     The tolerance is 1% of the range of the first scores, because a reward model rounds differently
-    in another batch. If the other call failed, the result is 0.
+    if the batch differs. If the other call failed, the result is 0.
     """
     values = known(probed.first)
     slack = 0.01 * (max(values) - min(values)) + 1e-6 if values else 0.0

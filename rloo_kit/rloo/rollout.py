@@ -325,10 +325,10 @@ class Rollout:
         """Return the rollout with final advantages for groups whose log-probabilities are known.
 
         The sequence-level KL is subtracted from the scores, and the leave-one-out baseline is then
-        computed from the differences. If ``shaping.baseline`` names another baseline, that baseline
-        is used for the scores only. The KL keeps the leave-one-out baseline, so that the advantages
-        of a group do not need the KL of other groups. The token-level KL is subtracted after the
-        baseline.
+        computed from the differences. If ``shaping.baseline`` names another baseline, scores and KL
+        are treated separately: the scores get that baseline, and the KL still gets the
+        leave-one-out baseline. So the advantages of a group never need the KL of other groups. The
+        token-level KL is subtracted after the baseline.
 
         Args:
             groups: Numbers of the groups whose log-probabilities are known; None for all.

@@ -623,7 +623,7 @@ def _source(args: LeaveOneOutConfig) -> dict[str, Any]:
 
 
 def _model_config(model: Any, args: LeaveOneOutConfig) -> Any:
-    """Return the config of the policy, which is loaded if ``model`` is a name."""
+    """Return the policy's config. If ``model`` is a name, load only the config, not the model."""
     if isinstance(model, str):
         return AutoConfig.from_pretrained(model, **_source(args))
     return model.config
