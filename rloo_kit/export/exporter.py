@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from rloo_kit.data.lengths import drop_long_prompts
 from rloo_kit.data.prompts import load_prompts
@@ -230,7 +230,6 @@ class _Export:
     num_prompts: int  # number of prompts for the comparison; 0 skips it
     say: Say
     notes: list[str] = field(default_factory=list)  # sentences for the model card
-    has_vision: bool = False  # True if the adapter is known to be for a model with a vision part
 
     @property
     def _title(self) -> str:
@@ -242,12 +241,27 @@ class _Export:
     def write(self, goal: Path) -> None:
         """Write the export and its model card into the new folder ``goal``."""
         setup(self.trained.model.backend)
+        has_vision = self._has_vision()
         with whole_folder(goal) as folder:
             base = self._copy_adapter(folder) if self.kind == "adapter" else self._merged(folder)
-            about = (self._record(), self.notes, self.has_vision)
+            about = (self._record(), self.notes, has_vision)
             card = model_card(self.kind, self._title, base, *about)
             (folder / "README.md").write_text(card, encoding="utf-8")
         self.say(f"{self.kind} written to {goal}")
+
+    def _has_vision(self) -> bool:
+        """Return True if the adapter is for a model with a vision part.
+
+        Raises:
+            ModelError: The adapter's weights are missing or damaged.
+        """
+        try:
+            with safe_open(self.adapter / WEIGHTS, "numpy") as weights:
+                return ".language_model." in str(weights.keys())
+        except (OSError, SafetensorError) as exc:
+            raise ModelError(
+                f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
+            ) from exc
 
     def _record(self) -> RunRecord | None:
         """Return the run's record up to the step of the adapter; None without a run."""
@@ -265,13 +279,7 @@ class _Export:
         name = self.base or self.trained.base
         _copy(self.adapter, folder, CONFIG, WEIGHTS)
         _copy_tokenizer(self.adapter, folder)
-        config = read_json(folder / CONFIG)
-        if config is None or not (folder / WEIGHTS).is_file():
-            raise ModelError(
-                f"the adapter in {format_value(str(self.adapter))} is incomplete: save it again"
-            )
-        with safe_open(folder / WEIGHTS, "numpy") as weights:
-            self.has_vision = ".language_model." in str(weights.keys())
+        config: Any = read_json(folder / CONFIG)  # not None: `trained` has read this file
         if not (folder / TOKENIZER).is_file():
             self._add_tokenizer(folder)
         config["base_model_name_or_path"] = name

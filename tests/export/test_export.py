@@ -148,12 +148,14 @@ def test_model_with_a_vision_part_can_be_used_after_a_run_on_texts(tmp_path):
     assert "rk.load_model(" in code_of(card)  # PEFT may load a class without the vision part
 
 
-def test_adapter_without_weights_is_refused(run, tmp_path):
+def test_adapter_without_whole_weights_is_refused(run, tmp_path):
     (tmp_path / "half").mkdir()
     shutil.copy(run / "adapter" / "adapter_config.json", tmp_path / "half")
-    with pytest.raises(ModelError, match="is incomplete: save it again"):
-        export(tmp_path / "half", "adapter", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["half"]
+    for _ in range(2):  # missing, then damaged
+        with pytest.raises(ModelError, match="is incomplete: save it again"):
+            export(tmp_path / "half", "adapter", tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["half"]
+        (tmp_path / "half/adapter_model.safetensors").write_bytes(b"damaged")
 
 
 # --- merged --------------------------------------------------------------------------------------
